@@ -1,7 +1,8 @@
 """API keys at rest: a small JSON file of tenants, their limits, and the SHA-256 of each key.
 
-A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as good as a slow one, and the file gives no key away.
-The id finds the entry; the secret is compared in constant time, also for ids that do not exist.
+A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as good as a slow
+one, and the file gives no key away. The id finds the entry; the secret is compared in constant
+time, also for ids that do not exist.
 """
 
 from __future__ import annotations

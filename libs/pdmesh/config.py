@@ -1,7 +1,8 @@
 """Settings from the environment: one frozen class per service, read once in `main()`.
 
-Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also answers to the
-plain name (`PDMESH_NATS_URL`), so that one line configures the whole mesh; the service's own name wins.
+Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also answers
+to the plain name (`PDMESH_NATS_URL`), so that one line configures the whole mesh; the service's own
+name wins.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _REQUIRED: Final = ...
 
 
 class BadSetting(Exception):
-    """The environment holds a value that cannot be used; the message is one line and names the variable."""
+    """The environment holds a value that cannot be used; the message is one line and names
+    the variable.
+    """
 
 
 def settings_config(prefix: str) -> SettingsConfigDict:
@@ -52,7 +55,9 @@ def settings_config(prefix: str) -> SettingsConfigDict:
 
 
 def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, str]) -> list[str]:
-    """Variables with the service's prefix that none of its fields reads: mistyped, or of another version."""
+    """Variables with the service's prefix that none of its fields reads: mistyped, or of
+    another version.
+    """
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     known = {prefix + name.upper() for name in settings_type.model_fields}
     return sorted(
@@ -76,7 +81,8 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 def url_problem(url: str) -> str:
     """What is wrong with a server's address, without a part of the password in it; empty: nothing.
 
-    Who reads it would raise in the midst of a start, with what stands where a port belongs: the beginning of the password.
+    Who reads it would raise in the midst of a start, with what stands where a port belongs: the
+    beginning of the password.
     """
     try:
         parts = urlsplit(url if "://" in url else f"tcp://{url}")
@@ -85,7 +91,10 @@ def url_problem(url: str) -> str:
         is_address = False
     if is_address:
         return ""
-    return "not an address as scheme://user:password@host:port (letters and digits are safe in a password)"
+    return (
+        "not an address as scheme://user:password@host:port (letters and digits are safe in a "
+        "password)"
+    )
 
 
 def _checked_url(url: str) -> str:
@@ -98,18 +107,24 @@ ServerUrl = Annotated[str, AfterValidator(_checked_url)]
 
 
 class ServiceSettings(BaseSettings):
-    """What every service reads. Subclass it and set `model_config = settings_config("PDMESH_X_")`."""
+    """What every service reads.
+
+    Subclass it and set `model_config = settings_config("PDMESH_X_")`.
+    """
 
     model_config = settings_config(SHARED_PREFIX)
 
     instance_id: str = Field(
         "",
-        description="Name of this process in the mesh; default: the service and four random hex digits",
+        description="Name of this process in the mesh; default: the service and four random hex "
+        "digits",
         pattern=r"^[a-z0-9-]+$",
     )
     inner_host: str = shared(
         "127.0.0.1",
-        description="Address of the ports between the mesh's processes (gRPC, KV, OPS_PORT); others than this machine's own need mesh_token",
+        description="Address of the ports between the mesh's processes (gRPC, KV, OPS_PORT); "
+        "others than "
+        "this machine's own need mesh_token",
     )
     advertise_host: str | None = shared(
         None, description="Host name that other processes reach this one by; default: inner_host"
@@ -120,7 +135,9 @@ class ServiceSettings(BaseSettings):
     )
     mesh_token: SecretStr = shared(
         SecretStr(""),
-        description="What the mesh's processes show each other with every call, equal on all; none: on this machine alone",
+        description="What the mesh's processes show each other with every call, equal on all; "
+        "none: on "
+        "this machine alone",
     )
     mesh_token_file: Path | None = shared(
         None, description="File that holds the mesh token, instead of mesh_token"

@@ -1,7 +1,10 @@
-"""Reads the desired state from YAML. Whatever is wrong is said with its line and field, the first one first.
+"""Reads the desired state from YAML.
 
-Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file stays small. libyaml parses it:
-the parser in Python takes fifteen times as long, and a longest file would keep a master from renewing its lease.
+Whatever is wrong is said with its line and field, the first one first.
+
+Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file
+stays small. libyaml parses it: the parser in Python takes fifteen times as long, and a longest file
+would keep a master from renewing its lease.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def read(text: str) -> Desired:
     return desired
 
 
-# --- the parts -------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def _service(reader: _Reader) -> Service:
@@ -223,7 +226,7 @@ def _number(parts: Mapping[str, _Reader], name: str) -> int:
     return parts[name].number(MAX_COUNT) if name in parts else 0
 
 
-# --- nodes -----------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +259,10 @@ _Node = _Scalar | _List | _Mapping
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A node and where it stands. Every method raises InvalidRequest for what is not of its kind."""
+    """A node and where it stands.
+
+    Every method raises InvalidRequest for what is not of its kind.
+    """
 
     node: _Node
     path: str
@@ -341,7 +347,8 @@ def _compose(text: str) -> _Node | None:
 def _built(text: str) -> _Node | None:
     """From the parser's events, none of which is read beyond the bounds.
 
-    PyYAML's own nodes have two marks each: the garbage collector stops all threads for seconds to look at those of a longest file.
+    PyYAML's own nodes have two marks each: the garbage collector stops all threads for seconds to
+    look at those of a longest file.
     """
     tops: list[_Node] = []  # of documents
     open_ones: list[list[_Node]] = [tops]
@@ -377,7 +384,9 @@ def _wrong(path: str, line: int, message: str) -> InvalidRequest:
 
 
 def _line_of(root: _Node, path: str) -> int:
-    """The line of the deepest part of `path` that the file has; a copy of a group stands where its pattern does."""
+    """The line of the deepest part of `path` that the file has; a copy of a group stands
+    where its pattern does.
+    """
     node, line = root, 1
     for name in re.split(r"[.\[\]]+", path.rstrip("]")):
         child = _child(node, name) or _child(node, name.rpartition("-")[0])

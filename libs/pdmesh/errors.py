@@ -1,7 +1,8 @@
 """The errors that cross an edge, and what a caller should do about each.
 
-Raise one where the fact is known; each edge translates it once (`net.grpc.rpc` for gRPC, the gateway for
-HTTP). `reason` is stable and meant for programs, the message is for people and never holds a prompt.
+Raise one where the fact is known; each edge translates it once (`net.grpc.rpc` for gRPC, the
+gateway for HTTP). `reason` is stable and meant for programs, the message is for people and never
+holds a prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 RETRY_AFTER_MS: Final = 1000  # what a retryable error says unless it knows better
-# What a caller sent may be part of a message: it comes back shortened. gRPC sends a message three times in a head of 8 KiB.
+# What a caller sent may be part of a message: it comes back shortened. gRPC sends a message three
+# times in a head of 8 KiB.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_FIELD_BYTES: Final = 256
 

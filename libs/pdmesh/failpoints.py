@@ -1,9 +1,10 @@
 """Faults on demand: a test arms `prefill.staged=sigkill@3` and the process dies at the third hit.
 
-Named points are spread over the code that moves requests. Unarmed, a hit is one look at an empty dict.
-`sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action (`zero-kv`) is
-returned to the caller, which knows what it means. `@n` fires at the nth hit only, `@n+` from it on. `name[prefill-0]=...` is armed for what
-concerns that instance alone, where the point says whom it concerns.
+Named points are spread over the code that moves requests. Unarmed, a hit is one look at an empty
+dict. `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action
+(`zero-kv`) is returned to the caller, which knows what it means. `@n` fires at the nth hit only,
+`@n+` from it on. `name[prefill-0]=...` is armed for what concerns that instance alone, where the
+point says whom it concerns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Replace what is armed by `spec`: name=action[@n[+]] separated by commas. Raises ValueError."""
+    """Replace what is armed by `spec`: name=action[@n[+]] separated by commas.
+
+    Raises ValueError.
+    """
     armed: dict[str, _Armed] = {}
     for part in filter(None, (p.strip() for p in spec.split(","))):
         match = _SPEC.fullmatch(part)
@@ -48,7 +52,10 @@ def arm(spec: str) -> None:
 
 
 def hit(name: str, of: str = "") -> str | None:
-    """Called at a named point. Returns the action if it fires and is the caller's to do. `of`: the instance it concerns."""
+    """Called at a named point.
+
+    Returns the action if it fires and is the caller's to do. `of`: the instance it concerns.
+    """
     if not _armed:
         return None
     point = _armed.get(name) or _armed.get(f"{name}[{of}]")

@@ -1,6 +1,7 @@
 """What gRPC's library is told by its environment, which it reads once: when it is first imported.
 
-So `pdmesh/__init__.py` prepares it, and `services/__init__.py` imports `pdmesh`, before any module of theirs imports grpc.
+So `pdmesh/__init__.py` prepares it, and `services/__init__.py` imports `pdmesh`, before any module
+of theirs imports grpc.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import os
 from typing import Final
 
 _ENVIRONMENT: Final = {
-    # The older poller hands a message to Python over one thread, the event engine over three: half the round trip, a
-    # third less CPU (docs/adr/0007).
+    # The older poller hands a message to Python over one thread, the event engine over three: half
+    # the round trip, a third less CPU (docs/adr/0007).
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
     # What it has to say comes back as an error, too; its lines are no JSON, in a log that is.
     "GRPC_VERBOSITY": "NONE",

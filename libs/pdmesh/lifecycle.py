@@ -1,7 +1,7 @@
 """The life of one service process: settings, telemetry, signals, ops endpoint, then its `main`.
 
-Exit codes: 0 stopped as asked, 1 failed (the last line says why), 2 a bad setting. SIGTERM or SIGINT asks for an
-orderly stop (`App.stopping`); a second one ends the process at once.
+Exit codes: 0 stopped as asked, 1 failed (the last line says why), 2 a bad setting. SIGTERM or
+SIGINT asks for an orderly stop (`App.stopping`); a second one ends the process at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class StoppedEarly(Exception):
 
 
 class StartupError(Exception):
-    """The process cannot start or go on for a reason an operator can mend: one line, exit code 1."""
+    """The process cannot start or go on for a reason an operator can mend: one line, exit
+    code 1.
+    """
 
 
 @dataclass
@@ -77,7 +79,9 @@ class App:
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which may wait without bound; raises StoppedEarly when asked to stop first."""
+        """The result of `work`, which may wait without bound; raises StoppedEarly when asked
+        to stop first.
+        """
         task = asyncio.create_task(work)
         try:
             await self.until_stopping(task)
@@ -114,7 +118,10 @@ def run(
     *,
     help_note: str = "",
 ) -> None:
-    """Run `main` until it returns, then exit the process. It should return soon after `app.stopping`."""
+    """Run `main` until it returns, then exit the process.
+
+    It should return soon after `app.stopping`.
+    """
     _parse_arguments(service, settings_type, help_note)
     os.umask(0o077)  # state, usage, tokens, KV on disk: for this user alone
     settings = _load(service, settings_type)
@@ -125,12 +132,15 @@ def run(
             "service.settings_unknown", variables=unknown
         )  # no error: versions are mixed while they change
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
-        # Not after the block: closing the loop waits for every task, and one that a stop cut short may not end.
+        # Not after the block: closing the loop waits for every task, and one that a stop cut short
+        # may not end.
         _leave(runner.run(_serve(service, settings, main)))
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without taking the interpreter apart: that costs half a second, and native libraries may crash in it."""
+    """Exit without taking the interpreter apart: that costs half a second, and native
+    libraries may crash in it.
+    """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk
@@ -161,11 +171,14 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
 
 
 def _join_mesh(settings: ServiceSettings) -> None:
-    """Whoever reaches an inner port is believed: on an address that others reach, they must show that they belong here."""
+    """Whoever reaches an inner port is believed: on an address that others reach, they must
+    show that they belong here.
+    """
     token = settings.read_mesh_token()
     if not token and not is_loopback(settings.inner_host):
         raise StartupError(
-            f"refusing to listen on {settings.inner_host} without a mesh token: set PDMESH_MESH_TOKEN or "
+            f"refusing to listen on {settings.inner_host} without a mesh token: set "
+            "PDMESH_MESH_TOKEN or "
             "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
         )
     rpc.use_mesh_token(token)
@@ -224,7 +237,8 @@ async def _tell(ops_file: Path, address: str) -> None:
 
 
 def calm_the_collector() -> None:
-    """What is loaded by now stays: let the garbage collector never look at it again, and look less often.
+    """What is loaded by now stays: let the garbage collector never look at it again, and look less
+    often.
 
     Most objects of a busy service live as long as a request and are freed without the collector.
     """
@@ -239,7 +253,8 @@ def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
     except OSError as exc:
         variable = f"{type(settings).model_config.get('env_prefix', '')}OPS_PORT"
         raise StartupError(
-            f"cannot listen on {settings.inner_host}:{settings.ops_port} ({exc.strerror}); set {variable}"
+            f"cannot listen on {settings.inner_host}:{settings.ops_port} ({exc.strerror}); set "
+            f"{variable}"
         ) from exc
 
 
@@ -298,4 +313,7 @@ def _load(service: str, settings_type: type[S]) -> S:
 
 def _help_line(line: SettingLine) -> str:
     also = f" (or {line.shared_variable})" if line.shared_variable else ""
-    return f"  {line.variable}{also}\n      {line.help}; {line.type_name}, default: {line.default or 'none'}"
+    return (
+        f"  {line.variable}{also}\n      {line.help}; {line.type_name}, default: "
+        f"{line.default or 'none'}"
+    )

@@ -81,7 +81,9 @@ class Settings(ServiceSettings):
     prefill_batch: int = Field(
         0,
         ge=0,
-        description="Prompts that a prefill computes in lockstep (DP size): who waits goes in batches of similar length; 0: one by one",
+        description="Prompts that a prefill computes in lockstep (DP size): who waits goes in "
+        "batches of "
+        "similar length; 0: one by one",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
     max_incoming_bytes: int = Field(
@@ -95,18 +97,23 @@ class Settings(ServiceSettings):
     )
     scenarios: dict[str, ScenarioSettings] = Field(
         {},
-        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429 or 503); a scenario's slo in the desired state goes before",
+        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of "
+        "a 429 "
+        "or 503); a scenario's slo in the desired state goes before",
     )
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
-        description="Scenarios of requests that name none, as JSON, the first that fits: scenario, min_prompt_tokens, max_prompt_tokens, operation",
+        description="Scenarios of requests that name none, as JSON, the first that fits: scenario, "
+        "min_prompt_tokens, max_prompt_tokens, operation",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
     stall_s: float = Field(
         5.0,
         gt=0,
-        description="Longest silence of an accepted request: no token of its own and no sign of work from its engine, which come twice a second",
+        description="Longest silence of an accepted request: no token of its own and no sign of "
+        "work from "
+        "its engine, which come twice a second",
     )
     retry_s: float = Field(0.25, gt=0, description="First interval of asking again while waiting")
     max_migrations: int = Field(3, ge=0, description="Times a request may move after a lost leg")
@@ -115,7 +122,8 @@ class Settings(ServiceSettings):
     retry_reserve: float = Field(500.0, ge=0, description="Retries the budget holds at most")
     kv_transfer: TransferMode = shared(
         "whole",
-        description="KV goes to decode after prefill (whole), or each layer as it is computed (per_layer)",
+        description="KV goes to decode after prefill (whole), or each layer as it is computed "
+        "(per_layer)",
     )
     kv_transfer_by_scenario: dict[str, TransferMode] = shared(
         {}, description='Scenarios that differ from kv_transfer, as JSON: {"long": "per_layer"}'

@@ -27,7 +27,10 @@ from services.health_monitor.monitor import HealthMonitor
 from services.health_monitor.settings import NodeSettings, Settings
 
 NODE_FLAG: Final = "--node"
-_NODE_HELP: Final = f"\nWith {NODE_FLAG} it is the agent of one machine instead: {NODE_FLAG} --help lists its settings."
+_NODE_HELP: Final = (
+    f"\nWith {NODE_FLAG} it is the agent of one machine instead: {NODE_FLAG} --help lists its "
+    "settings."
+)
 
 
 async def serve(settings: Settings, app: App) -> None:

@@ -1,4 +1,5 @@
-"""Tries idle instances with a request of its own, as a gateway would send it, and tells the fault judge what came of it.
+"""Tries idle instances with a request of its own, as a gateway would send it, and tells the fault
+judge what came of it.
 
 One probe is under way at a time; a refusal is an answer, and says nothing against the instance.
 """

@@ -1,7 +1,9 @@
-"""Where the node's agent learns how its devices are: the driver, and files that tools and operators write.
+"""Where the node's agent learns how its devices are: the driver, and files that tools and operators
+write.
 
-A source is asked in a thread, since drivers block. One that is not there says nothing; one that fails or hangs is told as
-unknown by the agent. What each answer means for the level is decided here, next to what the driver calls it.
+A source is asked in a thread, since drivers block. One that is not there says nothing; one that
+fails or hangs is told as unknown by the agent. What each answer means for the level is decided
+here, next to what the driver calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class DeviceSource(Protocol):
 
 
 class FileDevices:
-    """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}. No file: nothing is known.
+    """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}.
+
+    No file: nothing is known.
 
     Written by hardware tooling, or by a person who takes a device out of use.
     """
@@ -57,7 +61,9 @@ def _from_file(path: Path) -> DeviceStatus:
 
 
 class NvmlDevices:
-    """NVIDIA devices by the driver, each under its index and its UUID, as CUDA_VISIBLE_DEVICES may name it."""
+    """NVIDIA devices by the driver, each under its index and its UUID, as
+    CUDA_VISIBLE_DEVICES may name it.
+    """
 
     name = "nvml"
 
@@ -97,7 +103,9 @@ class NvmlDevices:
             yield DeviceStatus(name, *found)
 
     def _judge(self, handle: Any) -> tuple[Level, str, str]:
-        """The worst of what the driver counts; what this kind of device does not count is no fault."""
+        """The worst of what the driver counts; what this kind of device does not count is no
+        fault.
+        """
         nvml = self._nvml
         rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle)
         if rows is not None:

@@ -1,7 +1,8 @@
-"""Turns what instances, node agents and canaries say into signals for the fault judge, and its judgements into reports.
+"""Turns what instances, node agents and canaries say into signals for the fault judge, and its
+judgements into reports.
 
-The board of faults is kept level-triggered, like that of health: what could not be written is written at the next tick,
-and all of it again when the bus was away.
+The board of faults is kept level-triggered, like that of health: what could not be written is
+written at the next tick, and all of it again when the bus was away.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Turns records, heartbeats and time into events of the health core, and its verdicts into announcements.
+"""Turns records, heartbeats and time into events of the health core, and its verdicts into
+announcements.
 
 The board is kept level-triggered: a verdict that could not be written is written at the next tick.
 """

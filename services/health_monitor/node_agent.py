@@ -1,8 +1,10 @@
-"""The agent of one node: asks its devices how they are, and tells the node's instances, the mesh, and whoever asks by HTTP (S33).
+"""The agent of one node: asks its devices how they are, and tells the node's instances, the mesh,
+and whoever asks by HTTP (S33).
 
-Everything is told whole each period, so that nothing hangs on one message: the status file for the instances of the node,
-`NodeReported` for the health-monitor, `/status/node` for tools. It starts and kills nothing: an instance that must restart ends
-itself, and whoever keeps processes running on this machine starts it anew (ADR 18).
+Everything is told whole each period, so that nothing hangs on one message: the status file for the
+instances of the node, `NodeReported` for the health-monitor, `/status/node` for tools. It starts
+and kills nothing: an instance that must restart ends itself, and whoever keeps processes running on
+this machine starts it anew (ADR 18).
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ class NodeAgent:
             yield float(num), {"level": str(int(level))}
 
     async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """A source that hangs is asked again when it comes back, so that one thread is all it costs."""
+        """A source that hangs is asked again when it comes back, so that one thread is all it
+        costs.
+        """
         asked = self._asked.get(source.name)
         if asked is None:
             asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))

@@ -1,1 +1,3 @@
-"""What block is where: follows the instances' KV deltas, keeps Redis, answers Match and Snapshot."""
+"""What block is where: follows the instances' KV deltas, keeps Redis, answers Match and
+Snapshot.
+"""

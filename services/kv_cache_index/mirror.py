@@ -1,7 +1,8 @@
 """Copies the index in memory to Redis: deltas as they come, whole instances after any doubt.
 
-Level-triggered: what could not be written is written again, whole; a changed epoch of the store means it was wiped, and
-everything is (F14, F15). The memory of what is pending is bounded: too many deltas become one whole instance.
+Level-triggered: what could not be written is written again, whole; a changed epoch of the store
+means it was wiped, and everything is (F14, F15). The memory of what is pending is bounded: too many
+deltas become one whole instance.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class _Work(enum.Enum):
 
 
 class RedisMirror:
-    """A Follower of the index feed. `fingerprint_of` names the model of an instance, "" if it is not known."""
+    """A Follower of the index feed.
+
+    `fingerprint_of` names the model of an instance, "" if it is not known.
+    """
 
     def __init__(
         self, index: PrefixIndex, store: RedisIndex, fingerprint_of: Callable[[str], str]
@@ -81,7 +85,10 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load what the store has of these living instances, forget the others. Returns how many were loaded."""
+        """Load what the store has of these living instances, forget the others.
+
+        Returns how many were loaded.
+        """
         num_loaded = 0
         try:
             for instance_id in await self._store.instance_ids():

@@ -19,7 +19,9 @@ class Settings(ServiceSettings):
     max_blocks: int = Field(
         8_000_000,
         ge=1,
-        description="Entries in memory over all instances (50 to 230 bytes each: a block that several hold is kept once)",
+        description="Entries in memory over all instances (50 to 230 bytes each: a block that "
+        "several "
+        "hold is kept once)",
     )
     resync_s: float = Field(
         30.0, gt=0, description="Ask one instance in turn for a full snapshot this often"

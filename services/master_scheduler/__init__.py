@@ -1,1 +1,3 @@
-"""Where requests go: keeps a picture of the fleet and of its KV blocks, ranks instances, leads or stands by."""
+"""Where requests go: keeps a picture of the fleet and of its KV blocks, ranks instances,
+leads or stands by.
+"""

@@ -1,4 +1,5 @@
-"""What a master does beside placement: groups, plans, upgrades, holds, pins, usage, and the operators' door to all of them.
+"""What a master does beside placement: groups, plans, upgrades, holds, pins, usage, and the
+operators' door to all of them.
 
 Every part works at the leader alone, and asks `leadership` before it writes.
 """

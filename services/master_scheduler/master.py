@@ -1,4 +1,6 @@
-"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election, gRPC, and its `control`."""
+"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election,
+gRPC, and its `control`.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,10 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 
 
 class Master:
-    """Start it once its bus and view are there; everything runs on the loop until `stop`. `admin_token` empty: none is set."""
+    """Start it once its bus and view are there; everything runs on the loop until `stop`.
+
+    `admin_token` empty: none is set.
+    """
 
     def __init__(
         self,

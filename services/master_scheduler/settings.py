@@ -42,12 +42,16 @@ class Settings(ServiceSettings):
     max_waiting: int = Field(
         4096,
         ge=0,
-        description="Requests of one scenario that wait at all gateways; who comes then is refused at once. 0: no limit",
+        description="Requests of one scenario that wait at all gateways; who comes then is refused "
+        "at "
+        "once. 0: no limit",
     )
     ratio_window_s: float = Field(
         30.0,
         ge=1,
-        description="Requests of so long make one look at a scenario's P:D ratio; three that agree change it",
+        description="Requests of so long make one look at a scenario's P:D ratio; three that agree "
+        "change "
+        "it",
     )
     chat_ttl_s: float = Field(600.0, gt=0, description="Remember where a chat was for so long")
     max_chats: int = Field(100_000, ge=1, description="Chats remembered at most")
@@ -56,7 +60,8 @@ class Settings(ServiceSettings):
     )
     admin_token: SecretStr = shared(
         SecretStr(""),
-        description="Who shows it may change groups and instances; none: only calls from this machine may",
+        description="Who shows it may change groups and instances; none: only calls from this "
+        "machine may",
     )
     admin_token_file: Path | None = shared(
         None, description="File that holds the admin token, instead of admin_token"

@@ -1,4 +1,6 @@
-"""Counts for how long instances are used, and for whom, while this master leads; a successor goes on from what is stored (S22)."""
+"""Counts for how long instances are used, and for whom, while this master leads; a successor
+goes on from what is stored (S22).
+"""
 
 from __future__ import annotations
 

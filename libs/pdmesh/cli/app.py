@@ -148,7 +148,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add(
         "--regions",
         metavar="A,B",
-        help="so many instances, gateways and masters in each of these; default: the regions that --groups names",
+        help="so many instances, gateways and masters in each of these; default: the regions that "
+        "--groups names",
     )
     add("--node-agent", action="store_true", help="watch this machine's devices")
     add(
@@ -223,7 +224,8 @@ def _add_admin(
         type=values.share,
         default=0.0,
         metavar="SHARE",
-        help="try the changed services out first, with this share of the requests (0.05), until pdmesh promote or rollback",
+        help="try the changed services out first, with this share of the requests (0.05), until "
+        "pdmesh promote or rollback",
     )
     promote = add("promote", "let a canary's revision go to all groups of its scenario")
     promote.add_argument("scenario", nargs="?", default="", help="default: each that has a canary")
@@ -284,7 +286,8 @@ def _add_ratio(parser: argparse.ArgumentParser) -> None:
         type=values.positive,
         nargs=4,
         metavar=("T_P", "B_P", "T_D", "B_D"),
-        help="move all groups to the best ratio for requests that take T_P and T_D seconds with B_P and B_D slots taken",
+        help="move all groups to the best ratio for requests that take T_P and T_D seconds with "
+        "B_P and B_D slots taken",
     )
     parser.add_argument("--group", default="", metavar="GROUP", help="whose instance it is")
     parser.add_argument(

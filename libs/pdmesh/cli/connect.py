@@ -28,7 +28,9 @@ def be_quiet() -> None:
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """The bus of the mesh started here, or of the one at --nats-url; from now on calls show that mesh's token."""
+    """The bus of the mesh started here, or of the one at --nats-url; from now on calls show
+    that mesh's token.
+    """
     url = options.nats_url
     _use_mesh_token(options)
     if url is None:

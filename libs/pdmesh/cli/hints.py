@@ -1,4 +1,6 @@
-"""What a command tells the user to type next: it works as it is printed, also with another state directory."""
+"""What a command tells the user to type next: it works as it is printed, also with another
+state directory.
+"""
 
 from __future__ import annotations
 

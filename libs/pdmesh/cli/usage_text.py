@@ -1,4 +1,6 @@
-"""The usage book as `pdmesh groups --usage` shows it: instance-hours by service, scenario, group and pool."""
+"""The usage book as `pdmesh groups --usage` shows it: instance-hours by service, scenario,
+group and pool.
+"""
 
 from __future__ import annotations
 

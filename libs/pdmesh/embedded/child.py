@@ -1,8 +1,9 @@
 """Start a child process that cannot outlive us.
 
-The child runs in its own session (Ctrl-C reaches only the launcher, which stops children in order) and asks the kernel to be
-killed when its parent dies, also by SIGKILL. A few lines of Python do that between fork and exec: a `preexec_fn`
-would run in a fork of a process that may have threads, and may deadlock there.
+The child runs in its own session (Ctrl-C reaches only the launcher, which stops children in order)
+and asks the kernel to be killed when its parent dies, also by SIGKILL. A few lines of Python do
+that between fork and exec: a `preexec_fn` would run in a fork of a process that may have threads,
+and may deadlock there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-# PR_SET_PDEATHSIG is 1. The parent may have died before the call: then getppid() is another process.
+# PR_SET_PDEATHSIG is 1. The parent may have died before the call: then getppid() is another
+# process.
 _SHIM: Final = """
 import os, sys
 parent, program = int(sys.argv[1]), sys.argv[2:]

@@ -1,7 +1,8 @@
 """Keep a TCP port for a child process, so that it comes back on the same one after a crash.
 
-The launcher holds the port bound but not listening. With SO_REUSEADDR (and SO_REUSEPORT, for several gateways on one port)
-the child may bind and listen beside it, while nobody else is given the port by chance.
+The launcher holds the port bound but not listening. With SO_REUSEADDR (and SO_REUSEPORT, for
+several gateways on one port) the child may bind and listen beside it, while nobody else is given
+the port by chance.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How to run NATS and Valkey for one mesh, and how to know that they serve.
 
-Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket that only this user can
-open (no TCP port, so no password is needed). Every user of the machine reaches the port, and whoever writes to NATS is an admin of
-the mesh: it asks for a password that its URL holds, and a file that only this user can read.
+Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket
+that only this user can open (no TCP port, so no password is needed). Every user of the machine
+reaches the port, and whoever writes to NATS is an admin of the mesh: it asks for a password that
+its URL holds, and a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class ValkeyServer:
         _private(self._socket.parent)
         self._socket.unlink(missing_ok=True)
         return [
-            str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
+            str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm",
+            "700",
             "--save", "", "--appendonly", "no", "--dir", str(self._directory.absolute()),
         ]  # fmt: skip
 
@@ -123,7 +125,10 @@ class ValkeyServer:
 
 @contextlib.asynccontextmanager
 async def running(server: Server, log_file: Path, timeout_s: float = 10.0) -> AsyncIterator[str]:
-    """The server's URL, for as long as the block runs. For tests and tools; a mesh supervises its own."""
+    """The server's URL, for as long as the block runs.
+
+    For tests and tools; a mesh supervises its own.
+    """
     process = child.start(server.command(), os.environ, log_file)
     try:
         async with asyncio.timeout(timeout_s):
@@ -170,7 +175,9 @@ def _private(directory: Path) -> None:
 
 
 def _socket_path(directory: Path) -> Path:
-    """In `directory` if the path fits into a socket address, else in a short private one made from its name."""
+    """In `directory` if the path fits into a socket address, else in a short private one made
+    from its name.
+    """
     path = directory.absolute() / "valkey.sock"
     if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
         return path

@@ -246,7 +246,9 @@ class LandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks that one tier stored and evicted, as mesh hashes, in this order: clear, remove, store."""
+    """Blocks that one tier stored and evicted, as mesh hashes, in this order: clear, remove,
+    store.
+    """
 
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -256,7 +258,9 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class TiersReported:
-    """What the tiers below the engine's blocks did since the last report; see `BlocksChanged` for the blocks."""
+    """What the tiers below the engine's blocks did since the last report; see `BlocksChanged`
+    for the blocks.
+    """
 
     report: TierReport
 
@@ -299,7 +303,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """One incarnation of an instance that KV may come from, with the KV transport address of each rank, in rank order."""
+    """One incarnation of an instance that KV may come from, with the KV transport address of
+    each rank, in rank order.
+    """
 
     instance_id: str
     incarnation: int
@@ -308,7 +314,9 @@ class KvPeer:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` grows while the engine computes, within a long step too, and stands still while it is idle or hangs."""
+    """`num_signs` grows while the engine computes, within a long step too, and stands still
+    while it is idle or hangs.
+    """
 
     num_running: int = 0
     num_kv_blocks_free: int = 0
@@ -361,11 +369,15 @@ class Engine(Protocol):
         ...
 
     def forget_peer(self, peer: KvPeer) -> None:
-        """The peer left: drop the connections to it, as soon as nothing is pulled over them (S26)."""
+        """The peer left: drop the connections to it, as soon as nothing is pulled over them
+        (S26).
+        """
         ...
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Evict no block of these from the tiers below the engine's own blocks, in place of those of the last call."""
+        """Evict no block of these from the tiers below the engine's own blocks, in place of
+        those of the last call.
+        """
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

@@ -27,7 +27,10 @@ from pdmesh.kv.transport.base import KvTransport
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the host knows before the engine is loaded. Bytes are per rank; 0 means by size of the rest."""
+    """What the host knows before the engine is loaded.
+
+    Bytes are per rank; 0 means by size of the rest.
+    """
 
     engine: str  # sim or vllm
     instance_id: str
@@ -73,7 +76,10 @@ class BuiltEngine:
 
 
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
-    """Not started yet. Raises EngineFailed if the settings name no engine. None: peers are not asked."""
+    """Not started yet.
+
+    Raises EngineFailed if the settings name no engine. None: peers are not asked.
+    """
     match settings.engine:
         case "sim":
             return build_sim(settings, lambda: _ucx(settings), find_holders)

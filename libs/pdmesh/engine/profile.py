@@ -1,4 +1,6 @@
-"""Profiles an instance kind in advance, from its law: what formula (1) needs of one kind of request (S27, S30)."""
+"""Profiles an instance kind in advance, from its law: what formula (1) needs of one kind of
+request (S27, S30).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def profile(
     num_cached: int = 0,
     transfer_s: float = 0.0,
 ) -> Profile:
-    """Tokens per request, slots per instance; `transfer_s` is xi, for one request. Raises ValueError for `num_output` < 2."""
+    """Tokens per request, slots per instance; `transfer_s` is xi, for one request.
+
+    Raises ValueError for `num_output` < 2.
+    """
     if num_output < 2:
         raise ValueError("num_output must be 2 or more: one token needs no decode")
     num_new = prefill_slots * (num_prompt - num_cached)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-# A chunked body may be framed by one byte for so many of its own: chunks of 64 bytes fit, chunks of one do not.
+# A chunked body may be framed by one byte for so many of its own: chunks of 64 bytes fit, chunks of
+# one do not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
 CutOff = Callable[[], None]  # ends the connection
@@ -19,7 +20,8 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    makes_room: bool = False  # a full listener drops the connection that has waited longest, or is answered longest
+    # a full listener drops the connection that has waited longest, or is answered longest
+    makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
@@ -53,7 +55,9 @@ class Bounds:
             del self.num_by_ip[ip]
 
     def max_framing_bytes(self, num_body_bytes: int) -> int:
-        """How much of a request may be no body: its head, its trailers and what frames its chunks."""
+        """How much of a request may be no body: its head, its trailers and what frames its
+        chunks.
+        """
         return self.max_header_bytes + num_body_bytes // _BODY_BYTES_A_FRAMING_BYTE
 
     def _has_room(self, ip: str) -> bool:

@@ -1,10 +1,13 @@
-"""uvicorn's protocol with the bounds it lacks: connections, time, and every byte that is not body (F29).
+"""uvicorn's protocol with the bounds it lacks: connections, time, and every byte that is not body
+(F29).
 
-Without them an idle or trickling connection stays for ever, a head or trailers of any size are kept, and one address
-takes every file descriptor. Streams of any length are not affected: the clock stops when the request has arrived whole.
+Without them an idle or trickling connection stays for ever, a head or trailers of any size are
+kept, and one address takes every file descriptor. Streams of any length are not affected: the clock
+stops when the request has arrived whole.
 
-A connection that is refused gets its answer and an end of what it may read; nothing more is read from it, and it is
-dropped a moment later. Closed at once, the kernel would take the answer back because of what is unread.
+A connection that is refused gets its answer and an end of what it may read; nothing more is read
+from it, and it is dropped a moment later. Closed at once, the kernel would take the answer back
+because of what is unread.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
 CONNECTION: Final = "pdmesh.connection"  # in the scope: tells when the client goes, without a task that waits for it
-# Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds thousands.
+# Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds
+# thousands.
 _MAX_PIPELINED: Final = 16
 _LINGER_S: Final = 1.0
 
@@ -108,7 +112,9 @@ class _Guarded(HttpToolsProtocol):
         return num_taken
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` once the client has gone (closing its sending half counts), until `unwatch`."""
+        """Call `on_gone` once the client has gone (closing its sending half counts), until
+        `unwatch`.
+        """
         if self.is_gone:
             on_gone()
         else:
@@ -119,7 +125,9 @@ class _Guarded(HttpToolsProtocol):
         self._on_gone = None
 
     def abort(self) -> None:
-        """Drop it with what the client has not read; an orderly close would wait for the client to read that."""
+        """Drop it with what the client has not read; an orderly close would wait for the
+        client to read that.
+        """
         self._leave()
         self.transport.abort()
 
@@ -165,7 +173,8 @@ class _Guarded(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
         scope["path"] = scope["raw_path"].decode("ascii")  # %2f is no slash to any route
-        # Until the request is whole, its answer ends the connection: what is left of it is not read.
+        # Until the request is whole, its answer ends the connection: what is left of it is not
+        # read.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
         return None
@@ -209,7 +218,10 @@ class _Guarded(HttpToolsProtocol):
         if self.transport.is_closing() or self._is_ending:
             return
         if self._may_answer():
-            head = f"HTTP/1.1 {status} {status.phrase}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            head = (
+                f"HTTP/1.1 {status} {status.phrase}\r\nconnection: close\r\ncontent-length: "
+                "0\r\n\r\n"
+            )
             self.transport.write(head.encode())
         self.end()
 
@@ -255,7 +267,9 @@ class _Guarded(HttpToolsProtocol):
 
 
 class _EarlyTransport:
-    """What an answer is written to while its request is still on its way in: an end of it ends the connection."""
+    """What an answer is written to while its request is still on its way in: an end of it
+    ends the connection.
+    """
 
     def __init__(self, guard: _Guarded) -> None:
         self._guard = guard

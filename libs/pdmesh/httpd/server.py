@@ -65,8 +65,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close the listener at once; return when open responses have ended or their time is up."""
-        # uvicorn looks every 0.1 s whether it should exit: what it accepted until then would only be refused here, and
-        # another gateway on this port could have served it.
+        # uvicorn looks every 0.1 s whether it should exit: what it accepted until then would only
+        # be refused here, and another gateway on this port could have served it.
         for server in getattr(self._server, "servers", ()):
             server.close()
         self._server.should_exit = True
@@ -78,8 +78,10 @@ class HttpServer:
 def listen(
     host: str, port: int, *, write_timeout_s: float, reuse_port: bool = False
 ) -> socket.socket:
-    """A socket whose connections keep little in the kernel, and not for ever, of what a client does not read (F28): they
-    inherit both. Without, each may hold 4 MB, also after its response has ended. Raises OSError."""
+    """A socket whose connections keep little in the kernel, and not for ever, of what a
+    client does not read (F28): they inherit both. Without, each may hold 4 MB, also after its
+    response has ended. Raises OSError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,13 +30,17 @@ class InstanceSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(
         0,
         ge=0,
-        description="vLLM: tokens computed per step at most; 0: 512 on a CPU, so that no step takes long, vLLM's own on a GPU",
+        description="vLLM: tokens computed per step at most; 0: 512 on a CPU, so that no step "
+        "takes long, "
+        "vLLM's own on a GPU",
     )
     speculative_tokens: int = Field(
         0,
         ge=0,
         le=16,
-        description="vLLM: tokens a decode proposes per step at most, looked up in the prompt; fewer in larger batches. 0: none",
+        description="vLLM: tokens a decode proposes per step at most, looked up in the prompt; "
+        "fewer in "
+        "larger batches. 0: none",
     )
     speculative_acceptance: float = Field(
         0.6, ge=0, lt=1, description="Chance that a proposed token is right"
@@ -116,7 +120,9 @@ class InstanceSettings(ServiceSettings):
     transfer_timeout_s: float = shared(
         4.5,
         gt=0,
-        description="Longest time one pull of KV may take from its turn, or wait for its turn; shorter than the gateways' STALL_S, so that the decode says why",
+        description="Longest time one pull of KV may take from its turn, or wait for its turn; "
+        "shorter "
+        "than the gateways' STALL_S, so that the decode says why",
     )
     transfer_stall_s: float = shared(
         2.0, gt=0, description="Of that, longest time without any KV: the link may be cut"
@@ -136,7 +142,8 @@ class InstanceSettings(ServiceSettings):
     )
     devices: str = shared(
         "",
-        description="Names of the node's devices it computes on, by commas; default: CUDA_VISIBLE_DEVICES, else its own id",
+        description="Names of the node's devices it computes on, by commas; default: "
+        "CUDA_VISIBLE_DEVICES, else its own id",
     )
     node_status_file: Path | None = shared(
         None,

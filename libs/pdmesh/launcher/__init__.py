@@ -1,1 +1,3 @@
-"""The dev mesh: every service and server as child processes of one launcher that supervises them."""
+"""The dev mesh: every service and server as child processes of one launcher that supervises
+them.
+"""

@@ -1,4 +1,6 @@
-"""Servers that somebody else runs: whether they answer, asked before anything starts that would wait for them for ever."""
+"""Servers that somebody else runs: whether they answer, asked before anything starts that
+would wait for them for ever.
+"""
 
 from __future__ import annotations
 

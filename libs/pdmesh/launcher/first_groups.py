@@ -14,7 +14,10 @@ _LEADER_S: Final = 20.0
 
 
 async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_token: str) -> None:
-    """Waits for a leader. Raises MeshError. `environment` is the masters', whose admin token it has."""
+    """Waits for a leader.
+
+    Raises MeshError. `environment` is the masters', whose admin token it has.
+    """
     request = _request(file)
     bus = await NatsBus.connect(nats_url, "pdmesh-up")
     try:

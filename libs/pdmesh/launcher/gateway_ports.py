@@ -13,7 +13,10 @@ _MAX_PORT: Final = 65_535
 
 
 def reserve_ports(spec: MeshSpec, cleanup: contextlib.AsyncExitStack) -> dict[str, Ports]:
-    """By region, until `cleanup`. Those of each further region lie `_PORTS_APART` higher. Raises PortTaken."""
+    """By region, until `cleanup`.
+
+    Those of each further region lie `_PORTS_APART` higher. Raises PortTaken.
+    """
     taken: set[int] = set()
     return {
         region: Ports(

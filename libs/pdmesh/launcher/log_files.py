@@ -1,7 +1,8 @@
-"""The children's log files: each child appends to its own, the launcher keeps them from growing without end.
+"""The children's log files: each child appends to its own, the launcher keeps them from growing
+without end.
 
-A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is copied to `<name>.log.1`
-and cut to nothing; appending goes on at its start.
+A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is
+copied to `<name>.log.1` and cut to nothing; appending goes on at its start.
 """
 
 from __future__ import annotations

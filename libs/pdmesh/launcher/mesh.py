@@ -1,4 +1,5 @@
-"""A whole mesh on this machine, as an async context manager: for `pdmesh up`, for tests and for load tests.
+"""A whole mesh on this machine, as an async context manager: for `pdmesh up`, for tests and for
+load tests.
 
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
@@ -48,8 +49,10 @@ class MeshFailed(Exception):
 
 
 class Mesh:
-    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler, master-scheduler-1,
-    kv-cache-index, health-monitor, nats, valkey. With regions: eu-prefill-0, eu-gateway-0, eu-master-scheduler and so on."""
+    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler,
+    master-scheduler-1, kv-cache-index, health-monitor, nats, valkey. With regions:
+    eu-prefill-0, eu-gateway-0, eu-master-scheduler and so on.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,9 @@ class Mesh:
         self._started_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
-        """Start everything and wait until it is ready; raises `MeshFailed`, `MeshRunning`, `PortTaken`."""
+        """Start everything and wait until it is ready; raises `MeshFailed`, `MeshRunning`,
+        `PortTaken`.
+        """
         try:
             await self._start()
         except BaseException as exc:
@@ -159,7 +164,9 @@ class Mesh:
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:
-        """SIGKILL all its processes at once, and leave them away until `return_region`; their names."""
+        """SIGKILL all its processes at once, and leave them away until `return_region`; their
+        names.
+        """
         names = [name for name, spec in self.supervisor.specs.items() if spec.region == region]
         self.supervisor.lose(names)
         return names
@@ -268,7 +275,10 @@ class Mesh:
         )
 
     def _mesh_token(self) -> str:
-        """The one that the services are given, if any is; else one of this mesh's own. Raises MeshFailed."""
+        """The one that the services are given, if any is; else one of this mesh's own.
+
+        Raises MeshFailed.
+        """
         given = {**os.environ, **self.spec.env}
         try:
             return state.mesh_token(self.state_dir, given)
@@ -326,7 +336,8 @@ class Mesh:
                 self._report(f"{name} {_ending(code)} ({deaths} in a row); restarting it {when}")
             case GiveUp(name, code, deaths):
                 self._report(
-                    f"{name} {_ending(code)} {deaths} times, given up: {log_files.last_word(self.log_file(name))}"
+                    f"{name} {_ending(code)} {deaths} times, given up: "
+                    f"{log_files.last_word(self.log_file(name))}"
                 )
         if self._phase == "ready":
             asyncio.get_running_loop().call_soon(self._write_state)
@@ -345,7 +356,10 @@ class Mesh:
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
 
     async def _keep_house(self) -> None:
-        """Bound the logs, and restart what runs but does not answer. One chore that fails keeps it from no other."""
+        """Bound the logs, and restart what runs but does not answer.
+
+        One chore that fails keeps it from no other.
+        """
         while True:
             for chore in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
                 try:
@@ -359,7 +373,10 @@ class Mesh:
         log_files.bound(self.log_file(name) for name in self.names)
 
     def _report(self, line: str) -> None:
-        """Never raises: the mesh outlives the pipe or the disk that its reports go to. What cannot be told stands in its log."""
+        """Never raises: the mesh outlives the pipe or the disk that its reports go to.
+
+        What cannot be told stands in its log.
+        """
         try:
             self._given_report(line)
         except Exception:  # noqa: BLE001

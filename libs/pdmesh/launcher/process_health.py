@@ -1,4 +1,6 @@
-"""Whether the processes of a mesh are ready and alive, asked of themselves; what is silent for too long is killed."""
+"""Whether the processes of a mesh are ready and alive, asked of themselves; what is silent
+for too long is killed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from pdmesh.launcher.supervisor import Supervisor
 
 
 class ProcessHealth:
-    """`silence_s`: how long a process may not answer, None for ever. Its supervisor restarts what is killed (S74)."""
+    """`silence_s`: how long a process may not answer, None for ever.
+
+    Its supervisor restarts what is killed (S74).
+    """
 
     def __init__(
         self,
@@ -25,7 +30,9 @@ class ProcessHealth:
         self._silent_since: dict[str, float] = {}
 
     def ops_address(self, name: str) -> str:
-        """host:port of /metrics and /health; empty for a server, or until the service has written it."""
+        """host:port of /metrics and /health; empty for a server, or until the service has
+        written it.
+        """
         ops_file = self._supervisor.specs[name].ops_file
         try:
             return ops_file.read_text() if ops_file else ""

@@ -1,7 +1,7 @@
 """What a mesh consists of: from what the user asked for to a list of processes.
 
-Settings reach the services through their environment, like everywhere else. Processes start in the order of the list
-and stop in the reverse order, in tiers: gateways first, servers last.
+Settings reach the services through their environment, like everywhere else. Processes start in the
+order of the list and stop in the reverse order, in tiers: gateways first, servers last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class StopOrder(IntEnum):
     GATEWAY = 3
 
 
-# How long a process may take to end after SIGTERM before it is killed: its drain (10 s), and a little.
+# How long a process may take to end after SIGTERM before it is killed: its drain (10 s), and a
+# little.
 STOP_GRACE_S: Final = {
     StopOrder.SERVER: 3.0,
     StopOrder.CONTROL: 4.0,
@@ -39,8 +40,11 @@ STOP_GRACE_S: Final = {
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """What the user asks for. Ports of 0 pick free ones; `env` reaches every service, `service_env` one kind of
-    service or one process by its name (`prefill`, `prefill-0`)."""
+    """What the user asks for.
+
+    Ports of 0 pick free ones; `env` reaches every service, `service_env` one kind of service or one
+    process by its name (`prefill`, `prefill-0`).
+    """
 
     engine: EngineKind = "vllm"
     num_prefill: int = 1
@@ -155,7 +159,10 @@ _MODULES: Final = {
 
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
-    """Every service process, in the order of starting. In a region its name is <region>-<what it is elsewhere>."""
+    """Every service process, in the order of starting.
+
+    In a region its name is <region>-<what it is elsewhere>.
+    """
     regions = spec.regions or ("",)
     control = [("kv-cache-index", "kv-cache-index"), ("health-monitor", "health-monitor")]
     if spec.node_agent:

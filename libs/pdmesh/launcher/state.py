@@ -1,7 +1,8 @@
 """What a running mesh leaves in its state directory for `pdmesh status`, `down` and `chat`.
 
-`mesh.json` says who runs where; it is written atomically. `lock` is held by the launcher for as long as it lives, so that
-one directory never carries two meshes, and a crashed launcher leaves no stale claim.
+`mesh.json` says who runs where; it is written atomically. `lock` is held by the launcher for as
+long as it lives, so that one directory never carries two meshes, and a crashed launcher leaves no
+stale claim.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does not count). Raises MeshError."""
+    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does
+    not count). Raises MeshError.
+    """
     if not is_locked(state_dir):
         return None
     file = mesh_file(state_dir)
@@ -99,7 +102,10 @@ def lock(state_dir: Path) -> IO[str]:
 
 
 def make_private(state_dir: Path) -> None:
-    """What lies in it are keys, prompts' digests and logs. A directory that is shared with others, such as /tmp, stays as it is."""
+    """What lies in it are keys, prompts' digests and logs.
+
+    A directory that is shared with others, such as /tmp, stays as it is.
+    """
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = state_dir.stat()
     is_ours = (state_dir / "lock").exists() or not any(state_dir.iterdir())
@@ -133,7 +139,8 @@ def is_locked(state_dir: Path) -> bool:
 def locker_pid(state_dir: Path) -> int | None:
     """The launcher that holds the directory; None if none does, or it does not say so.
 
-    One that has just claimed it has not yet written itself down: until then its predecessor's number stands there.
+    One that has just claimed it has not yet written itself down: until then its predecessor's
+    number stands there.
     """
     for _ in range(_CLAIMS):
         if not is_locked(state_dir):
@@ -156,7 +163,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def forget_run(state_dir: Path) -> bool:
-    """Remove what a mesh tells while it runs: a later one, or its instances, would believe it. Whether there was any."""
+    """Remove what a mesh tells while it runs: a later one, or its instances, would believe it.
+
+    Whether there was any.
+    """
     left = [mesh_file(state_dir), *(state_dir / "run").glob("*")]
     found = [path for path in left if path.is_file()]
     for path in found:
@@ -165,12 +175,16 @@ def forget_run(state_dir: Path) -> bool:
 
 
 def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The key of block names: the one that an environment names, as where meshes share a store; else one of this directory's own."""
+    """The key of block names: the one that an environment names, as where meshes share a
+    store; else one of this directory's own.
+    """
     return given.get("PDMESH_HASH_SECRET") or _secret(state_dir / "hash-secret")
 
 
 def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The one that an environment names, as where a mesh spans machines; else one of this directory's own. Raises BadSetting."""
+    """The one that an environment names, as where a mesh spans machines; else one of this
+    directory's own. Raises BadSetting.
+    """
     return _named_mesh_token(given) or _secret(_mesh_token_file(state_dir))
 
 

@@ -1,8 +1,8 @@
 """Keeps child processes running: the shell around `core.control.supervision`.
 
-It starts and signals processes and tells the core when one ended; the core says what to do. Whatever a process started
-itself dies with it (its whole session is killed), so a restart never meets its predecessor's children. Nobody who is told what
-happens can keep it from happening.
+It starts and signals processes and tells the core when one ended; the core says what to do.
+Whatever a process started itself dies with it (its whole session is killed), so a restart never
+meets its predecessor's children. Nobody who is told what happens can keep it from happening.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Running:
 
 
 class Supervisor:
-    """Start it and use it from the main thread's event loop only (the parent-death signal needs that)."""
+    """Start it and use it from the main thread's event loop only (the parent-death signal
+    needs that).
+    """
 
     def __init__(
         self,

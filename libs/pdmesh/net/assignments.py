@@ -1,8 +1,10 @@
-"""What each instance shall be: one Assignment per instance, written by the leading master, followed by the instance.
+"""What each instance shall be: one Assignment per instance, written by the leading master, followed
+by the instance.
 
-Assignments outlive both: they do not expire. The adapter is JetStream key-value (`nats_assignments.py`). Each write is
-compared with the revision that its writer last saw, and refused once a leader of a later epoch has written (I7); an
-instance besides ignores what is meant for another incarnation, or is older than what it has seen (`core.instance.lifecycle`).
+Assignments outlive both: they do not expire. The adapter is JetStream key-value
+(`nats_assignments.py`). Each write is compared with the revision that its writer last saw, and
+refused once a leader of a later epoch has written (I7); an instance besides ignores what is meant
+for another incarnation, or is older than what it has seen (`core.instance.lifecycle`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class AssignmentBook(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from `known` then."""
+        """False while the store is away, or not all of it has been read: decide nothing from
+        `known` then.
+        """
         ...
 
     @property
@@ -33,7 +37,9 @@ class AssignmentBook(Protocol):
         ...
 
     async def write(self, assignment: Assignment) -> None:
-        """Raises NotLeader if a later epoch has written it since, StaleView if an equal or earlier one has, Unavailable."""
+        """Raises NotLeader if a later epoch has written it since, StaleView if an equal or
+        earlier one has, Unavailable.
+        """
         ...
 
     async def forget(self, instance_id: str, epoch: int) -> None:
@@ -55,7 +61,10 @@ class Assignments(Protocol):
         ...
 
     def follow(self, instance_id: str, on_assignment: OnAssignment) -> AssignmentFeed:
-        """Tell what there is, then each change, and all again after an outage. A removed assignment is not told."""
+        """Tell what there is, then each change, and all again after an outage.
+
+        A removed assignment is not told.
+        """
         ...
 
 

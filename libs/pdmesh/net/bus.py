@@ -1,7 +1,9 @@
-"""Events between services. The adapter is NATS; `MemoryBus` (tests/fakes) behaves the same in one process.
+"""Events between services.
 
-Delivery is at most once: an event may be lost, and after an outage buffered ones arrive late. So every
-event carries (publisher, incarnation, sequence) and nothing is correct only if one arrives.
+The adapter is NATS; `MemoryBus` (tests/fakes) behaves the same in one process.
+
+Delivery is at most once: an event may be lost, and after an outage buffered ones arrive late. So
+every event carries (publisher, incarnation, sequence) and nothing is correct only if one arrives.
 """
 
 from __future__ import annotations
@@ -36,13 +38,18 @@ class Bus(Protocol):
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand over an event. Never waits for the network and never raises when disconnected: it drops and counts."""
+        """Hand over an event.
+
+        Never waits for the network and never raises when disconnected: it drops and counts.
+        """
         ...
 
     async def subscribe(
         self, pattern: str, handler: Handler, *, on_gap: Callable[[], None] | None = None
     ) -> Subscription:
-        """Call `handler` for each event, in order. `on_gap` tells that events were lost (slow consumer, reconnect).
+        """Call `handler` for each event, in order.
+
+        `on_gap` tells that events were lost (slow consumer, reconnect).
 
         Raises InvalidRequest for what is no subject, Unavailable once closed.
         """

@@ -1,7 +1,7 @@
 """Events as messages: how they are encoded, numbered, and told apart from repeated and late ones.
 
-Low-rate events are protobuf's JSON mapping, for people and tools; KV deltas and loads are binary. The
-`content-type` header says which. docs/events.md is the catalogue.
+Low-rate events are protobuf's JSON mapping, for people and tools; KV deltas and loads are binary.
+The `content-type` header says which. docs/events.md is the catalogue.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class EventPublisher:
         self._sequences: dict[str, int] = {}  # a process publishes on few subjects
 
     async def publish(self, subject: str, message: Event) -> None:
-        """Fill in the header and send. An event that cannot be sent leaves a gap in the sequence."""
+        """Fill in the header and send.
+
+        An event that cannot be sent leaves a gap in the sequence.
+        """
         sequence = self._sequences.get(subject, 0) + 1
         self._sequences[subject] = sequence
         header = message.header
@@ -109,8 +112,9 @@ class _Publisher:
 class SequenceGate:
     """Tells new events of one kind of subject from repeated, late and lost ones.
 
-    After GAP the numbering goes on from that event. The first event seen of an incarnation is NEW if it is its
-    first ever, else a GAP. Keeps at most 65,536 publishers, the least recently heard leaving first.
+    After GAP the numbering goes on from that event. The first event seen of an incarnation is NEW
+    if it is its first ever, else a GAP. Keeps at most 65,536 publishers, the least recently heard
+    leaving first.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The presence of one process: its record under a lease, and its heartbeat, both every lease/3.
 
-Every service starts one. Losing NATS changes nothing for the process; being replaced by another incarnation of the same
-id means that it should end.
+Every service starts one. Losing NATS changes nothing for the process; being replaced by another
+incarnation of the same id means that it should end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _BEATS_PER_LEASE: Final = 3
 class Presence:
     """Registers at `start`, says goodbye at `stop`.
 
-    `record_fn` is asked at every beat; a changed record is written at once. `on_replaced` is called once, when
-    another incarnation has taken the id. `describe` adds to each heartbeat what else there is to say.
+    `record_fn` is asked at every beat; a changed record is written at once. `on_replaced` is called
+    once, when another incarnation has taken the id. `describe` adds to each heartbeat what else
+    there is to say.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Presence:
         self._task = asyncio.create_task(self._beat_often(self._lease), name="presence")
 
     async def watch(self) -> None:
-        """Until the beats end. Raises what ended them: an instance that beats no more is dead to the mesh."""
+        """Until the beats end.
+
+        Raises what ended them: an instance that beats no more is dead to the mesh.
+        """
         if self._task is not None:
             await asyncio.wait([self._task])
             if not self._task.cancelled():

@@ -1,4 +1,6 @@
-"""What a decode's record says of the senders it holds in quarantine, to and from `core.kv.transfer.source_exclusions`."""
+"""What a decode's record says of the senders it holds in quarantine, to and from
+`core.kv.transfer.source_exclusions`.
+"""
 
 from __future__ import annotations
 

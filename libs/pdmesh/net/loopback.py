@@ -1,5 +1,6 @@
-"""Addresses to listen on: which of them nobody but this machine reaches (keys and tokens are needed on all others), and how they
-are written with a port."""
+"""Addresses to listen on: which of them nobody but this machine reaches (keys and tokens are
+needed on all others), and how they are written with a port.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """`localhost`, or a loopback address by number. Any other name is not: a resolver says where it leads, and it may
-    say something else the next time."""
+    """`localhost`, or a loopback address by number.
+
+    Any other name is not: a resolver says where it leads, and it may say something else the next
+    time.
+    """
     return host == "localhost" or is_loopback_number(host)
 
 

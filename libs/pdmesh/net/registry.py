@@ -1,8 +1,9 @@
 """Who is there: one record per service process, under a lease its owner renews.
 
-The adapter is JetStream key-value (`nats_registry.py`). A record that is not renewed vanishes when its
-lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps what it last
-knew and says so (`is_connected`), since silence of the store is not death of the instances (F18).
+The adapter is JetStream key-value (`nats_registry.py`). A record that is not renewed vanishes when
+its lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps
+what it last knew and says so (`is_connected`), since silence of the store is not death of the
+instances (F18).
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, InstanceRecord
 
 
 def takes_requests(record: InstanceRecord) -> bool:
-    """Whether a request may be sent to this instance: it is loaded, connected, and not on its way out (S19)."""
+    """Whether a request may be sent to this instance: it is loaded, connected, and not on its
+    way out (S19).
+    """
     return record.phase == INSTANCE_PHASE_READY
 
 
 @dataclass(frozen=True, slots=True)
 class RecordChanged:
-    """A record appeared, changed, or vanished (`record` None). `is_lease_end` tells expiry from a goodbye."""
+    """A record appeared, changed, or vanished (`record` None).
+
+    `is_lease_end` tells expiry from a goodbye.
+    """
 
     instance_id: str
     record: InstanceRecord | None
@@ -33,16 +39,24 @@ class RecordLease(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """False once another incarnation took the id, or the lease could not be renewed for its whole time."""
+        """False once another incarnation took the id, or the lease could not be renewed for
+        its whole time.
+        """
         ...
 
     @property
     def was_replaced(self) -> bool:
-        """True once another incarnation took the id: this process should end. Losing the store is no reason to."""
+        """True once another incarnation took the id: this process should end.
+
+        Losing the store is no reason to.
+        """
         ...
 
     async def update(self, record: InstanceRecord) -> None:
-        """Replace the record, e.g. when draining. Applied at the next renewal if the store is away."""
+        """Replace the record, e.g. when draining.
+
+        Applied at the next renewal if the store is away.
+        """
         ...
 
     async def release(self) -> None:

@@ -1,8 +1,8 @@
 """Ending asyncio tasks for certain, and hearing of those that fail.
 
-On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes together with its
-result: the task lives on and who waits for it hangs. So a task is cancelled until it is over; a TaskGroup would
-cancel its children only once.
+On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes
+together with its result: the task lives on and who waits for it hangs. So a task is cancelled until
+it is over; a TaskGroup would cancel its children only once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _AGAIN_S: Final = 0.05
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks until all are over; what they raise is dropped. Being cancelled itself waits for that too."""
+    """Cancel the tasks until all are over; what they raise is dropped.
+
+    Being cancelled itself waits for that too.
+    """
     pending = {task for task in tasks if not task.done()}
     was_cancelled = False
     while pending:
@@ -35,7 +38,8 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 async def together(*works: Coroutine[Any, Any, None]) -> None:
     """Run all until one fails or this is cancelled; then none of them is left. Raises what failed.
 
-    One that was cancelled by somebody else has failed, too: asyncio's FIRST_EXCEPTION would not notice it.
+    One that was cancelled by somebody else has failed, too: asyncio's FIRST_EXCEPTION would not
+    notice it.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -53,7 +57,9 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
 def watched(
     work: Coroutine[Any, Any, T], name: str, on_failure: Callable[[BaseException], None]
 ) -> asyncio.Task[T]:
-    """A task of its own whose failure somebody hears of, on the loop and once. Being cancelled is no failure.
+    """A task of its own whose failure somebody hears of, on the loop and once.
+
+    Being cancelled is no failure.
 
     The caller keeps the task: the loop itself holds it by a weak reference only.
     """

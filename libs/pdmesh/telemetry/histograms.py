@@ -1,7 +1,8 @@
 """Distributions that cost a microsecond to record: a quarter of what the SDK's own histogram takes.
 
-At thousands of requests a second, each with half a dozen of them, that is a few percent of the mesh's CPU. They are
-summed here and handed to the SDK's readers, which show them as they show its own.
+At thousands of requests a second, each with half a dozen of them, that is a few percent of the
+mesh's CPU. They are summed here and handed to the SDK's readers, which show them as they show its
+own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class _Series:
 
 
 class Histogram:
-    """Values in buckets: the first holds those up to `bounds[0]`. For one thread, as it takes no lock."""
+    """Values in buckets: the first holds those up to `bounds[0]`.
+
+    For one thread, as it takes no lock.
+    """
 
     def __init__(self, name: str, unit: str, help: str, bounds: Sequence[float]) -> None:
         self._name, self._unit, self._help = name, unit, help

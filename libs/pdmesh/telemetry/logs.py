@@ -1,8 +1,8 @@
 """Structured logs: JSON for machines, pretty lines on a terminal.
 
-`event` is a fixed lowercase dotted name, everything else is data. A line about a request is given its `request_id`, as
-one event loop serves many at once; `trace_id` is that of the current span unless given. Tracebacks never show local
-variables: those hold prompts.
+`event` is a fixed lowercase dotted name, everything else is data. A line about a request is given
+its `request_id`, as one event loop serves many at once; `trace_id` is that of the current span
+unless given. Tracebacks never show local variables: those hold prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
 
 
 class SteadyStream:
-    """A stream for log lines that never raises: on a full disk a line is lost, and the work that logged it goes on."""
+    """A stream for log lines that never raises: on a full disk a line is lost, and the work
+    that logged it goes on.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -62,7 +64,9 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
 
 
 def take_over_stderr() -> None:
-    """What the interpreter would print as text itself is logged: warnings, and exceptions that nobody catches."""
+    """What the interpreter would print as text itself is logged: warnings, and exceptions
+    that nobody catches.
+    """
     logging.captureWarnings(True)
     log = structlog.get_logger(__name__)
 

@@ -1,8 +1,9 @@
 """How late the event loop runs a timer, and how much of that is this process's own doing.
 
-A timer is late because something held the loop or, in another thread, the interpreter, or because the machine gave the cores to others. In the
-first case the process has used CPU all the while, so the lesser of lateness and CPU time is what it did to itself: a bound from above,
-and a close one where it looks often.
+A timer is late because something held the loop or, in another thread, the interpreter, or because
+the machine gave the cores to others. In the first case the process has used CPU all the while, so
+the lesser of lateness and CPU time is what it did to itself: a bound from above, and a close one
+where it looks often.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class LoopWatch:
         )
         metrics.gauge(
             names.LOOP_HELD,
-            "The part of such a delay that this process computed itself, at most, worst since the last scrape",
+            "The part of such a delay that this process computed itself, at most, worst since the "
+            "last scrape",
             self._take_held,
             "s",
         )

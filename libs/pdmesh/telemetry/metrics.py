@@ -1,7 +1,7 @@
 """Counters, histograms and gauges, visible at /metrics and exported by OTLP when configured.
 
-Make instruments at import time with names from `names.py`: until `configure` runs they do nothing, afterwards the same
-objects count. Labels are bounded sets; a request id is never a label.
+Make instruments at import time with names from `names.py`: until `configure` runs they do nothing,
+afterwards the same objects count. Labels are bounded sets; a request id is never a label.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
 class Counter:
     """Something that only grows: `.add(1, {label: value})`. For one thread, as it takes no lock.
 
-    Counts in a dict and shows the sums when somebody looks: a fifth of what the SDK's own counter costs, which
-    at thousands of requests per second is a few percent of a core.
+    Counts in a dict and shows the sums when somebody looks: a fifth of what the SDK's own counter
+    costs, which at thousands of requests per second is a few percent of a core.
     """
 
     def __init__(self, name: str, help: str, unit: str) -> None:

@@ -1,7 +1,8 @@
 """Every name of a metric, span and attribute, in one place (listed in docs/telemetry.md).
 
-OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` still in development); ours begin
-with `pdmesh.`. Metric labels are bounded: model, reason, outcome. Request ids belong in traces and logs.
+OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` still in development); ours
+begin with `pdmesh.`. Metric labels are bounded: model, reason, outcome. Request ids belong in
+traces and logs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-Live: the event loop answers. Ready: everything the process needs holds; the reply names what does not.
-The same bounds guard it as the port for clients. It makes room when it is full: a supervisor asks here whether the
-process lives, and kills a process that does not answer.
+Live: the event loop answers. Ready: everything the process needs holds; the reply names what does
+not. The same bounds guard it as the port for clients. It makes room when it is full: a supervisor
+asks here whether the process lives, and kills a process that does not answer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list
 
 
 class OpsServer:
-    """Serves until `close`. The port is taken in the constructor, so that a conflict is an OSError at once."""
+    """Serves until `close`.
+
+    The port is taken in the constructor, so that a conflict is an OSError at once.
+    """
 
     def __init__(
         self, host: str, port: int, not_ready: NotReady, pages: Pages = MappingProxyType({})

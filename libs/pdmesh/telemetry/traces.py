@@ -1,7 +1,7 @@
 """One trace per request, carried between processes as a W3C `traceparent` string.
 
-Without an exporter no span is recorded, but ids are still made and passed on, so that `trace_id` joins the
-log lines of one request over all services at almost no cost.
+Without an exporter no span is recorded, but ids are still made and passed on, so that `trace_id`
+joins the log lines of one request over all services at almost no cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _ids = RandomIdGenerator()
 def configure(
     resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
 ) -> TracerProvider:
-    """Record spans if somebody takes them: the collector at `otlp_endpoint`, or `processor` (tests)."""
+    """Record spans if somebody takes them: the collector at `otlp_endpoint`, or `processor`
+    (tests).
+    """
     global _is_recorded
     _is_recorded = bool(otlp_endpoint) or processor is not None
     provider = TracerProvider(
@@ -65,7 +67,10 @@ def tracer() -> Tracer:
 
 
 def start_root(name: str, parent: str) -> Span:
-    """The span of a request, in the trace of `parent` if that is a traceparent. Ids alone where nobody takes spans."""
+    """The span of a request, in the trace of `parent` if that is a traceparent.
+
+    Ids alone where nobody takes spans.
+    """
     context = context_from(parent) if parent else None
     if context is not None or _is_recorded:
         return _tracer.start_span(name, context=context, kind=SpanKind.SERVER)
@@ -86,7 +91,9 @@ def current_traceparent() -> str:
 
 
 def sampled_context(parent: str) -> Context | None:
-    """A context to start spans in. None unless `parent` is a valid traceparent whose trace is recorded.
+    """A context to start spans in.
+
+    None unless `parent` is a valid traceparent whose trace is recorded.
 
     The other flags say nothing about that: a trace that began here also has the random flag (03).
     """
@@ -96,7 +103,10 @@ def sampled_context(parent: str) -> Context | None:
 
 
 def context_from(parent: str) -> Context | None:
-    """A context to start spans in. None (start a new trace) if `parent` is not a valid traceparent."""
+    """A context to start spans in.
+
+    None (start a new trace) if `parent` is not a valid traceparent.
+    """
     found = _TRACEPARENT.fullmatch(parent)
     if not found:
         return None

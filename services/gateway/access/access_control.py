@@ -330,7 +330,8 @@ def access_control(host: str, keys_file: Path | None, *, allow_anonymous: bool) 
     if not allow_anonymous and not is_loopback(host):
         raise StartupError(
             f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
-            "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted network"
+            "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted "
+            "network"
         )
     return OpenAccess()
 

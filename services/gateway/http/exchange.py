@@ -92,7 +92,9 @@ class HttpExchange:
         return ""
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
-        """Raises BodyTooLarge before reading more, Overloaded if `room` is full, ClientDisconnected."""
+        """Raises BodyTooLarge before reading more, Overloaded if `room` is full,
+        ClientDisconnected.
+        """
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise BodyTooLarge(f"the body is over {max_bytes} bytes")

@@ -43,7 +43,8 @@ _tpot = metrics.histogram(
     "Mean time between output tokens",
     # Those of the semantic conventions, and as many again for fast models: 1 to 10 ms.
     buckets=(
-        0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
+        0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03,
+        0.04,
         0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
     ),
 )  # fmt: skip

@@ -10,7 +10,9 @@ from pdmesh.core.tenancy.limits import ANYONE, Tenant
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """`max_tokens` None takes what the context leaves, up to `default_max_tokens` or else the gateway's default."""
+    """`max_tokens` None takes what the context leaves, up to `default_max_tokens` or else the
+    gateway's default.
+    """
 
     max_tokens: int | None = None
     default_max_tokens: int | None = None

@@ -288,7 +288,9 @@ class SessionPool:
         return found.num_legs if found.is_usable else 1 << 30
 
     def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
-        """Close idle sessions whose instance left the registry; those in use break by themselves."""
+        """Close idle sessions whose instance left the registry; those in use break by
+        themselves.
+        """
         for key, session in list(self._sessions.items()):
             if not is_known(*key) and not session.num_legs:
                 del self._sessions[key]

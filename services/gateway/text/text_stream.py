@@ -77,7 +77,8 @@ class TextStream:
     """`prompt_ids`: the tokens that it continues. `num_tokens` were used when a stop was found."""
 
     __slots__ = (
-        "_context", "_decoder", "_known", "_pending", "_prompt_ids", "_shown", "_stops", "num_tokens",
+        "_context", "_decoder", "_known", "_pending", "_prompt_ids", "_shown", "_stops",
+        "num_tokens",
     )  # fmt: skip
 
     def __init__(

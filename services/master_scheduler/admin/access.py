@@ -26,7 +26,8 @@ class AdminAccess:
         if self._token:
             if not hmac.compare_digest(_bearer(metadata), self._token):
                 raise NotAllowed(
-                    "the admin token is missing or wrong: `authorization: Bearer TOKEN`; pdmesh takes it from "
+                    "the admin token is missing or wrong: `authorization: Bearer TOKEN`; pdmesh "
+                    "takes it from "
                     "PDMESH_ADMIN_TOKEN or PDMESH_ADMIN_TOKEN_FILE"
                 )
         elif not is_local(peer):

@@ -1,7 +1,9 @@
-"""The operators' page and, under it, AdminService as JSON over HTTP: the same methods, checks and refusals as over gRPC.
+"""The operators' page and, under it, AdminService as JSON over HTTP: the same methods, checks and
+refusals as over gRPC.
 
-POST /admin/<method> with a JSON request. A browser sends such a request to another site only after asking that site, and is never
-allowed to; where no token is set, the address must also be one of this machine's, so that no name of somebody else's leads here.
+POST /admin/<method> with a JSON request. A browser sends such a request to another site only after
+asking that site, and is never allowed to; where no token is set, the address must also be one of
+this machine's, so that no name of somebody else's leads here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _MAX_BODY: Final = 2 * MAX_BYTES  # a text with all of it escaped
 _MAX_READING: Final = 8  # bodies on their way in; the next ones wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline';"
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'unsafe-inline';"
     " frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

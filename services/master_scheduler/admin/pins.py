@@ -34,7 +34,9 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """`leadership` returns (whether this process leads, its epoch) now; `secret` keys the names, as at the gateways."""
+    """`leadership` returns (whether this process leads, its epoch) now; `secret` keys the
+    names, as at the gateways.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,9 @@ class Pins:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock: an operator says until when, and nothing but a cache depends on it."""
+        """`clock` is the wall clock: an operator says until when, and nothing but a cache
+        depends on it.
+        """
         self._board, self._index, self._view = board, index, view
         self._publisher, self._secret = publisher, secret
         self._leadership, self._clock = leadership, clock
@@ -88,7 +92,9 @@ class Pins:
             await self._forget(pin, epoch, "expired")
 
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
-        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict; nothing was pinned then."""
+        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict;
+        nothing was pinned then.
+        """
         pins = self._opened()
         wanted = _wanted(request)
         model, cuts = self._cuts(request.model, request.scenario)

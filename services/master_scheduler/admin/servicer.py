@@ -45,7 +45,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer:
-    """`leadership` returns (whether this process leads, its epoch) now; `usage` the book as of now, or it raises Unavailable."""
+    """`leadership` returns (whether this process leads, its epoch) now; `usage` the book as
+    of now, or it raises Unavailable.
+    """
 
     def __init__(
         self,
@@ -253,7 +255,8 @@ class AdminServicer:
         is_named = current is not None and record.group_id in current[0].groups
         if ROLES.get(record.role, Role.NONE) is not Role.NONE and not is_named:
             raise InvalidRequest(
-                f"{instance_id} has its role by its own settings and no desired group names it, so nobody would"
+                f"{instance_id} has its role by its own settings and no desired group names it, "
+                "so nobody would"
                 " drain it: stop it, or isolate it so that it gets no new requests",
                 field="instance_id",
             )
@@ -299,7 +302,8 @@ class AdminServicer:
         is_emptied = not after.groups and compared.had_groups
         if is_emptied and not allow_empty:
             raise InvalidRequest(
-                "it has no groups, so every instance would be let go; say --allow-empty (allow_empty)"
+                "it has no groups, so every instance would be let go; say --allow-empty "
+                "(allow_empty)"
                 " if that is meant",
                 field="groups",
             )
@@ -330,7 +334,9 @@ class _Compared:
 
 
 def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
-    """One that cannot be read, as an earlier release took it, may have had groups; all of the new one is a change then."""
+    """One that cannot be read, as an earlier release took it, may have had groups; all of the
+    new one is a change then.
+    """
     before, had_groups = Desired(), False
     if current is not None:
         try:

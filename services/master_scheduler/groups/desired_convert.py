@@ -1,4 +1,6 @@
-"""Between the adjustments of the desired state as they are stored and as the core works with them."""
+"""Between the adjustments of the desired state as they are stored and as the core works with
+them.
+"""
 
 from __future__ import annotations
 
@@ -95,13 +97,17 @@ def move_to(move: Move) -> pb.PendingMove:
 
 
 def move_from(each: pb.PendingMove) -> Move:
-    """Raises ValueError for a kind or role that this release does not know, or that do not go together."""
+    """Raises ValueError for a kind or role that this release does not know, or that do not go
+    together.
+    """
     role = Role(each.role) if each.role else None
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
 
 
 def entries_from(lines: Iterable[ScheduleLine]) -> list[Entry]:
-    """Named by what they say, so that a line keeps its name wherever it stands; of equal ones the second is another."""
+    """Named by what they say, so that a line keeps its name wherever it stands; of equal ones
+    the second is another.
+    """
     entries: list[Entry] = []
     seen: Counter[str] = Counter()
     for line in lines:

@@ -1,4 +1,6 @@
-"""Reads texts of the desired state off the loop: a longest one takes a second, and a lease must be renewed meanwhile."""
+"""Reads texts of the desired state off the loop: a longest one takes a second, and a lease
+must be renewed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ T = TypeVar("T")
 
 
 class DesiredReader:
-    """The desired state of the current version, read once. Until one could be read there is none, which is not an empty one.
+    """The desired state of the current version, read once.
+
+    Until one could be read there is none, which is not an empty one.
 
     `problem`: why the version asked for last could not be read.
     """
@@ -33,7 +37,9 @@ class DesiredReader:
         self.problem = ""
 
     async def read(self, version: DesiredVersion) -> None:
-        """What was stored was valid once; if this release refuses it, the last one that it could read stands, if any."""
+        """What was stored was valid once; if this release refuses it, the last one that it
+        could read stands, if any.
+        """
         if version.text == self._text:
             return
         desired, problem = self._desired, ""
@@ -53,7 +59,9 @@ class DesiredReader:
 
 
 class TextWorker:
-    """Works on callers' texts off the loop, one at a time; raises Overloaded where too many wait."""
+    """Works on callers' texts off the loop, one at a time; raises Overloaded where too many
+    wait.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desired-text")

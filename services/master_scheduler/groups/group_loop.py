@@ -1,7 +1,9 @@
-"""Runs the group controller while this master leads: registry in, assignments, holds and step events out.
+"""Runs the group controller while this master leads: registry in, assignments, holds and step
+events out.
 
-A round is decided from one look at the registry and written at once. A write that fails ends the round; the next one looks again.
-Nothing is decided from a look that may be old, or without a desired state that could be read: a wrong guess drains a fleet.
+A round is decided from one look at the registry and written at once. A write that fails ends the
+round; the next one looks again. Nothing is decided from a look that may be old, or without a
+desired state that could be read: a wrong guess drains a fleet.
 """
 
 from __future__ import annotations
@@ -133,7 +135,9 @@ class GroupLoop:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """What the operator asks for and what plans have made of it; None while this leader can act on nothing."""
+        """What the operator asks for and what plans have made of it; None while this leader
+        can act on nothing.
+        """
         if self.paused or self.desired is None or self._desired is None:
             return None
         desired = self._reader.known(self.desired)
@@ -164,7 +168,9 @@ class GroupLoop:
         return self._looked.num_blanks(racks)
 
     def revision_of(self, key: str) -> int:
-        """Of what `adjustments` or `upgrades` say now, to compare a write with (`net.nats.desired_store`)."""
+        """Of what `adjustments` or `upgrades` say now, to compare a write with
+        (`net.nats.desired_store`).
+        """
         return self._desired.revisions.get(key, 0) if self._desired is not None else 0
 
     def take_adjustments(self, adjustments: AdjustmentsMessage, revision: int) -> None:
@@ -358,7 +364,9 @@ class GroupLoop:
 def wanted_now(
     desired: Desired, known: Adjustments, upgrades: Upgrades = NO_UPGRADES
 ) -> WantedGroups:
-    """With what plans have adjusted and which revisions groups have; instances of lent groups are kept for their borrowers."""
+    """With what plans have adjusted and which revisions groups have; instances of lent groups
+    are kept for their borrowers.
+    """
     return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known), upgrades)
 
 

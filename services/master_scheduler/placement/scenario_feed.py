@@ -1,4 +1,6 @@
-"""Keeps the scenarios' numbers from what gateways say of each finished request, and shows them (S138)."""
+"""Keeps the scenarios' numbers from what gateways say of each finished request, and shows
+them (S138).
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ class _Usage(msgspec.Struct, rename="camel"):
 
 
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
-    """What is needed of a RequestSample, in protobuf's JSON: protobuf's own parser takes a quarter of a millisecond for it,
-    and one comes with every request."""
+    """What is needed of a RequestSample, in protobuf's JSON: protobuf's own parser takes a
+    quarter of a millisecond for it, and one comes with every request.
+    """
 
     scenario: str = ""
     outcome: str = ""
@@ -101,7 +104,8 @@ class ScenarioFeed:
             metrics.gauge(name, help_text, partial(self._means, read), unit)
         metrics.gauge(
             names.SCENARIO_RATE,
-            "Requests/s that bound a scenario's throughput: arrivals I_t, prefill n_p b_p / T_p, decode n_d b_d / T_d",
+            "Requests/s that bound a scenario's throughput: arrivals I_t, prefill n_p b_p / T_p, "
+            "decode n_d b_d / T_d",
             self._rates,
         )
         metrics.gauge(
@@ -116,7 +120,8 @@ class ScenarioFeed:
         )
         metrics.gauge(
             names.SCENARIO_SLOTS,
-            "Requests they take at once, by role (n_p b_p, n_d b_d); a decode's few that wait for their turn are among them, as in T_d",
+            "Requests they take at once, by role (n_p b_p, n_d b_d); a decode's few that wait for "
+            "their turn are among them, as in T_d",
             lambda: self._places(lambda places: places.num_slots),
         )
 

@@ -1,6 +1,8 @@
-"""Makes plans come true while this master leads: schedules and ratios ask for them, one move at a time goes through (S21, S28, S29).
+"""Makes plans come true while this master leads: schedules and ratios ask for them, one move at a
+time goes through (S21, S28, S29).
 
-A move is made by writing an adjustment of the desired state, and has ended when the groups it touches are what they then shall be.
+A move is made by writing an adjustment of the desired state, and has ended when the groups it
+touches are what they then shall be.
 """
 
 from __future__ import annotations
@@ -150,7 +152,9 @@ class PlanLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """An operator's moves; raises CannotMove with why the first that may not be made must not be, before any is begun."""
+        """An operator's moves; raises CannotMove with why the first that may not be made must
+        not be, before any is begun.
+        """
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
             num_blank = self._groups.blanks().total()
@@ -194,7 +198,9 @@ class PlanLoop:
         return self._runner.gathering
 
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
-        """Scenarios with a group that gets another revision now; `is_out`: and does not serve whole."""
+        """Scenarios with a group that gets another revision now; `is_out`: and does not serve
+        whole.
+        """
         reports = self._groups.controller.reports
         return frozenset(
             scenario
@@ -217,7 +223,9 @@ class PlanLoop:
         return replace(group, region=region, num_blank=num_blank)
 
     def _resume(self, states: Groups) -> None:
-        """Schedules fire once: what an earlier leader did not get done of their plans is done now, unless it is too late."""
+        """Schedules fire once: what an earlier leader did not get done of their plans is done
+        now, unless it is too late.
+        """
         for left in pending_from(self._groups.adjustments):
             plan, age_s = left.plan, self._wall() - left.plan.asked_at
             if age_s > RESUME_WITHIN_S:
@@ -235,7 +243,9 @@ class PlanLoop:
                 self._feed(PlanAsked(due.plan))
 
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
-        """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
+        """The ratio of scenarios that want it so, once in a window; one with a set-up or a
+        loss in it says nothing of the ratio.
+        """
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
         self._ratio.keep_only(scenarios)
@@ -310,7 +320,10 @@ class PlanLoop:
     def _state_of(
         self, group_id: str, known: adjustments.Adjustments, desired: Desired
     ) -> GroupState | None:
-        """None until the group's controller has seen what it shall be. A lent group that is gone is what it shall be."""
+        """None until the group's controller has seen what it shall be.
+
+        A lent group that is gone is what it shall be.
+        """
         observed = self._groups.observed
         assert observed is not None
         wanted = observed.wanted.groups.get(group_id)
@@ -378,7 +391,9 @@ class PlanLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """With what fired and what is left of it, so that a successor neither repeats nor forgets anything."""
+        """With what fired and what is left of it, so that a successor neither repeats nor
+        forgets anything.
+        """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
         stored = self._groups.adjustments

@@ -1,4 +1,6 @@
-"""Between decisions about ratios as the core makes them and as operators ask for them and see them."""
+"""Between decisions about ratios as the core makes them and as operators ask for them and see
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ MAX_MOVES: Final = 256  # of an operator's plan
 
 
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
-    """Raises InvalidRequest. Each move is checked against all groups, so there are not many of them."""
+    """Raises InvalidRequest.
+
+    Each move is checked against all groups, so there are not many of them.
+    """
     if len(request.moves) > MAX_MOVES:
         raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")
     moves: list[Move] = []

@@ -1,4 +1,6 @@
-"""Tells the upgrades how each revision answers: what gateways say of requests, and instances of legs that failed."""
+"""Tells the upgrades how each revision answers: what gateways say of requests, and instances
+of legs that failed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ class UpgradeFeed:
             await subscription.unsubscribe()
 
     def answered(self, event: RequestFinishedJson) -> None:
-        """A completed request. It is its prefill's group's and revision's, which are its decode's too."""
+        """A completed request.
+
+        It is its prefill's group's and revision's, which are its decode's too.
+        """
         cell = self._cell(event.prefill_id)
         if cell is None:
             return

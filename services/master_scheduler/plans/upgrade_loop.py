@@ -1,6 +1,8 @@
-"""Runs upgrades while this master leads: a look at the groups in, records and new versions of the desired state out (S24).
+"""Runs upgrades while this master leads: a look at the groups in, records and new versions of the
+desired state out (S24).
 
-What each group shall run is kept in the registry before it is done, by the group loop, from that record.
+What each group shall run is kept in the registry before it is done, by the group loop, from that
+record.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Plans(Protocol):
 
 
 class UpgradeLoop:
-    """`leadership` returns (whether this process leads, its epoch) now; `on_shares` hears what canaries may get of the requests."""
+    """`leadership` returns (whether this process leads, its epoch) now; `on_shares` hears
+    what canaries may get of the requests.
+    """
 
     def __init__(
         self,
@@ -131,7 +135,9 @@ class UpgradeLoop:
         await self._carry_out(self._controller.handle(look, self._clock()))
 
     async def promote(self, scenario: str) -> list[str]:
-        """Its canary's revision goes to all groups, empty: each scenario's; the scenarios that had one."""
+        """Its canary's revision goes to all groups, empty: each scenario's; the scenarios
+        that had one.
+        """
         async with self._turn:  # one that is being turned back now is not to be promoted
             chosen: list[Upgrade] = [
                 each
@@ -197,7 +203,9 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Level-triggered: what fails here is asked for again at the next look, but for a version that is not there any more."""
+        """Level-triggered: what fails here is asked for again at the next look, but for a
+        version that is not there any more.
+        """
         before = await self._store.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)

@@ -1,4 +1,6 @@
-"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `undrain`, `isolate`, `heal`: what the groups are, and shall be."""
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `undrain`, `isolate`,
+`heal`: what the groups are, and shall be.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ async def _file(options: argparse.Namespace) -> int:
     )
     if not response.HasField("desired"):
         raise CommandFailed(
-            f"no desired state was ever applied; do it with: {hint(options.state_dir, 'apply FILE')}"
+            "no desired state was ever applied; do it with: "
+            f"{hint(options.state_dir, 'apply FILE')}"
         )
     print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
     return 0
@@ -226,7 +229,8 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
         f"desired state: version {states.version}"
         if states.version
         else f"desired state: none; give it one with: {how_to_apply}",
-        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"), groups),
+        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"),
+            groups),
         "",
         table(
             ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION"),
@@ -263,7 +267,10 @@ def _upgrade_line(upgrade: pb.UpgradeState) -> str:
     if upgrade.state == "went back":
         return f"\nupgrade of {upgrade.scenario} went back: {upgrade.detail}"
     how_far = f"{upgrade.num_changed} of {upgrade.num_groups} groups"
-    return f"\nupgrade of {upgrade.scenario} to version {upgrade.version}: {upgrade.state}, {how_far}; {upgrade.detail}"
+    return (
+        f"\nupgrade of {upgrade.scenario} to version {upgrade.version}: {upgrade.state}, "
+        f"{how_far}; {upgrade.detail}"
+    )
 
 
 def _lower(name: str, prefix: str) -> str:

@@ -1,4 +1,6 @@
-"""`pdmesh artefact`: make a model ready for one role, as instances load it, and check one that was made."""
+"""`pdmesh artefact`: make a model ready for one role, as instances load it, and check one
+that was made.
+"""
 
 from __future__ import annotations
 

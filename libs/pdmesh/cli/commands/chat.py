@@ -76,7 +76,9 @@ def answers_from(url: str) -> Iterator[None]:
 
 
 def _plain(exc: Exception) -> str:
-    """Without what a terminal would take for orders: some other protocol's bytes are quoted in it."""
+    """Without what a terminal would take for orders: some other protocol's bytes are quoted
+    in it.
+    """
     if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
         return "it does not speak HTTP"
     return "".join(c for c in str(exc) if c.isprintable())

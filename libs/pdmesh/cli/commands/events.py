@@ -1,4 +1,6 @@
-"""`pdmesh events`: follow what the mesh says on NATS, one readable line per event, binary ones decoded."""
+"""`pdmesh events`: follow what the mesh says on NATS, one readable line per event, binary
+ones decoded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pdmesh keys`: give out, list and revoke the API keys of a key file. Running gateways notice within two seconds."""
+"""`pdmesh keys`: give out, list and revoke the API keys of a key file.
+
+Running gateways notice within two seconds.
+"""
 
 from __future__ import annotations
 

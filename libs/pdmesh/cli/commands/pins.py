@@ -1,6 +1,8 @@
-"""`pdmesh pins`: prefixes whose KV is not to be evicted, such as a system prompt that all chats of a tenant begin with.
+"""`pdmesh pins`: prefixes whose KV is not to be evicted, such as a system prompt that all chats of
+a tenant begin with.
 
-Text becomes tokens at a gateway, as it would in a request, and block names at the master, so that it is kept nowhere.
+Text becomes tokens at a gateway, as it would in a request, and block names at the master, so that
+it is kept nowhere.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _MAX_BODY_BYTES: Final = 64 << 20
-# Two that share no beginning: what their conversations share is all from the system prompt and the template.
+# Two that share no beginning: what their conversations share is all from the system prompt and the
+# template.
 _USERS: Final = ("0", "A")
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 

@@ -1,4 +1,6 @@
-"""`pdmesh ratio`: what was decided about the ratio of prefills to decodes and why, and single moves by hand or by a profile (S27)."""
+"""`pdmesh ratio`: what was decided about the ratio of prefills to decodes and why, and single
+moves by hand or by a profile (S27).
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Raises CommandFailed if there is no mesh, or if all that is known is a NATS that is silent."""
+    """Raises CommandFailed if there is no mesh, or if all that is known is a NATS that is
+    silent.
+    """
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh(options.state_dir)
@@ -243,7 +245,8 @@ def _text(status: Status) -> str:
     instances = [row for row in status.rows if row.role]
     parts.append(
         table(
-            ("INSTANCE", "ROLE", "GROUP", "PHASE", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL", "ENGINE", "ADDRESS"),
+            ("INSTANCE", "ROLE", "GROUP", "PHASE", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL",
+                "ENGINE", "ADDRESS"),
             [
                 (
                     row.id, row.role, row.group, row.phase, _health(row),

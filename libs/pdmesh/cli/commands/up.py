@@ -345,12 +345,18 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
     has_keys = spec.keys_file is not None or "PDMESH_GATEWAY_KEYS_FILE" in os.environ
     file = f" --file {shlex.quote(str(spec.keys_file))}" if spec.keys_file else ""
     get_key = (
-        f"export PDMESH_API_KEY=pdm_...   # as it was shown by: {own(f'keys add TENANT{file}')}\n    "
+        (
+            "export PDMESH_API_KEY=pdm_...   # as it was shown by: "
+            f"{own(f'keys add TENANT{file}')}\n    "
+        )
         if has_keys
         else ""
     )
     authorization = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_keys else ""
-    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+    body = (
+        '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of '
+        'France?"}], "temperature": 0}'
+    )
     # curl takes brackets for a pattern.
     shown_url = f"-g {http_url}" if "[" in http_url else http_url
     return f"""

@@ -222,7 +222,8 @@ def _single_region(
     if len(used) < 2:
         yield Problem(
             f"groups.{next(iter(own))}",
-            f"scenario {scenario} would be lost with region {used.pop()}; give a group of it a failover or"
+            f"scenario {scenario} would be lost with region {used.pop()}; give a group of it a "
+            "failover or"
             f" another region, or set scenarios.{scenario}.allow_single: true",
         )
 
@@ -235,7 +236,8 @@ def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]
         if wanted < MIN_PER_SCENARIO:
             yield Problem(
                 f"groups.{next(iter(own))}",
-                f"scenario {scenario} would depend on a single {role.value}; ask for {MIN_PER_SCENARIO}, "
+                f"scenario {scenario} would depend on a single {role.value}; ask for "
+                f"{MIN_PER_SCENARIO}, "
                 f"or set scenarios.{scenario}.allow_single: true",
             )
 

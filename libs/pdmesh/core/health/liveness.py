@@ -70,7 +70,8 @@ class HealthChanged:
     service: str
     before: Health | None
     after: Health
-    cause: str  # registered, heartbeat_resumed, heartbeat_missed, lease_expired, deregistered, replaced
+    # registered, heartbeat_resumed, heartbeat_missed, lease_expired, deregistered, replaced
+    cause: str
     silent_s: float = 0.0
 
 
@@ -136,7 +137,8 @@ class HealthTracker:
         )
         changes.append(
             HealthChanged(
-                event.instance_id, event.incarnation, event.service, None, instance.health, "registered"
+                event.instance_id, event.incarnation, event.service, None, instance.health,
+                "registered"
             )
         )  # fmt: skip
         return changes

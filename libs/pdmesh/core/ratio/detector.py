@@ -143,7 +143,10 @@ class BottleneckDetector:
             return None
         shares = [w.prefill_share for w in self._recent]
         before, now = reference.prefill_share, statistics.mean(shares)
-        text = f"E2E {reference.e2e_s:.3g} -> {self._recent[-1].e2e_s:.3g} s, T_p share {before:.1%} -> {now:.1%}"
+        text = (
+            f"E2E {reference.e2e_s:.3g} -> {self._recent[-1].e2e_s:.3g} s, T_p share {before:.1%} "
+            f"-> {now:.1%}"
+        )
         if min(shares) > before * (1 + limits.share_change):
             return Finding(Role.PREFILL, text)
         if max(shares) < before * (1 - limits.share_change):

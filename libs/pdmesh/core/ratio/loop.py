@@ -59,7 +59,7 @@ class RatioLimits:
     max_hold_s: float = 3600.0
 
 
-# --- events ----------------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class OperatorAsked:
 
 Event = WindowSeen | Profiled | OperatorAsked | PlanEnded
 
-# --- effects ---------------------------------------------------------------------------------------
+# --- effects --------------------------------------------------------------------------------------
 
 
 class RatioAction(enum.StrEnum):
@@ -194,11 +194,14 @@ class RatioController:
             state = self._scenarios[scenario] = _Scenario(detector, hold_s=self.limits.hold_s)
         return state
 
-    # --- profile and operator ----------------------------------------------------------------------
+    # --- profile and operator ---------------------------------------------------------------------
 
     def _on_profile(self, event: Profiled) -> list[Effect]:
         own = serving(event.groups, event.scenario)
-        numbers = f"b_p/T_p {event.profile.prefill_per_s:.3g}/s, b_d/T_d {event.profile.decode_per_s:.3g}/s"
+        numbers = (
+            f"b_p/T_p {event.profile.prefill_per_s:.3g}/s, b_d/T_d "
+            f"{event.profile.decode_per_s:.3g}/s"
+        )
         moves = towards(event.profile, own, numbers)
         if not moves:
             return [Decided(event.scenario, RatioAction.LEFT_ALONE, numbers, groups=tuple(own))]
@@ -208,7 +211,10 @@ class RatioController:
 
     def _on_ended(self, event: PlanEnded, now: float) -> list[Effect]:
         state = self._state(event.plan.scenario)
-        text = f"{event.plan.trigger.value} plan {event.outcome.value}: {event.num_moves} of {len(event.plan.moves)} moves"
+        text = (
+            f"{event.plan.trigger.value} plan {event.outcome.value}: {event.num_moves} of "
+            f"{len(event.plan.moves)} moves"
+        )
         said = Decided(
             event.plan.scenario,
             RatioAction.ENDED,
@@ -226,7 +232,7 @@ class RatioController:
         state.judge_from = now + self.limits.settle_s
         return [said]
 
-    # --- the monitor -------------------------------------------------------------------------------
+    # --- the monitor ------------------------------------------------------------------------------
 
     def _on_window(self, event: WindowSeen, now: float) -> list[Effect]:
         state = self._state(event.scenario)

@@ -23,7 +23,9 @@ _ONE: Final = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A sequence as it joins: the KV of `num_tokens` tokens is in memory, token `last` is drawn but not computed."""
+    """A sequence as it joins: the KV of `num_tokens` tokens is in memory, token `last` is
+    drawn but not computed.
+    """
 
     leg: int
     state: int

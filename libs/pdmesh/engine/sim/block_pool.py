@@ -1,8 +1,8 @@
 """KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
-A block in use has references; a full one may also have a hash, and the beginning of one, or of a partial one, may have names
-(`core.kv.prefix.partial_blocks`). Without references it stays findable until it is the least recently used and its memory is
-needed. Pure bookkeeping, no bytes.
+A block in use has references; a full one may also have a hash, and the beginning of one, or of a
+partial one, may have names (`core.kv.prefix.partial_blocks`). Without references it stays findable
+until it is the least recently used and its memory is needed. Pure bookkeeping, no bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pdmesh.core.kv.prefix.partial_blocks import PartialBlocks
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The request's own block, which holds `num_tokens` tokens once they are copied from `source`, if that is set."""
+    """The request's own block, which holds `num_tokens` tokens once they are copied from
+    `source`, if that is set.
+    """
 
     block: int
     num_tokens: int
@@ -72,7 +74,9 @@ class BlockPool:
         self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; forgets the least recently used prefixes if it must."""
+        """`count` blocks with one reference each; forgets the least recently used prefixes if
+        it must.
+        """
         assert count <= self.num_free, "admission reserves blocks before a job allocates them"
         blocks: list[int] = []
         for _ in range(count):
@@ -106,7 +110,8 @@ class BlockPool:
     def store(self, block: int, block_hash: bytes) -> None:
         """Make a full block findable. A second block of the same content stays anonymous.
 
-        Beginnings of it that were kept are no more to be appended to: `keep_tail` may name them anew.
+        Beginnings of it that were kept are no more to be appended to: `keep_tail` may name them
+        anew.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -119,9 +124,11 @@ class BlockPool:
     # -- beginnings of blocks ---------------------------------------------------------------------
 
     def keep_partial(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
-        """`block`, which the caller holds, has the tokens `data` after those of `parent`: they may be continued.
+        """`block`, which the caller holds, has the tokens `data` after those of `parent`: they may
+        be continued.
 
-        In place of what was kept of the block before. A beginning that another block has already is not kept twice.
+        In place of what was kept of the block before. A beginning that another block has already is
+        not kept twice.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -130,9 +137,11 @@ class BlockPool:
             self._learn_names(self._partials.keep(block, root, parent, data))
 
     def claim_partial(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
-        """A block with the most tokens of the beginning of `data`, with one reference, to be appended to.
+        """A block with the most tokens of the beginning of `data`, with one reference, to be
+        appended to.
 
-        None: there is none, or no room for the copy that it takes where another uses the block or has more in it.
+        None: there is none, or no room for the copy that it takes where another uses the block or
+        has more in it.
         """
         found = self._partials.find(root, parent, data)
         if found is None:

@@ -1,8 +1,10 @@
-"""The sim engine: real KV bytes over the real transport, tokens from the sim model, time from a law.
+"""The sim engine: real KV bytes over the real transport, tokens from the sim model, time from a
+law.
 
-One loop runs steps as a continuous-batching engine does: whoever is ready joins, the step takes the time its
-law says, then every running sequence draws a token and the prompts' chunk counts as computed. Pulls run
-beside the loop and join at the next step (S52). At the zero law steps follow each other without sleeping.
+One loop runs steps as a continuous-batching engine does: whoever is ready joins, the step takes the
+time its law says, then every running sequence draws a token and the prompts' chunk counts as
+computed. Pulls run beside the loop and join at the next step (S52). At the zero law steps follow
+each other without sleeping.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One that decodes here: its blocks and, if they are worth keeping, its prompt. `first` is token 1."""
+    """One that decodes here: its blocks and, if they are worth keeping, its prompt.
+
+    `first` is token 1.
+    """
 
     blocks: list[int]
     first: int
@@ -285,7 +290,10 @@ class SimEngine:
         self._pings.clear()
 
     async def _wait_out(self, duration: float) -> None:
-        """A step's time. Prompts that are handed on per layer have a share of it per layer, and go on as they get it."""
+        """A step's time.
+
+        Prompts that are handed on per layer have a share of it per layer, and go on as they get it.
+        """
         prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
             await self._compute(duration)

@@ -1,7 +1,7 @@
 """The sim engine's paged KV memory: one array of whole blocks per layer, as a real engine has it.
 
-Block order in memory says nothing; a sequence's KV is found through its list of blocks. The digest of a
-sequence is always taken from these bytes, never from its tokens.
+Block order in memory says nothing; a sequence's KV is found through its list of blocks. The digest
+of a sequence is always taken from these bytes, never from its tokens.
 """
 
 from __future__ import annotations

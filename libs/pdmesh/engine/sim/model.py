@@ -1,8 +1,10 @@
-"""The sim model: KV bytes and tokens as functions, such that a wrong byte of KV changes what follows.
+"""The sim model: KV bytes and tokens as functions, such that a wrong byte of KV changes what
+follows.
 
-Each token has a state (a weighted sum over the whole prefix), its KV is words made from the mixed state,
-and the next token is drawn from a digest of all KV words as they lie in memory. All sums are mod 2^64 with
-odd weights, so a change of any one byte changes the digest, and appending a token updates it in O(1).
+Each token has a state (a weighted sum over the whole prefix), its KV is words made from the mixed
+state, and the next token is drawn from a digest of all KV words as they lie in memory. All sums are
+mod 2^64 with odd weights, so a change of any one byte changes the digest, and appending a token
+updates it in O(1).
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _C1, _C2, _GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class SimParams:
-    """What the sim model is. Two instances agree on outputs and KV bytes only if all of it is equal."""
+    """What the sim model is.
+
+    Two instances agree on outputs and KV bytes only if all of it is equal.
+    """
 
     seed: int = 1
     block_size: int = 64  # tokens
@@ -145,7 +150,9 @@ class SimModel:
     def draw(
         self, digests: Words, keys: Words, last: Words, may_end: npt.NDArray[np.bool_]
     ) -> Words:
-        """The next token of each sequence, from its digest, draw key, last token and whether EOS is allowed."""
+        """The next token of each sequence, from its digest, draw key, last token and whether
+        EOS is allowed.
+        """
         drawable, follow = self._draw_tables
         drawn = mix_words(digests + keys)
         tokens = drawable[drawn % np.uint64(len(drawable))]

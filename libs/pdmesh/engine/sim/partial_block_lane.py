@@ -1,4 +1,6 @@
-"""The sim engine's way with blocks that are not full, or whose beginning alone is wanted (S103, S104)."""
+"""The sim engine's way with blocks that are not full, or whose beginning alone is wanted
+(S103, S104).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class PartialBlockLane:
         self._size = memory.model.params.block_size
 
     def claim(self, job: PrefillJob, num_blocks: int) -> Tail | None:
-        """What is held of the job's tokens after its first `num_blocks` blocks, but for the last, which is computed."""
+        """What is held of the job's tokens after its first `num_blocks` blocks, but for the
+        last, which is computed.
+        """
         if not (self._pool.sampling and _is_named(job, job.block_hashes, self._size)):
             return None
         begin, end = num_blocks * self._size, len(job.prompt) - 1
@@ -35,7 +39,9 @@ class PartialBlockLane:
         tokens: array[int],
         hashes: Sequence[bytes],
     ) -> None:
-        """`blocks` hold `tokens`, whose full blocks are named `hashes`: what follows may continue within a block too."""
+        """`blocks` hold `tokens`, whose full blocks are named `hashes`: what follows may
+        continue within a block too.
+        """
         sampling, size = self._pool.sampling, self._size
         if not (sampling and _is_named(job, job.block_hashes, size)):
             return

@@ -1,4 +1,6 @@
-"""Prompts being computed: chunks of a bounded number of tokens, shared by the prompts in order of arrival."""
+"""Prompts being computed: chunks of a bounded number of tokens, shared by the prompts in
+order of arrival.
+"""
 
 from __future__ import annotations
 

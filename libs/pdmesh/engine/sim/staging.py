@@ -1,7 +1,9 @@
-"""Handing KV on at the sim engine's prefill half: gather blocks into the staging range, whole or layer by layer (S48).
+"""Handing KV on at the sim engine's prefill half: gather blocks into the staging range, whole or
+layer by layer (S48).
 
-A whole prompt is gathered when it is complete. One that is handed on per layer has its ticket open from the start: each
-layer's part of each chunk is gathered as soon as it is computed, and a layer is ready when its last chunk is.
+A whole prompt is gathered when it is complete. One that is handed on per layer has its ticket open
+from the start: each layer's part of each chunk is gathered as soon as it is computed, and a layer
+is ready when its last chunk is.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Stager:
         return self._ticket(job)
 
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
-        """Write and gather what the chunk under way adds to a layer; it is ready once that is the last of it."""
+        """Write and gather what the chunk under way adds to a layer; it is ready once that is
+        the last of it.
+        """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
             prompt.states = self._memory.model.states(np.frombuffer(job.prompt, np.uint32))

@@ -1,7 +1,8 @@
-"""The sim engine's way through the tiers: prompts wait here, bounded, while blocks the engine lacks are fetched.
+"""The sim engine's way through the tiers: prompts wait here, bounded, while blocks the engine lacks
+are fetched.
 
-What is fetched is copied into the engine's paged memory when the prompt joins a step, and what a step completes is copied
-out, block by block, at memory speed (S76, S77).
+What is fetched is copied into the engine's paged memory when the prompt joins a step, and what a
+step completes is copied out, block by block, at memory speed (S76, S77).
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class TierLane:
         self.stack.pool.close()
 
     def begin(self, job: PrefillJob) -> bool:
-        """False if the job has nothing to fetch: it has no names, or the engine holds all of them."""
+        """False if the job has nothing to fetch: it has no names, or the engine holds all of
+        them.
+        """
         names = self._names(job)
         first = self._pool.num_held(names)
         if first == len(names):
@@ -106,7 +109,9 @@ class TierLane:
     # -- in a step --------------------------------------------------------------------------------
 
     def load(self, job: PrefillJob, num_local: int) -> list[int]:
-        """Fresh engine blocks that hold what was fetched after the first `num_local` blocks; findable by name."""
+        """Fresh engine blocks that hold what was fetched after the first `num_local` blocks;
+        findable by name.
+        """
         if (lease := self._leases.pop(job.leg, None)) is None:
             return []
         try:
@@ -122,7 +127,9 @@ class TierLane:
             lease.close()
 
     def save(self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy what the pool lacks of a chain of full blocks, from its start, which a sequence still holds."""
+        """Copy what the pool lacks of a chain of full blocks, from its start, which a
+        sequence still holds.
+        """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
         for position, (name, block) in enumerate(zip(names, blocks, strict=False)):
@@ -150,7 +157,9 @@ class TierLane:
                 self._emit(BlocksChanged(report.stored, report.removed, tier=Tier.HOST))
 
     def _names(self, job: PrefillJob) -> Sequence[bytes]:
-        """Of the blocks that need not be computed; the last token is, since the first draw needs it."""
+        """Of the blocks that need not be computed; the last token is, since the first draw
+        needs it.
+        """
         if not job.cache_salt:
             return ()
         return job.block_hashes[: (len(job.prompt) - 1) // self._memory.model.params.block_size]

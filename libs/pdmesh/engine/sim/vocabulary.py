@@ -1,7 +1,8 @@
 """The sim model's tokens: bytes, words and halves of characters, and which may follow which.
 
-Output reads as words and is valid UTF-8, yet some characters are split over two tokens, so that whoever
-decodes the stream token by token must hold back the first half. A half is always followed by its other half.
+Output reads as words and is valid UTF-8, yet some characters are split over two tokens, so that
+whoever decodes the stream token by token must hold back the first half. A half is always followed
+by its other half.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def byte_alphabet() -> list[str]:
 
 @dataclass(slots=True)
 class Vocabulary:
-    """`tokens[id]` is the token's bytes; `merges` build each longer token from its prefix and one byte."""
+    """`tokens[id]` is the token's bytes; `merges` build each longer token from its prefix and
+    one byte.
+    """
 
     tokens: list[bytes] = field(default_factory=list)
     merges: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -56,7 +59,9 @@ class Vocabulary:
         return self._ids[token]
 
     def add_split(self, character: str) -> None:
-        """Make `character`, after a space, two tokens: a half that is drawn and the half that must follow."""
+        """Make `character`, after a space, two tokens: a half that is drawn and the half that
+        must follow.
+        """
         data = character.encode()
         cut = len(data) - 1
         lead, tail = self.add(b" " + data[:cut]), self.add(data[cut:])

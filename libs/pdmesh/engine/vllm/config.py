@@ -1,7 +1,7 @@
 """What the vLLM engine is told, and how that becomes vLLM's arguments and environment.
 
-All that differs between a laptop's CPU and a GPU is decided here, by `device`; the rest of the engine
-does not know where it runs.
+All that differs between a laptop's CPU and a GPU is decided here, by `device`; the rest of the
+engine does not know where it runs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
-# A step on a CPU is to end in time: decodes that share it wait for it, and pings. It costs nothing: a prompt of 1,900 tokens
-# took 6.1 s of a core, against 6.5 s in one step (SmolLM2-135M, float32), and the longest ping was 4 s instead of 18 on a busy
-# machine. On a CPU that lacks what its number format needs such a step takes 13 s.
+# A step on a CPU is to end in time: decodes that share it wait for it, and pings. It costs nothing:
+# a prompt of 1,900 tokens took 6.1 s of a core, against 6.5 s in one step (SmolLM2-135M, float32),
+# and the longest ping was 4 s instead of 18 on a busy machine. On a CPU that lacks what its number
+# format needs such a step takes 13 s.
 CPU_STEP_TOKENS = 512
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must be the same for what followed them to be proposed
 
 
 def installed_device() -> str:
-    """Which build of torch is installed, without importing it; vLLM's build must be of the same kind."""
+    """Which build of torch is installed, without importing it; vLLM's build must be of the
+    same kind.
+    """
     try:
         return "cpu" if "+cpu" in version("torch") else "cuda"
     except PackageNotFoundError:
@@ -106,8 +109,8 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
         values |= {
             "OMP_NUM_THREADS": str(config.num_threads or max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            # AsyncLLM keeps EngineCore in a child whatever this says; with 0 the worker of a single rank
-            # lives in that child too instead of a process of its own: 5 s and 300 MB less.
+            # AsyncLLM keeps EngineCore in a child whatever this says; with 0 the worker of a single
+            # rank lives in that child too instead of a process of its own: 5 s and 300 MB less.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
         if num_ranks > 1:
@@ -125,9 +128,11 @@ def usable_cores() -> list[int]:
 
 
 def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -> str:
-    """Which cores each rank computes on, as vLLM reads it: "0,1|2,3". Ranks wait for each other in every
-    layer, so two on one core would each wait for the other's time slice: with fewer cores than ranks
-    nothing is bound, and the system shares them out."""
+    """Which cores each rank computes on, as vLLM reads it: "0,1|2,3".
+
+    Ranks wait for each other in every layer, so two on one core would each wait for the other's
+    time slice: with fewer cores than ranks nothing is bound, and the system shares them out.
+    """
     share = len(cores) // num_ranks
     if not share:
         return "nobind"
@@ -181,14 +186,18 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
 
 
 def engine_seed(config: VllmConfig) -> int:
-    """Of the draws that have no seed of their own. vLLM begins each engine with 0, so a decode would draw an
-    answer's second token with the noise of the first, which prefill drew."""
+    """Of the draws that have no seed of their own. vLLM begins each engine with 0, so a
+    decode would draw an answer's second token with the noise of the first, which prefill
+    drew.
+    """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
 def speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Prompt lookup, with as many tokens as pay at the size of the batch; vLLM looks it up anew at each step (S118)."""
+    """Prompt lookup, with as many tokens as pay at the size of the batch; vLLM looks it up
+    anew at each step (S118).
+    """
     return {
         "method": "ngram",
         "num_speculative_tokens": config.speculation.max_tokens,

@@ -1,7 +1,7 @@
 """The vLLM engine of one instance: `Engine` over AsyncLLM.
 
-Each job is one vLLM request (`Requests`). What its outputs mean, together with what the workers report about KV, is
-decided by `Jobs`; this file starts, stops, and passes on.
+Each job is one vLLM request (`Requests`). What its outputs mean, together with what the workers
+report about KV, is decided by `Jobs`; this file starts, stops, and passes on.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # for token 1 of a decode that starts without it
-PULL_GRACE_S = 0.25  # a pull ends by its own deadline; this much later the leg fails without it (TRANSFER_TIMEOUT_S says why)
+# a pull ends by its own deadline; this much later the leg fails without it (TRANSFER_TIMEOUT_S says
+# why)
+PULL_GRACE_S = 0.25
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
@@ -221,7 +223,8 @@ class VllmEngine:
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
         """Of the blocks that need not be computed; the last token always is.
 
-        Asked for though the engine seems to hold all: what its events say may be evicted by the time of the step.
+        Asked for though the engine seems to hold all: what its events say may be evicted by the
+        time of the step.
         """
         if self._tiers is None or not job.cache_salt:
             return ()
@@ -349,7 +352,9 @@ class VllmEngine:
         self._pull_ended(leg)
 
     def _pull_begun(self, leg: int) -> None:
-        """What comes before it, and after it, is bounded by the engine's own progress alone: a step may take long."""
+        """What comes before it, and after it, is bounded by the engine's own progress alone:
+        a step may take long.
+        """
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S
         loop = asyncio.get_running_loop()

@@ -137,7 +137,9 @@ class FetchToPool(RankMessage):
 
 
 class Holders(RankMessage):
-    """Host: who holds blocks of the leg's prompt, as (instance, incarnation, addresses, first, count)."""
+    """Host: who holds blocks of the leg's prompt, as (instance, incarnation, addresses,
+    first, count).
+    """
 
     leg: int
     holdings: list[tuple[str, int, tuple[str, ...], int, int]]
@@ -150,7 +152,9 @@ class ForgetLease(RankMessage):
 
 
 class Pin(RankMessage):
-    """Host: evict no block of these prefixes, in place of those of the last Pin. (owner, until in unix seconds, names)."""
+    """Host: evict no block of these prefixes, in place of those of the last Pin. (owner,
+    until in unix seconds, names).
+    """
 
     prefixes: list[tuple[bytes, float, list[bytes]]]
 
@@ -217,7 +221,9 @@ class ProbePeer(RankMessage):
 
 
 class Probed(RankMessage):
-    """Worker: what came of a Probe; `reason` is empty if every rank that was asked answered rightly."""
+    """Worker: what came of a Probe; `reason` is empty if every rank that was asked answered
+    rightly.
+    """
 
     rank: int
     check_id: int

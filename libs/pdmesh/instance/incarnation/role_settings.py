@@ -32,10 +32,14 @@ WORKS: Final = {
 _SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8}
 OPTIONS: Final = frozenset(
     {
-        "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
-        "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls", "max_waiting",
-        "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers", "sim_token_bytes",
-        "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance", "speculative_token_cost",
+        "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots",
+        "block_size", "max_model_len",
+        "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls",
+        "max_waiting",
+        "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers",
+        "sim_token_bytes",
+        "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance",
+        "speculative_token_cost",
     }
 )  # fmt: skip
 

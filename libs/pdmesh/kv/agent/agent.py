@@ -261,7 +261,9 @@ class KvAgent:
         return await self._run(order, address, started, deadline_s, stall_s)
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """The ticket's sender has all bytes: from now on pulls fail if nothing comes for `stall_s`."""
+        """The ticket's sender has all bytes: from now on pulls fail if nothing comes for
+        `stall_s`.
+        """
         self._receiver.expect(ticket_id, stall_s)
 
     async def fetch(

@@ -1,7 +1,7 @@
 """Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
 
-The seam for a GPU: another `ArenaMemory` whose views are device memory; the agent only slices, sends, receives
-and checksums what `view` returns.
+The seam for a GPU: another `ArenaMemory` whose views are device memory; the agent only slices,
+sends, receives and checksums what `view` returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pdmesh.kv.transport.base import ByteArray
 
 
 class ArenaMemory(Protocol):
-    """`size` contiguous bytes that the transport may read and write; who owns which is `core.instance.arena`'s."""
+    """`size` contiguous bytes that the transport may read and write; who owns which is
+    `core.instance.arena`'s.
+    """
 
     @property
     def size(self) -> int: ...

@@ -1,4 +1,7 @@
-"""xxh3_128 of ranges of bytes. More than INLINE_BYTES at once are hashed beside the event loop (xxhash lets go of the GIL)."""
+"""xxh3_128 of ranges of bytes.
+
+More than INLINE_BYTES at once are hashed beside the event loop (xxhash lets go of the GIL).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ def fingerprint_hash(fingerprint: str) -> int:
 
 
 def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
-    """The same at all ranks of a decode for one leg, and different for every other leg and decode."""
+    """The same at all ranks of a decode for one leg, and different for every other leg and
+    decode.
+    """
     return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
 
 

@@ -1,7 +1,8 @@
-"""What an agent does with what its transport tells it: each message goes to the half that it is for.
+"""What an agent does with what its transport tells it: each message goes to the half that it is
+for.
 
-A peer that says what is no message, or meets a bug of ours, loses its connection; others' messages wait behind it and
-must not suffer.
+A peer that says what is no message, or meets a bug of ours, loses its connection; others' messages
+wait behind it and must not suffer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ log = structlog.get_logger(__name__)
 
 
 class AgentHandler:
-    """`ConnectionHandler` of an agent. `catch_up` comes before each message; `lent` after one that made a ticket."""
+    """`ConnectionHandler` of an agent.
+
+    `catch_up` comes before each message; `lent` after one that made a ticket.
+    """
 
     def __init__(
         self,

@@ -64,7 +64,9 @@ def order_ticket(
     on_silent: Callable[[], None],
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit, or the ticket cannot be named."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit, or the ticket cannot
+    be named.
+    """
     check_ticket(ticket)
     is_whole = first_block == 0 and heads is None
     if is_whole and ticket.kv_bytes > landing.size:
@@ -86,7 +88,8 @@ def order_ticket(
             decode,
         )
 
-    # How many bytes a part of it has follows from the sender's layout, which the ticket does not tell.
+    # How many bytes a part of it has follows from the sender's layout, which the ticket does not
+    # tell.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(

@@ -219,7 +219,9 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes that no other process makes of the nonce, sent as blocks of a pool are."""
+        """Answer with bytes that no other process makes of the nonce, sent as blocks of a
+        pool are.
+        """
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
             return

@@ -1,4 +1,6 @@
-"""Bytes that a ticket is for, as the sender reads them: part by part, each piece with its checksum."""
+"""Bytes that a ticket is for, as the sender reads them: part by part, each piece with its
+checksum.
+"""
 
 from __future__ import annotations
 

@@ -178,7 +178,9 @@ class AgentThread:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Future[Sequence[bytes]]:
-        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that is no more."""
+        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that is
+        no more.
+        """
         agent = self._made()
 
         async def fetch() -> Sequence[bytes]:
@@ -320,7 +322,9 @@ class _HandedPull(Generic[T]):
         self._refusing = threading.Lock()  # held for good by who refuses it
 
     def refuse(self) -> None:
-        """The agent's loop is no more: nothing was asked for, or it was given back as the agent ended."""
+        """The agent's loop is no more: nothing was asked for, or it was given back as the
+        agent ended.
+        """
         if not self._refusing.acquire(blocking=False):
             return
         if not self._has_begun:

@@ -1,4 +1,6 @@
-"""A timer that runs only while there is something that time ends: an agent at rest costs nothing."""
+"""A timer that runs only while there is something that time ends: an agent at rest costs
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the users of a KV agent see of it: events, results, counters, and the pool that peers may fetch blocks from."""
+"""What the users of a KV agent see of it: events, results, counters, and the pool that peers
+may fetch blocks from.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class AgentLandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class SourceQuarantined:
-    """Pulls from this instance were corrupt too often (F34): none is asked for during the next `hold_s` seconds."""
+    """Pulls from this instance were corrupt too often (F34): none is asked for during the
+    next `hold_s` seconds.
+    """
 
     instance_id: str
     hold_s: float

@@ -1,16 +1,18 @@
-"""What two KV agents say to each other: fixed little-endian headers, every length checked, no pickle.
+"""What two KV agents say to each other: fixed little-endian headers, every length checked, no
+pickle.
 
-One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks (S49), and one ack ends
-it. Small parts ride behind META in the same message. `parse` takes any bytes: the result is a message or WireError,
-nothing else.
+One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks
+(S49), and one ack ends it. Small parts ride behind META in the same message. `parse` takes any
+bytes: the result is a message or WireError, nothing else.
 
-Each message is sealed by a checksum over all of it but an inline payload, which has checksums of its own in META: a changed bit in a
-ticket id, a pull id or a flag would ask for, answer, end or renew another request's. META also says what it answers
-(`question`), so that a sound answer to another pull is none. The seal has no key: it is against faults, not
-against forgers. The handshake of the transport and unguessable ticket ids keep those out.
+Each message is sealed by a checksum over all of it but an inline payload, which has checksums of
+its own in META: a changed bit in a ticket id, a pull id or a flag would ask for, answer, end or
+renew another request's. META also says what it answers (`question`), so that a sound answer to
+another pull is none. The seal has no key: it is against faults, not against forgers. The handshake
+of the transport and unguessable ticket ids keep those out.
 
-Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that would add a
-tenth to its cost.
+Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that
+would add a tenth to its cost.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Kind(IntEnum):
 
 @dataclass(slots=True)
 class Pull:
-    """Receiver to sender: send me this ticket's blocks from `first_block` on, of `num_heads` heads (0: of all)."""
+    """Receiver to sender: send me this ticket's blocks from `first_block` on, of `num_heads`
+    heads (0: of all).
+    """
 
     pull_id: int
     ticket_id: str = field(repr=False)
@@ -84,7 +88,9 @@ class Pull:
 
 @dataclass(slots=True)
 class Fetch:
-    """Receiver to sender: send me those blocks of your pool that you hold of the beginning of these names."""
+    """Receiver to sender: send me those blocks of your pool that you hold of the beginning of
+    these names.
+    """
 
     pull_id: int
     incarnation: int
@@ -94,7 +100,9 @@ class Fetch:
 
 @dataclass(slots=True)
 class Probe:
-    """Receiver to sender: send me what `checksums.probe_bytes` makes of this nonce, as you would send KV (S16)."""
+    """Receiver to sender: send me what `checksums.probe_bytes` makes of this nonce, as you
+    would send KV (S16).
+    """
 
     pull_id: int
     incarnation: int
@@ -113,7 +121,8 @@ class Range:
 
 @dataclass(slots=True)
 class Meta:
-    """Sender to receiver: this part of a pull is coming, one payload per range, or `inline` behind the ranges.
+    """Sender to receiver: this part of a pull is coming, one payload per range, or `inline` behind
+    the ranges.
 
     The ranges follow each other, and the parts of a pull do.
     """
@@ -143,7 +152,10 @@ class PullRefusal:
 
 @dataclass(slots=True)
 class Ack:
-    """Receiver to sender: the pull is over. `is_taken`: verified, the ticket may go. If not: announce no more of it."""
+    """Receiver to sender: the pull is over.
+
+    `is_taken`: verified, the ticket may go. If not: announce no more of it.
+    """
 
     pull_id: int
     is_taken: bool
@@ -330,7 +342,10 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
 
 
 def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
-    """They follow each other within the pull, so no byte can land outside or twice. Returns their length."""
+    """They follow each other within the pull, so no byte can land outside or twice.
+
+    Returns their length.
+    """
     start = end = ranges[0].offset if ranges else 0
     for r in ranges:
         if r.offset != end or r.length == 0:

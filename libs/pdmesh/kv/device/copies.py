@@ -1,8 +1,10 @@
-"""Between a device's paged blocks and a page-locked arena in host memory, beside the model's stream (S50).
+"""Between a device's paged blocks and a page-locked arena in host memory, beside the model's stream
+(S50).
 
-A side stream gathers into a scratch buffer on the device and copies from there by the copy engine, which leaves the
-compute units to the model. The streams wait for each other on the device, by events: the thread that asks queues the work
-and goes on. A thread of its own waits for the copies' ends and calls back.
+A side stream gathers into a scratch buffer on the device and copies from there by the copy engine,
+which leaves the compute units to the model. The streams wait for each other on the device, by
+events: the thread that asks queues the work and goes on. A thread of its own waits for the copies'
+ends and calls back.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class DeviceCopies:
     def gather(
         self, block_ids: Sequence[int], out: ByteArray, layers: _Span, on_done: OnDone
     ) -> None:
-        """What the model's stream has written so far; its next work waits until that is gathered, not until it is copied."""
+        """What the model's stream has written so far; its next work waits until that is
+        gathered, not until it is copied.
+        """
         model = torch.cuda.current_stream(self._device)
         with self._lock, torch.cuda.stream(self._stream):
             self._stream.wait_stream(model)
@@ -71,7 +75,10 @@ class DeviceCopies:
     def scatter_now(
         self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span | None
     ) -> None:
-        """Complete when this returns; not for the model's thread. No request may have begun to read the blocks."""
+        """Complete when this returns; not for the model's thread.
+
+        No request may have begun to read the blocks.
+        """
         self._queue_scatter(source, block_ids, layers, heads or (0, self._num_heads)).synchronize()
 
     def _queue_scatter(
@@ -102,7 +109,9 @@ class DeviceCopies:
     def _parts(
         self, num_blocks: int, layers: _Span, num_heads: int
     ) -> list[tuple[_Span, int, int]]:
-        """(layers, begin in the buffer, bytes) of as many layers as the scratch buffer holds at once, which is at least one."""
+        """(layers, begin in the buffer, bytes) of as many layers as the scratch buffer holds
+        at once, which is at least one.
+        """
         layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
         if layer_bytes > self._scratch.numel():
             self._scratch = torch.empty(layer_bytes, dtype=torch.uint8, device=self._device)
@@ -136,7 +145,10 @@ class DeviceCopies:
 
 
 def lock_pages(memory: ByteArray) -> None:
-    """Make an arena's pages known to the device, so that it copies to and from them by itself. Raises OSError."""
+    """Make an arena's pages known to the device, so that it copies to and from them by itself.
+
+    Raises OSError.
+    """
     status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.size, 0)
     if int(status):
         raise OSError(f"cudaHostRegister of {memory.size} bytes: {status}")

@@ -1,4 +1,6 @@
-"""The Triton kernel behind `operators`: one program moves one tile of one block of one head of one layer."""
+"""The Triton kernel behind `operators`: one program moves one tile of one block of one head
+of one layer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _WORDS = {
 }
 
 
-# No annotations but Triton's own: it reads them too, and finds nothing in this module's imports for typing.
+# No annotations but Triton's own: it reads them too, and finds nothing in this module's imports for
+# typing.
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     pointers,

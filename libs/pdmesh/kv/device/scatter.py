@@ -1,8 +1,10 @@
-"""Between discrete blocks and the contiguous buffer: gather at the sender, RecvScatter at the receiver (S50).
+"""Between discrete blocks and the contiguous buffer: gather at the sender, RecvScatter at the
+receiver (S50).
 
-Blocks that follow each other in the cache are one copy; else numpy selects rows of 8-byte words, its fast path for
-index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies nothing. One thread: a
-second one would take a core from the step that runs beside it, and memory is the limit.
+Blocks that follow each other in the cache are one copy; else numpy selects rows of 8-byte words,
+its fast path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies
+nothing. One thread: a second one would take a core from the step that runs beside it, and memory is
+the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of one block of one layer),
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Run = tuple[int, int, int]  # first block in the cache, first place in the buffer, number of blocks
 
-# From here on a copy per run beats one selection of all rows: measured on 64 MiB in pieces of 4 to 96 KiB.
+# From here on a copy per run beats one selection of all rows: measured on 64 MiB in pieces of 4 to
+# 96 KiB.
 _RUN_BYTES = 128 << 10
 
 
@@ -44,7 +47,10 @@ class HostBlocks:
         self._block_bytes = sum(int(cache.shape[1]) for cache in caches)
 
     def gather(self, block_ids: BlockIds, out: ByteArray) -> None:
-        """Copy the named blocks of each layer into `out`, layer-major. Raises ValueError unless sizes match."""
+        """Copy the named blocks of each layer into `out`, layer-major.
+
+        Raises ValueError unless sizes match.
+        """
         ids, runs = self._plan(block_ids, out)
         start = 0
         for rows in self._rows:
@@ -57,7 +63,10 @@ class HostBlocks:
                 target[place : place + count] = rows[first : first + count]
 
     def scatter(self, source: ByteArray, block_ids: BlockIds) -> None:
-        """Copy `source` back to the named blocks of each layer. Raises ValueError unless sizes match."""
+        """Copy `source` back to the named blocks of each layer.
+
+        Raises ValueError unless sizes match.
+        """
         ids, runs = self._plan(block_ids, source)
         start = 0
         for rows in self._rows:
@@ -65,9 +74,11 @@ class HostBlocks:
             _put_rows(rows, ids, runs, landed)
 
     def scatter_part(self, data: ByteArray, offset: int, block_ids: BlockIds) -> None:
-        """Copy a part of what `scatter` takes as a whole: the bytes from `offset` on, in whole blocks.
+        """Copy a part of what `scatter` takes as a whole: the bytes from `offset` on, in whole
+        blocks.
 
-        A part may begin and end inside a layer. Raises ValueError for a part of a block or beyond the last layer.
+        A part may begin and end inside a layer. Raises ValueError for a part of a block or beyond
+        the last layer.
         """
         ids = np.asarray(block_ids, dtype=np.intp)
         start = 0  # of the layer, in the whole buffer

@@ -1,4 +1,6 @@
-"""Where each word of a block lies, in the cache and in the buffer: arithmetic that Triton compiles and tests run on arrays."""
+"""Where each word of a block lies, in the cache and in the buffer: arithmetic that Triton
+compiles and tests run on arrays.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # typ
 
 
 def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
-    """Where a head's block begins in the buffer. `row` counts layers, and in each the heads asked for."""
+    """Where a head's block begins in the buffer.
+
+    `row` counts layers, and in each the heads asked for.
+    """
     return (row * num_blocks + block) * head_words
 
 

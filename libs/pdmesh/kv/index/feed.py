@@ -52,7 +52,9 @@ _delay = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks of one incarnation after its delta `sequence`: the engine's, and those of its host pool."""
+    """All blocks of one incarnation after its delta `sequence`: the engine's, and those of
+    its host pool.
+    """
 
     incarnation: int
     sequence: int
@@ -120,7 +122,9 @@ class IndexFeed:
                 self._mark(record.instance_id)
 
     async def run(self) -> None:
-        """Repair until cancelled; raises what a bug raises, since an index that is not repaired must not look well."""
+        """Repair until cancelled; raises what a bug raises, since an index that is not
+        repaired must not look well.
+        """
         try:
             await together(self._repair(), self._resync())
         finally:

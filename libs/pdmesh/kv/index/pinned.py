@@ -1,4 +1,5 @@
-"""Pinned prefixes as whoever keeps blocks, or an index of them, follows them: names, and nothing of the prompts.
+"""Pinned prefixes as whoever keeps blocks, or an index of them, follows them: names, and nothing of
+the prompts.
 
 The leading master writes the list; it may be old while NATS is away, which costs nothing but room.
 """
@@ -18,7 +19,9 @@ def all_names(pins: Iterable[Pin]) -> frozenset[bytes]:
 
 
 def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[PinnedPrefix]:
-    """What an instance keeps, the oldest pin first: where there is no room for all, the later ones wait."""
+    """What an instance keeps, the oldest pin first: where there is no room for all, the later
+    ones wait.
+    """
     mine = [pin for pin in pins if pin.scenario in ("", scenario)]
     return [
         PinnedPrefix(tuple(blocks.names), blocks.owner, pin.until.ToMicroseconds() / 1e6)

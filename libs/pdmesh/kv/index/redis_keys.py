@@ -32,10 +32,15 @@ def instance_of(holder: bytes, tier: Tier) -> str | None:
 
 
 def instance_blocks(instance_id: str, tier: Tier) -> str:
-    """Set of the blocks (16 bytes each) that the instance holds in the tier: what to forget when it dies."""
+    """Set of the blocks (16 bytes each) that the instance holds in the tier: what to forget
+    when it dies.
+    """
     return f"{_PREFIX}:instance:{instance_id}:{tier}-blocks"
 
 
 def instance_version(instance_id: str) -> str:
-    """Hash: fingerprint, incarnation, sequence. Without the last two while the blocks are being rewritten."""
+    """Hash: fingerprint, incarnation, sequence.
+
+    Without the last two while the blocks are being rewritten.
+    """
     return f"{_PREFIX}:instance:{instance_id}:version"

@@ -1,4 +1,6 @@
-"""Where a snapshot of an instance's blocks comes from: the instance itself, or the kv-cache-index, which spares it the work."""
+"""Where a snapshot of an instance's blocks comes from: the instance itself, or the
+kv-cache-index, which spares it the work.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class InstanceSource:
 
 
 class IndexSource:
-    """Asks the kv-cache-index, and the instance if there is none, it does not know, or its answer did not help."""
+    """Asks the kv-cache-index, and the instance if there is none, it does not know, or its
+    answer did not help.
+    """
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
@@ -97,7 +101,9 @@ class IndexSource:
 
 
 async def _gather(parts: Any) -> Snapshot:
-    """Any: a grpc.aio call of either message; both carry incarnation, sequence, tier and block_hashes."""
+    """Any: a grpc.aio call of either message; both carry incarnation, sequence, tier and
+    block_hashes.
+    """
     by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
     incarnation = sequence = 0
     try:

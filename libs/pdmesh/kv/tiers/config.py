@@ -1,4 +1,6 @@
-"""What the tiers of an instance are made of, and how they are opened; plain values, as an engine's worker gets them."""
+"""What the tiers of an instance are made of, and how they are opened; plain values, as an
+engine's worker gets them.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def open_tiers(
     peers: PeerPools | None = None,
     costs: CostBook | None = None,
 ) -> TierStack:
-    """`block_bytes` is one block over all layers of the rank. To be closed on the loop where it is used."""
+    """`block_bytes` is one block over all layers of the rank.
+
+    To be closed on the loop where it is used.
+    """
     counts = TierCounts()
     pool = HostPool(config.pool_bytes, block_bytes, owner_share=config.owner_share)
     files = None

@@ -68,7 +68,9 @@ class DiskThreads:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """When the call that has been without progress for longest last made some; None: none is being made."""
+        """When the call that has been without progress for longest last made some; None: none
+        is being made.
+        """
         with self._changed:
             return min(self._progress.values(), default=None)
 

@@ -1,7 +1,9 @@
-"""One KV block as a file: a fixed header that says what it is and what its bytes must be, then the bytes.
+"""One KV block as a file: a fixed header that says what it is and what its bytes must be, then the
+bytes.
 
-The file is trusted only if all of it holds: magic, name, identity (model fingerprint and rank), length, and the
-checksums of header and payload. A file cut or changed anywhere fails one of them. Little-endian.
+The file is trusted only if all of it holds: magic, name, identity (model fingerprint and rank),
+length, and the checksums of header and payload. A file cut or changed anywhere fails one of them.
+Little-endian.
 """
 
 from __future__ import annotations

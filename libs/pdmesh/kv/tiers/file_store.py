@@ -416,7 +416,9 @@ class FileStore:
         return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, float]]:
-        """(path, bytes, modification time) of everything below; what vanishes meanwhile is left out."""
+        """(path, bytes, modification time) of everything below; what vanishes meanwhile is
+        left out.
+        """
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
@@ -438,7 +440,9 @@ def _nobody() -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """With those above it that lack, for this user alone: `parents=True` would give those the default mode."""
+    """With those above it that lack, for this user alone: `parents=True` would give those the
+    default mode.
+    """
     if not folder.is_dir():
         if not folder.parent.is_dir():
             _make_folder(folder.parent)

@@ -160,7 +160,9 @@ class FileTier:
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self, names: Sequence[bytes], first: int = 0) -> None:
-        """Store these blocks of the pool in the background; `first` is the position of the first in its prompt."""
+        """Store these blocks of the pool in the background; `first` is the position of the
+        first in its prompt.
+        """
         self.watch()
         for position, name in enumerate(names, first):
             pinned = self._pool.pin([name]) if self._takes_writes() else []

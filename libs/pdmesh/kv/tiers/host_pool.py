@@ -1,8 +1,9 @@
-"""Blocks in host memory: one arena mapped up front, one slot per block, all layers of a block together (S68, S76).
+"""Blocks in host memory: one arena mapped up front, one slot per block, all layers of a block
+together (S68, S76).
 
-The step's thread saves and loads at memory speed; other threads fill slots from slower tiers. Who holds which slot is
-`core.kv.tiers.eviction`'s decision, taken under one lock; bytes are copied outside it, into a slot that nobody else has or out of
-one that is pinned.
+The step's thread saves and loads at memory speed; other threads fill slots from slower tiers. Who
+holds which slot is `core.kv.tiers.eviction`'s decision, taken under one lock; bytes are copied
+outside it, into a slot that nobody else has or out of one that is pinned.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class PinnedBlock:
 
 
 class HostPool:
-    """`block_bytes` is one block over all layers of the rank. All methods may be called from any thread."""
+    """`block_bytes` is one block over all layers of the rank.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -80,9 +84,12 @@ class HostPool:
     def put(
         self, name: bytes, owner: bytes, write: Callable[[ByteArray], None], checksum: bytes = b""
     ) -> bool:
-        """Let `write` fill a slot, and have the block found from then on. False: here already, or no room.
+        """Let `write` fill a slot, and have the block found from then on.
 
-        What `write` raises is raised, and the block is not there. `checksum` is given where it is known.
+        False: here already, or no room.
+
+        What `write` raises is raised, and the block is not there. `checksum` is given where it is
+        known.
         """
         slot = self.reserve(name, owner)
         if slot is None:
@@ -96,7 +103,10 @@ class HostPool:
         return True
 
     def reserve(self, name: bytes, owner: bytes) -> ByteArray | None:
-        """The bytes to write the block to, before `commit` or `abandon`. None: here already, or no room."""
+        """The bytes to write the block to, before `commit` or `abandon`.
+
+        None: here already, or no room.
+        """
         with self._lock:
             slot = self._book.reserve(name, owner)
             if slot is None:
@@ -111,7 +121,10 @@ class HostPool:
     def commit(
         self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
     ) -> None:
-        """The bytes that `reserve` returned hold the block, and have this checksum. `is_pinned`: as after `pin`."""
+        """The bytes that `reserve` returned hold the block, and have this checksum.
+
+        `is_pinned`: as after `pin`.
+        """
         with self._lock:
             self._book.commit(name)
             self._checksums[self._book.slot(name)] = checksum
@@ -136,7 +149,9 @@ class HostPool:
         return pinned
 
     def unpin(self, names: Sequence[bytes], is_use: bool = True) -> None:
-        """In the reverse of their order, so that the tail of a prompt is evicted before its head."""
+        """In the reverse of their order, so that the tail of a prompt is evicted before its
+        head.
+        """
         with self._lock:
             for name in reversed(names):
                 self._book.unpin(name, is_use)
@@ -150,12 +165,16 @@ class HostPool:
         return self._book.num_fixed
 
     def fix(self, names: Sequence[bytes]) -> None:
-        """Never evict these once they are here, as far as the book allows; in place of those of the last call."""
+        """Never evict these once they are here, as far as the book allows; in place of those
+        of the last call.
+        """
         with self._lock:
             self._book.fix(names)
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of the blocks that so many asked for that they are kept, since the last call."""
+        """(name, owner) of the blocks that so many asked for that they are kept, since the
+        last call.
+        """
         with self._lock:
             names = self._book.take_kept()
             return [(name, self._owners[self._book.slot(name)]) for name in names]

@@ -11,7 +11,9 @@ OWNER_BYTES: Final = 8
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(cache_salt: str) -> bytes:
-    """A digest, since the salt is the key of the tenant's block names and must not be written anywhere."""
+    """A digest, since the salt is the key of the tenant's block names and must not be written
+    anywhere.
+    """
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=OWNER_BYTES, person=b"pdmesh-kv"
     ).digest()

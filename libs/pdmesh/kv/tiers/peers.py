@@ -1,7 +1,9 @@
-"""Other instances' host pools, as a tier: who holds which blocks, and how their bytes get here (S76).
+"""Other instances' host pools, as a tier: who holds which blocks, and how their bytes get here
+(S76).
 
-Who holds what is a hint from the KV index and may be out of date: the peer serves what it still has of the beginning of
-what is asked for, under its own incarnation and the same fingerprint, and every block is verified on arrival.
+Who holds what is a hint from the KV index and may be out of date: the peer serves what it still has
+of the beginning of what is asked for, under its own incarnation and the same fingerprint, and every
+block is verified on arrival.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ MAX_NAMES: Final = 1024  # in one fetch
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:
-    """A peer whose host pool holds `count` blocks of a chain from position `first` on. Addresses are by rank."""
+    """A peer whose host pool holds `count` blocks of a chain from position `first` on.
+
+    Addresses are by rank.
+    """
 
     instance_id: str
     incarnation: int
@@ -49,9 +54,11 @@ class PeerPools(Protocol):
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
-        """Fill targets with the longest prefix of the names that the peer has, and return their checksums, verified.
+        """Fill targets with the longest prefix of the names that the peer has, and return their
+        checksums, verified.
 
-        Returns when no late write can reach a target any more. Never raises, and is cancelled at the end only.
+        Returns when no late write can reach a target any more. Never raises, and is cancelled at
+        the end only.
         """
         ...
 
@@ -114,7 +121,10 @@ class _Lent(PinnedBlocks):
 
 
 class PoolSource:
-    """A host pool that peers may fetch from: the agent's `BlockSource`. Serving them is no use that keeps a block here."""
+    """A host pool that peers may fetch from: the agent's `BlockSource`.
+
+    Serving them is no use that keeps a block here.
+    """
 
     def __init__(self, pool: HostPool, counts: TierCounts) -> None:
         self._pool, self._counts = pool, counts

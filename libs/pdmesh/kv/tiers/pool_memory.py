@@ -1,7 +1,8 @@
 """The pool's memory, brought in by the kernel ahead of its first use.
 
-A page that is touched for the first time costs several times the copy that touches it, and the copy is an engine's step. So a
-thread asks for the pages in pieces, which changes nothing in them. A kernel that cannot do that brings them in as they are used.
+A page that is touched for the first time costs several times the copy that touches it, and the copy
+is an engine's step. So a thread asks for the pages in pieces, which changes nothing in them. A
+kernel that cannot do that brings them in as they are used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Bringing the blocks of a prompt into the host pool, from whichever tier has them, before it is computed (S76, S77).
+"""Bringing the blocks of a prompt into the host pool, from whichever tier has them, before it is
+computed (S76, S77).
 
-All tiers are asked at the same time, and what is worth loading is loaded at the same time (`core.kv.tiers.load_plan`). The wait is
-bounded: by the caller's deadline, and by what computing the blocks would take. What has not arrived then is
-computed; a load under way goes on and serves the next request. Every failure ends the same way: fewer blocks.
+All tiers are asked at the same time, and what is worth loading is loaded at the same time
+(`core.kv.tiers.load_plan`). The wait is bounded: by the caller's deadline, and by what computing
+the blocks would take. What has not arrived then is computed; a load under way goes on and serves
+the next request. Every failure ends the same way: fewer blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed 
 
 @dataclass(slots=True)
 class BlockLease:
-    """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`. For any one thread."""
+    """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`.
+
+    For any one thread.
+    """
 
     first: int
     blocks: list[PinnedBlock]
@@ -111,11 +116,14 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None = None,
     ) -> BlockLease:
-        """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled.
+        """Pin as many of the blocks from `first` on as can be had in time.
 
-        The lease begins earlier where the pool has the blocks before `first`, too: the engine, which was said to hold those,
-        may have evicted some meanwhile, and a lease that does not continue what it holds is of no use.
-        `find` says which peers hold blocks of `names`; it is asked beside the other tiers and must not raise.
+        Never raises but when cancelled.
+
+        The lease begins earlier where the pool has the blocks before `first`, too: the engine,
+        which was said to hold those, may have evicted some meanwhile, and a lease that does not
+        continue what it holds is of no use. `find` says which peers hold blocks of `names`; it is
+        asked beside the other tiers and must not raise.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)
@@ -150,7 +158,10 @@ class TierStack:
         return blocks
 
     def stored(self, names: Sequence[bytes], first: int = 0) -> None:
-        """The engine put these blocks into the pool; from any thread. `first` is their position in the prompt."""
+        """The engine put these blocks into the pool; from any thread.
+
+        `first` is their position in the prompt.
+        """
         self.counts.add(Tier.HOST, TierEvent.STORED, len(names))
         if self.files is not None:
             self.files.write(names, first)
@@ -161,8 +172,8 @@ class TierStack:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Blocks of these go from no tier that is here, in place of those of the last call.
 
-        Of the host pool they may take half, and of the file store, which ends it itself when their time is over; what is beyond
-        that, the first pins first, is as any other block.
+        Of the host pool they may take half, and of the file store, which ends it itself when their
+        time is over; what is beyond that, the first pins first, is as any other block.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
@@ -183,7 +194,10 @@ class TierStack:
         self.files.keep(names, [p.owner for p in prefixes], [p.until for p in prefixes])
 
     def report(self) -> TierReport:
-        """What happened since the last report. To be asked for often: a disk that hangs is noticed here."""
+        """What happened since the last report.
+
+        To be asked for often: a disk that hangs is noticed here.
+        """
         if self.files is not None:
             self.files.watch()
         evicted = self.pool.num_evicted
@@ -204,7 +218,9 @@ class TierStack:
         return TierReport(counts, seconds, used, stored, removed, faults, num_pinned, num_leased)
 
     def _keep_files(self) -> None:
-        """What many ask for is served from pools, so that its files look unused; they are for instances to come."""
+        """What many ask for is served from pools, so that its files look unused; they are for
+        instances to come.
+        """
         kept = self.pool.take_kept()
         if kept and self.files is not None:
             names, owners = [name for name, _ in kept], [owner for _, owner in kept]
@@ -300,7 +316,9 @@ class TierStack:
 
 
 def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
-    """What it said in time; one that is late is given up, or they would gather behind a disk that hangs."""
+    """What it said in time; one that is late is given up, or they would gather behind a disk
+    that hangs.
+    """
     if ask is None or ask.cancel() or ask.cancelled():
         return (
             nothing  # cancelled by another: the channel to the index was closed under the question

@@ -1,8 +1,11 @@
-"""Moving KV bytes between two processes. The adapter is UCX (`ucx.py`); tests also have one in memory.
+"""Moving KV bytes between two processes.
 
-A connection has two lanes, each in order. Messages are small and copied; payloads go straight out of one
-arena into another, without a copy here, and meet by key. Everything is called back on the event loop that
-started the transport: a coroutine per message would cost more than a small prompt's bytes do.
+The adapter is UCX (`ucx.py`); tests also have one in memory.
+
+A connection has two lanes, each in order. Messages are small and copied; payloads go straight out
+of one arena into another, without a copy here, and meet by key. Everything is called back on the
+event loop that started the transport: a coroutine per message would cost more than a small prompt's
+bytes do.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ MAX_MESSAGE = 96 << 10  # bytes
 
 
 class KvConnection(Protocol):
-    """One peer. Calls on a connection that is closed or closing do nothing; `on_closed` says why."""
+    """One peer.
+
+    Calls on a connection that is closed or closing do nothing; `on_closed` says why.
+    """
 
     @property
     def key(self) -> int:
@@ -26,15 +32,23 @@ class KvConnection(Protocol):
         ...
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send one message of at most MAX_MESSAGE bytes, made of parts. They may be reused at once."""
+        """Send one message of at most MAX_MESSAGE bytes, made of parts.
+
+        They may be reused at once.
+        """
         ...
 
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
-        """Send all bytes. `on_sent` when the buffer may be reused; never, if the connection closes first."""
+        """Send all bytes.
+
+        `on_sent` when the buffer may be reused; never, if the connection closes first.
+        """
         ...
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
-        """Receive the next payload of `key`, which has the buffer's length; callback as in `send_payload`."""
+        """Receive the next payload of `key`, which has the buffer's length; callback as in
+        `send_payload`.
+        """
         ...
 
     def abort(self, reason: str) -> None:
@@ -54,15 +68,22 @@ class ConnectionHandler(Protocol):
         ...
 
     def on_closed(self, connection: KvConnection, reason: str) -> None:
-        """Exactly once per connection, and last: no send reads and no late write reaches any buffer any more."""
+        """Exactly once per connection, and last: no send reads and no late write reaches any
+        buffer any more.
+        """
         ...
 
 
 class KvTransport(Protocol):
-    """Connections that carry small messages in order, and payloads straight from one arena into another."""
+    """Connections that carry small messages in order, and payloads straight from one arena
+    into another.
+    """
 
     async def start(self, handler: ConnectionHandler) -> str:
-        """Accept connections; returns the address that peers pass to `connect`. Raises KvTransferFailed."""
+        """Accept connections; returns the address that peers pass to `connect`.
+
+        Raises KvTransferFailed.
+        """
         ...
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:

@@ -1,13 +1,16 @@
-"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a laptop.
+"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a
+laptop.
 
-All connections share one receive for messages, so that the cost of a wake-up does not grow with the number
-of peers; a frame names the connection by a random number only the two ends know. What one turn of the loop says to a
-peer goes as one frame: a send and its receipt cost more than a small prompt's bytes. Payloads have a tag of their
-own, made of that number and the pull's key, and are received where they belong.
+All connections share one receive for messages, so that the cost of a wake-up does not grow with the
+number of peers; a frame names the connection by a random number only the two ends know. What one
+turn of the loop says to a peer goes as one frame: a send and its receipt cost more than a small
+prompt's bytes. Payloads have a tag of their own, made of that number and the pull's key, and are
+received where they belong.
 
-Nothing listens: peers are reached by their worker's address, and say hello to its door (`ucx_handshake`). The transports of a
-process, one after the other, have the same door (`ucx_worker`). What tells them apart is the life that an address ends with: a hello
-that names another life than the present one makes no connection.
+Nothing listens: peers are reached by their worker's address, and say hello to its door
+(`ucx_handshake`). The transports of a process, one after the other, have the same door
+(`ucx_worker`). What tells them apart is the life that an address ends with: a hello that names
+another life than the present one makes no connection.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class UcxTransport:
     """Starts and connects on the running loop (asyncio's or uvloop's), and lives on it."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """A loopback `host` keeps UCX to the loopback device; else it takes what `UCX_NET_DEVICES` says, or all there are."""
+        """A loopback `host` keeps UCX to the loopback device; else it takes what
+        `UCX_NET_DEVICES` says, or all there are.
+        """
         self._host = host
         self._is_local = is_local(host)
         self._handler: ConnectionHandler | None = None
@@ -152,7 +157,8 @@ class UcxTransport:
         give_worker_back(ucx, is_quiet=not self._by_number and not ucx.num_pending)
         self._ucx = None
         for connection in self._draining:
-            connection.payloads.clear()  # the worker that could touch their buffers is never used again
+            # the worker that could touch their buffers is never used again
+            connection.payloads.clear()
         self._bury_dead()
 
     # -- what connections use ---------------------------------------------------------------------
@@ -208,7 +214,9 @@ class UcxTransport:
             self.watch(request, connection.on_posted, frame)
 
     def bury(self, connection: UcxConnection) -> None:
-        """Close its endpoint soon: this may be a callback inside UCX, where nothing may be closed."""
+        """Close its endpoint soon: this may be a callback inside UCX, where nothing may be
+        closed.
+        """
         _settle(connection.greeted, "the peer refused")
         self._dying.append(connection)
         if self._ucx is not None:
@@ -276,7 +284,10 @@ class UcxTransport:
         self.watch(request, connection.on_posted, frame)
 
     def _on_hello(self, data: bytes) -> None:
-        """A peer that knows our key may connect. One that means another life, or is one too many, is told so at once."""
+        """A peer that knows our key may connect.
+
+        One that means another life, or is one too many, is told so at once.
+        """
         assert self._ucx is not None
         ucx = self._ucx
         hello = read_hello(data, ucx.key)
@@ -310,7 +321,9 @@ class UcxTransport:
     # -- the end ----------------------------------------------------------------------------------
 
     def _bury_dead(self) -> bool:
-        """Close the endpoints of dying connections, and say so once UCX has let go of their buffers."""
+        """Close the endpoints of dying connections, and say so once UCX has let go of their
+        buffers.
+        """
         has_work = bool(self._dying)
         while self._dying:
             connection = self._dying.pop()
@@ -320,8 +333,9 @@ class UcxTransport:
             close_endpoint(endpoint)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
-            # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and does it in its own way to
-            # progress, which is not ours. Without, one that nothing matches never ends, nor does the connection.
+            # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and
+            # does it in its own way to progress, which is not ours. Without, one that nothing
+            # matches never ends, nor does the connection.
             self._ucx.worker.cancel_inflight_requests()
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)

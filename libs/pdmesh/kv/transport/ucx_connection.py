@@ -1,4 +1,6 @@
-"""One UCX endpoint as a `KvConnection`: what is posted on it, and what becomes of that when it ends."""
+"""One UCX endpoint as a `KvConnection`: what is posted on it, and what becomes of that when
+it ends.
+"""
 
 from __future__ import annotations
 

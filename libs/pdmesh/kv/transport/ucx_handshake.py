@@ -1,10 +1,12 @@
-"""How two UCX transports get to know each other without a listener: what is in an address, and the two messages that open a connection.
+"""How two UCX transports get to know each other without a listener: what is in an address, and the
+two messages that open a connection.
 
-An address has all that it takes to reach a process: UCX's own address of its worker, a key that the process made for its door, and
-the life of the transport that is meant. It travels over the mesh's control channel. A peer that connects sends a hello to the door
-(number 0); the answer goes to the number that the hello names. Both carry a keyed digest, so that nothing of what
-a stranger says, and no damaged byte, reaches UCX's parser of addresses. A stranger gets no answer.
-A welcome that comes when its connection was given up is answered with goodbye.
+An address has all that it takes to reach a process: UCX's own address of its worker, a key that the
+process made for its door, and the life of the transport that is meant. It travels over the mesh's
+control channel. A peer that connects sends a hello to the door (number 0); the answer goes to the
+number that the hello names. Both carry a keyed digest, so that nothing of what a stranger says, and
+no damaged byte, reaches UCX's parser of addresses. A stranger gets no answer. A welcome that comes
+when its connection was given up is answered with goodbye.
 """
 
 from __future__ import annotations

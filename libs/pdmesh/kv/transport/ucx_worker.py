@@ -1,11 +1,14 @@
-"""One UCX worker for as long as the process lives; its event fd wakes the loop, so that idle costs nothing.
+"""One UCX worker for as long as the process lives; its event fd wakes the loop, so that idle costs
+nothing.
 
-ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by polling it
-(`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker progresses, completed
-requests are called back, and the worker is armed again. Nothing is awaited per message.
+ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by
+polling it (`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker
+progresses, completed requests are called back, and the worker is armed again. Nothing is awaited
+per message.
 
-There is no listener (ADR 0002): peers come by the worker's address, which they know from the mesh. The worker is never destroyed
-(ADR 0024), but lent to one transport after the other, and turns peers away in between.
+There is no listener (ADR 0002): peers come by the worker's address, which they know from the mesh.
+The worker is never destroyed (ADR 0024), but lent to one transport after the other, and turns peers
+away in between.
 """
 
 from __future__ import annotations
@@ -34,15 +37,19 @@ _ENVIRONMENT = {
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a peer that says nothing is not noticed
-    "UCX_TCP_CONN_NB": "y",  # else a peer that falls silent as it connects stops the loop for minutes
+    # else a peer that falls silent as it connects stops the loop for minutes
+    "UCX_TCP_CONN_NB": "y",
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
-    # A receiver reads large payloads straight out of the sender's memory. With error handling on UCX wants to be able to revoke
-    # that, which one machine's memory cannot: a late read is torn at worst, and every byte has a checksum (ADR 0006).
+    # A receiver reads large payloads straight out of the sender's memory. With error handling on
+    # UCX wants to be able to revoke that, which one machine's memory cannot: a late read is torn at
+    # worst, and every byte has a checksum (ADR 0006).
     "UCX_CMA_MEMORY_INVALIDATE": "y",
-    "UCX_MM_SEG_SIZE": "60K",  # shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K
-    # A peer that dies is an event here, not an error of the library's: three loggers say so otherwise.
+    "UCX_MM_SEG_SIZE": "60K",
+    # shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K
+    # A peer that dies is an event here, not an error of the library's: three loggers say so
+    # otherwise.
     "UCX_LOG_LEVEL": "fatal",
     "UCXX_LOG_LEVEL": "FATAL",
     "UCXPY_LOG_LEVEL": "CRITICAL",
@@ -50,7 +57,8 @@ _ENVIRONMENT = {
 MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
 # Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
 _GUARD_S = 0.5
-# A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still meanwhile.
+# A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still
+# meanwhile.
 _TURN_S = 0.002
 _CLOSE_NS = 1_000_000_000
 MAX_REFUSING = 64  # peers that are being turned away
@@ -61,7 +69,10 @@ FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that 
 
 
 def load_library() -> Any:  # ucxx has no type information
-    """Import ucxx with what must be set before; whatever the user has set wins. Returns `ucxx._lib.libucxx`."""
+    """Import ucxx with what must be set before; whatever the user has set wins.
+
+    Returns `ucxx._lib.libucxx`.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ucxx
@@ -77,7 +88,10 @@ def is_local(host: str) -> bool:
 
 
 def options_for(host: str) -> dict[str, str]:
-    """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else. Those in the environment win."""
+    """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else.
+
+    Those in the environment win.
+    """
     if not is_local(host):
         return {}
     options = {"TLS": "tcp", "NET_DEVICES": "lo"}
@@ -85,13 +99,19 @@ def options_for(host: str) -> dict[str, str]:
 
 
 def close_endpoint(endpoint: Any) -> None:
-    """At once, without the peer's consent: what is posted on it ends. Not within a callback of UCX's."""
+    """At once, without the peer's consent: what is posted on it ends.
+
+    Not within a callback of UCX's.
+    """
     endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
     endpoint.remove_close_callback()
 
 
 class UcxWorker:
-    """Progress, completions and arrivals of one UCX context. Used on one loop at a time, and only there."""
+    """Progress, completions and arrivals of one UCX context.
+
+    Used on one loop at a time, and only there.
+    """
 
     def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
         self.api = load_library()
@@ -128,12 +148,16 @@ class UcxWorker:
         return len(self._pending)
 
     def next_key(self) -> int:
-        """For a connection: unique as long as the process lives, so that no late byte is taken for another connection's."""
+        """For a connection: unique as long as the process lives, so that no late byte is
+        taken for another connection's.
+        """
         self._num_connections += 1
         return self._num_connections
 
     def has_fabric(self) -> bool:
-        """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never does."""
+        """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never
+        does.
+        """
         return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
 
     # -- who has it -------------------------------------------------------------------------------
@@ -142,7 +166,10 @@ class UcxWorker:
         return self._loop is None or self._loop is loop or self._loop.is_closed()
 
     def begin(self, on_progressed: Callable[[], bool]) -> None:
-        """Serve a transport on the running loop. `on_progressed` is called after each progress; True if it may have made new work."""
+        """Serve a transport on the running loop.
+
+        `on_progressed` is called after each progress; True if it may have made new work.
+        """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
@@ -159,7 +186,9 @@ class UcxWorker:
         self.kick()
 
     def stop(self) -> None:
-        """Never progress again: operations are left that would touch memory which is no longer theirs."""
+        """Never progress again: operations are left that would touch memory which is no
+        longer theirs.
+        """
         self._is_stopped = True
         assert self._loop is not None
         if not self._loop.is_closed():
@@ -171,7 +200,9 @@ class UcxWorker:
         return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
 
     def turn_away(self, address: bytes, number: int) -> None:
-        """Say goodbye to a peer that connects, without a connection of our own, so that it need not wait for its deadline."""
+        """Say goodbye to a peer that connects, without a connection of our own, so that it
+        need not wait for its deadline.
+        """
         if len(self._refusing) >= MAX_REFUSING or self._loop is None:
             return
         key, goodbye = self.next_key(), FRAME.pack(number, 0)
@@ -225,7 +256,10 @@ class UcxWorker:
     # -- frames -----------------------------------------------------------------------------------
 
     def read_inbox(self, on_frame: Callable[[memoryview], None]) -> bool:
-        """Each frame that has arrived, valid during the call only. Returns whether there was one."""
+        """Each frame that has arrived, valid during the call only.
+
+        Returns whether there was one.
+        """
         has_read = False
         while self._inbox_request.completed:
             has_read = True
@@ -246,7 +280,8 @@ class UcxWorker:
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
         """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.
 
-        `buffer` is kept alive until then: a request does not hold on to the bytes it reads or writes.
+        `buffer` is kept alive until then: a request does not hold on to the bytes it reads or
+        writes.
         """
         self._pending.append((request, on_done, buffer))
         self.kick()
@@ -259,7 +294,9 @@ class UcxWorker:
         self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Progress until there is nothing to do and arm the fd; or until others on the loop have waited enough."""
+        """Progress until there is nothing to do and arm the fd; or until others on the loop
+        have waited enough.
+        """
         self._is_kicked = False
         if self._is_stopped or self._is_pumping:
             return
@@ -321,7 +358,9 @@ _idle_lock = threading.Lock()  # agents on threads of their own take and give ba
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """The one given back last, or a new one: a process has as many as it ever had transports at once."""
+    """The one given back last, or a new one: a process has as many as it ever had transports
+    at once.
+    """
     loop = asyncio.get_running_loop()
     with _idle_lock:
         for worker in reversed(_idle):
@@ -332,7 +371,10 @@ def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
 
 
 def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
-    """`is_quiet`: nothing that its last transport posted can touch any memory any more. If not, it is never used again."""
+    """`is_quiet`: nothing that its last transport posted can touch any memory any more.
+
+    If not, it is never used again.
+    """
     if not is_quiet:
         log.error("kv.worker.abandoned", num_pending=worker.num_pending)
         worker.stop()
@@ -343,6 +385,8 @@ def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
 
 
 def _keep_for_good(*objects: object) -> None:
-    """One reference more than anybody will ever drop: not even the end of the interpreter destroys them."""
+    """One reference more than anybody will ever drop: not even the end of the interpreter
+    destroys them.
+    """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,7 +1,9 @@
-"""One small request of our own, sent to a prefill and a decode as a gateway would send it, past the gateways' own books.
+"""One small request of our own, sent to a prefill and a decode as a gateway would send it, past the
+gateways' own books.
 
-It speaks to the instances directly: no gateway counts it, no tenant pays for it, its prefix is nobody's. It has a few tokens and a
-deadline, in sessions of its own, so whatever it held is given back however it ends.
+It speaks to the instances directly: no gateway counts it, no tenant pays for it, its prefix is
+nobody's. It has a few tokens and a deadline, in sessions of its own, so whatever it held is given
+back however it ends.
 """
 
 from __future__ import annotations
@@ -40,11 +42,16 @@ class CanaryRefused(Exception):
 
 
 class CanaryFailed(Exception):
-    """An instance took it and did not answer it, or cannot be reached; the message is for people."""
+    """An instance took it and did not answer it, or cannot be reached; the message is for
+    people.
+    """
 
 
 class Canary:
-    """`decode` None: `prefill` does both phases. `asked` are those it has come to: one of them is the cause if it fails."""
+    """`decode` None: `prefill` does both phases.
+
+    `asked` are those it has come to: one of them is the cause if it fails.
+    """
 
     def __init__(
         self,
@@ -59,7 +66,10 @@ class Canary:
         self._legs: list[_Leg] = []  # of those
 
     async def send(self) -> None:
-        """Raises CanaryRefused or CanaryFailed. One that waits behind the work of others in an engine is refused, not failed."""
+        """Raises CanaryRefused or CanaryFailed.
+
+        One that waits behind the work of others in an engine is refused, not failed.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send()
@@ -134,7 +144,9 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """The engine has worked while this leg waited, and has more to compute than this leg alone."""
+        """The engine has worked while this leg waited, and has more to compute than this leg
+        alone.
+        """
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

@@ -1,8 +1,10 @@
-"""Messages of strangers on their way in over gRPC: who may send one, how long it may take, how many at once.
+"""Messages of strangers on their way in over gRPC: who may send one, how long it may take, how many
+at once.
 
-gRPC itself takes a message of any caller before it calls a handler, and waits for the rest of it for ever: a few
-connections that send all but the last byte of many long messages hold gigabytes. A handler of a stream reads when it
-likes, so every method is made one here. It reads once the caller is admitted.
+gRPC itself takes a message of any caller before it calls a handler, and waits for the rest of it
+for ever: a few connections that send all but the last byte of many long messages hold gigabytes. A
+handler of a stream reads when it likes, so every method is made one here. It reads once the caller
+is admitted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import grpc
 
 from pdmesh.errors import DeadlineExceeded, Overloaded
 
-# How far ahead of the handlers gRPC reads of a stream. By default it measures the line, and goes up to megabytes.
+# How far ahead of the handlers gRPC reads of a stream. By default it measures the line, and goes up
+# to megabytes.
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
@@ -30,7 +33,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Incoming:
-    """Waits for messages, for so many at once. Where that is not enough, who has waited longest for his gets little more time."""
+    """Waits for messages, for so many at once.
+
+    Where that is not enough, who has waited longest for his gets little more time.
+    """
 
     def __init__(
         self, max_messages: int, timeout_s: float, max_waiting: int = _MAX_WAITING
@@ -73,7 +79,9 @@ class Incoming:
 
 
 class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Makes every method read its messages through its `incoming`, once `admit` has let the caller in (it raises MeshError)."""
+    """Makes every method read its messages through its `incoming`, once `admit` has let the
+    caller in (it raises MeshError).
+    """
 
     def __init__(
         self,

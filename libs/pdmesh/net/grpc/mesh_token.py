@@ -1,7 +1,8 @@
-"""The credential that a mesh's own processes show each other with every gRPC call, until they have certificates.
+"""The credential that a mesh's own processes show each other with every gRPC call, until they have
+certificates.
 
-A server refuses a call without it before any of the call's messages is read. It opens inner ports alone: the gateways' public
-ports neither ask for it nor take it for a key.
+A server refuses a call without it before any of the call's messages is read. It opens inner ports
+alone: the gateways' public ports neither ask for it nor take it for a key.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class TokenChannel(grpc.aio.Channel):
         self._inner = inner
         self._metadata = ((METADATA_KEY, token),)
 
-    # Any: a stub hands over its serializers and gets back what makes a call; grpc-stubs types neither for asyncio.
+    # Any: a stub hands over its serializers and gets back what makes a call; grpc-stubs types
+    # neither for asyncio.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._with_token(self._inner.unary_unary(*args, **options))
 
@@ -73,7 +75,9 @@ class TokenChannel(grpc.aio.Channel):
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Asked before a call's first message is taken from the connection, also for methods that do not exist."""
+    """Asked before a call's first message is taken from the connection, also for methods that
+    do not exist.
+    """
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
         self._token = token.encode()

@@ -1,7 +1,8 @@
 """How many fields a protobuf message may hold, found out before it is parsed (F30).
 
-The parser makes an object of every submessage, so that 8 MiB of empty ones cost a quarter of a gigabyte and hold the event loop for a tenth of a
-second. This walks over tags alone and stops at the bound; what is no message at all is left for the parser to refuse.
+The parser makes an object of every submessage, so that 8 MiB of empty ones cost a quarter of a
+gigabyte and hold the event loop for a tenth of a second. This walks over tags alone and stops at
+the bound; what is no message at all is left for the parser to refuse.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class _TooMany(Exception):
 
 
 def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
-    """Raises InvalidRequest, with the field at which there were too many. Packed numbers count as one."""
+    """Raises InvalidRequest, with the field at which there were too many.
+
+    Packed numbers count as one.
+    """
     if len(data) <= _SMALL_BYTES:
         return
     try:

@@ -1,8 +1,9 @@
-"""gRPC as this mesh needs it: channels and servers that notice a frozen peer, and errors that keep their meaning.
+"""gRPC as this mesh needs it: channels and servers that notice a frozen peer, and errors that keep
+their meaning.
 
-grpcio's documented keepalive does not notice a frozen peer unless `grpc.http2.ping_timeout_ms` is set
-on both sides, and a malformed message comes back as UNKNOWN with parser text. So channels and servers are
-made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text).
+grpcio's documented keepalive does not notice a frozen peer unless `grpc.http2.ping_timeout_ms` is
+set on both sides, and a malformed message comes back as UNKNOWN with parser text. So channels and
+servers are made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
-# Of one server. Each takes a descriptor, and a process without any loses its way to NATS, and a master its lease.
+# Of one server. Each takes a descriptor, and a process without any loses its way to NATS, and a
+# master its lease.
 _MAX_CONNECTIONS: Final = 1024
 _HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
 
-# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's default never pings.
+# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's
+# default never pings.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -61,7 +64,9 @@ class _Credential:
 
 
 def use_mesh_token(token: str) -> None:
-    """What `channel` and `server` show and ask for from now on; said once, before the first of them is made."""
+    """What `channel` and `server` show and ask for from now on; said once, before the first
+    of them is made.
+    """
     _Credential.token = token
 
 
@@ -72,8 +77,8 @@ def mesh_token() -> str:
 def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    It shows the mesh's token: by default the one that this process uses, "" none. It goes straight to its peer, whatever the
-    environment says of proxies: those are for the way out of a mesh.
+    It shows the mesh's token: by default the one that this process uses, "" none. It goes straight
+    to its peer, whatever the environment says of proxies: those are for the way out of a mesh.
     """
     token = _Credential.token if mesh_token is None else mesh_token
     made = _channel(address)
@@ -106,7 +111,9 @@ def server(
     options: Sequence[tuple[str, int]] = (),
     interceptors: Sequence[Any] = (),  # grpc-stubs and grpc.aio disagree on their type
 ) -> grpc.aio.Server:
-    """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own.
+    """A server that cancels the handlers of a dead or frozen client within 3 s.
+
+    `options`: gRPC's own.
 
     It asks every caller for the mesh's token, where this process uses one, unless it `is_public`.
     """
@@ -148,10 +155,12 @@ def add_service(
     servicer: object,
     max_fields: int | None = None,
 ) -> None:
-    """Register every method of `service` that `servicer` implements, by name. `max_fields`: of a request, where strangers call.
+    """Register every method of `service` that `servicer` implements, by name.
 
-    Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo, any other
-    exception is logged and becomes INTERNAL without its text.
+    `max_fields`: of a request, where strangers call.
+
+    Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo,
+    any other exception is logged and becomes INTERNAL without its text.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
@@ -251,7 +260,9 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 
 
 def to_status(exc: MeshError) -> Status:
-    """The error as google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where they say something."""
+    """The error as google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where they
+    say something.
+    """
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
     if exc.field:

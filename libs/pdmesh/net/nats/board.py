@@ -39,7 +39,9 @@ class Board(Generic[M]):
         self._bucket, self._kind = bucket, kind
 
     async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
-        """The new revision; raises Unavailable, VersionConflict unless the entry is at revision `last` (0: absent)."""
+        """The new revision; raises Unavailable, VersionConflict unless the entry is at
+        revision `last` (0: absent).
+        """
         try:
             return await self._bucket.put(instance_id, to_json(message), last=last)
         except WrongRevision as exc:
@@ -82,7 +84,9 @@ class BoardView(Generic[M]):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from `known` then."""
+        """False while the store is away, or not all of it has been read: decide nothing from
+        `known` then.
+        """
         return self._watch.is_live
 
     def revision(self, key: str) -> int:
@@ -106,7 +110,9 @@ class BoardView(Generic[M]):
         self._unseen = set(self._revisions)
 
     def _on_loaded(self) -> None:
-        """A removed entry leaves a marker: what is neither there nor marked went with the bucket (F21)."""
+        """A removed entry leaves a marker: what is neither there nor marked went with the
+        bucket (F21).
+        """
         for key in self._unseen:
             self._revisions.pop(key, None)
         self.missing |= self._unseen & self.known.keys()
@@ -144,7 +150,9 @@ def fault_board(bus: NatsBus) -> Board[FaultReport]:
 
 
 def pin_board(bus: NatsBus) -> Board[Pin]:
-    """The leading master's list of prefixes that are not to be evicted; holds names of blocks, and no token."""
+    """The leading master's list of prefixes that are not to be evicted; holds names of
+    blocks, and no token.
+    """
     return Board(KvBucket(bus, "pdmesh-pins"), Pin)
 
 

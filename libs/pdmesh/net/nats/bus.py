@@ -1,7 +1,9 @@
-"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived (nats-py's defaults take minutes).
+"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived
+(nats-py's defaults take minutes).
 
-Events published while the server is away are dropped and counted: replayed late they would only mislead. An echo
-of our own, twice a second, says whether the server answers now; `stable_since` says since when it has without a break.
+Events published while the server is away are dropped and counted: replayed late they would only
+mislead. An echo of our own, twice a second, says whether the server answers now; `stable_since`
+says since when it has without a break.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ _reconnects = metrics.counter(names.BUS_RECONNECTS, "Times the NATS server came 
 
 
 class NatsSubscription:
-    """One pattern and its handler. Handler exceptions are logged; the next event is handled all the same."""
+    """One pattern and its handler.
+
+    Handler exceptions are logged; the next event is handled all the same.
+    """
 
     def __init__(self, pattern: str, handler: Handler, on_gap: Callable[[], None] | None) -> None:
         self.pattern = pattern
@@ -78,7 +83,10 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str) -> NatsBus:
-        """Wait for the server, however long it takes, saying so in the log. Raises Unavailable if it is too old."""
+        """Wait for the server, however long it takes, saying so in the log.
+
+        Raises Unavailable if it is too old.
+        """
         bus = cls(url)
         bus._client = await nats.connect(
             url,
@@ -105,7 +113,10 @@ class NatsBus:
 
     @property
     def client(self) -> Any:
-        """The nats-py client, for JetStream. Do not `flush` it: a timeout there kills its read loop."""
+        """The nats-py client, for JetStream.
+
+        Do not `flush` it: a timeout there kills its read loop.
+        """
         return self._client
 
     @property
@@ -119,7 +130,9 @@ class NatsBus:
 
     @property
     def stable_since(self) -> float:
-        """Monotonic time since which the server answered without a break; meaningful while connected."""
+        """Monotonic time since which the server answered without a break; meaningful while
+        connected.
+        """
         return self._stable_since
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:

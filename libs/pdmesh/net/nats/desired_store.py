@@ -1,7 +1,9 @@
-"""The desired state in the registry, bucket `pdmesh-desired`: the current version and those before it.
+"""The desired state in the registry, bucket `pdmesh-desired`: the current version and those before
+it.
 
-The key `current` holds version, text and author together, so one compare-and-set makes a version. Before it is replaced, its
-content is copied to a key of its own (`v7`): a writer that dies in between leaves a copy of what is current, nothing half-made.
+The key `current` holds version, text and author together, so one compare-and-set makes a version.
+Before it is replaced, its content is copied to a key of its own (`v7`): a writer that dies in
+between leaves a copy of what is current, nothing half-made.
 """
 
 from __future__ import annotations
@@ -59,9 +61,11 @@ class DesiredStore:
         reason: str,
         canary_share: float = 0.0,
     ) -> DesiredVersion:
-        """Make `text` the next version; raises VersionConflict if another than the expected one is current.
+        """Make `text` the next version; raises VersionConflict if another than the expected one is
+        current.
 
-        Who expects none means it whatever is current, also when somebody else applies at the same time: tried a few times.
+        Who expects none means it whatever is current, also when somebody else applies at the same
+        time: tried a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         while True:
@@ -99,10 +103,12 @@ class DesiredStore:
         return after
 
     async def adjust(self, adjustments: Adjustments, last: int) -> int:
-        """Replace the adjustments as they were at revision `last` (0: none were there); the new revision.
+        """Replace the adjustments as they were at revision `last` (0: none were there); the new
+        revision.
 
-        Raises VersionConflict if somebody has written them since: what was decided from the old ones is to be decided anew.
-        Raises NotLeader if a later epoch wrote them, though they be known here.
+        Raises VersionConflict if somebody has written them since: what was decided from the old
+        ones is to be decided anew. Raises NotLeader if a later epoch wrote them, though they be
+        known here.
         """
         return await self._replace(ADJUSTED, adjustments, last)
 
@@ -121,7 +127,8 @@ class DesiredStore:
             raise VersionConflict(f"somebody else wrote {key} just now") from exc
 
     async def restore(self, view: DesiredView) -> None:
-        """Put back what the bucket lost and the view still knows, unless somebody has written it since (F21).
+        """Put back what the bucket lost and the view still knows, unless somebody has written it
+        since (F21).
 
         Earlier versions are lost: nobody keeps them in memory.
         """
@@ -167,7 +174,10 @@ class DesiredStore:
 
 
 class DesiredView:
-    """The current version, its adjustments and upgrades, followed. They stay while the store is away, and if the store is wiped."""
+    """The current version, its adjustments and upgrades, followed.
+
+    They stay while the store is away, and if the store is wiped.
+    """
 
     def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
         self.current: DesiredVersion | None = None
@@ -190,7 +200,9 @@ class DesiredView:
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from it then."""
+        """False while the store is away, or not all of it has been read: decide nothing from
+        it then.
+        """
         return all(watch.is_live for watch in self._watches)
 
     async def until_loaded(self) -> None:

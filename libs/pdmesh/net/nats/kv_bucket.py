@@ -1,7 +1,8 @@
 """A JetStream key-value bucket that survives what the server survives, and being wiped (F21).
 
-nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer, sees its
-heartbeats, and opens a new one whenever the server came back, a heartbeat or a message is missing, or the bucket is gone.
+nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer,
+sees its heartbeats, and opens a new one whenever the server came back, a heartbeat or a message is
+missing, or the bucket is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
 
 @dataclass(frozen=True, slots=True)
 class KvEntry:
-    """What the bucket says of a key. `value` None: it is gone, by its time to live if `is_expired`."""
+    """What the bucket says of a key.
+
+    `value` None: it is gone, by its time to live if `is_expired`.
+    """
 
     key: str
     value: bytes | None
@@ -100,7 +104,9 @@ class KvBucket:
         return _entry(key, msg.data, msg.headers or {}, int(msg.seq))
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
-        """Write and return the new revision; raises WrongRevision unless the key is at revision `last` (0: absent)."""
+        """Write and return the new revision; raises WrongRevision unless the key is at
+        revision `last` (0: absent).
+        """
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
 
@@ -133,7 +139,10 @@ class KvBucket:
         on_reset: Callable[[], None],
         key: str = ALL_KEYS,
     ) -> KvWatch:
-        """Follow one key, or all. Each time it (re)opens: on_reset, on_entry for all the bucket holds, on_loaded."""
+        """Follow one key, or all.
+
+        Each time it (re)opens: on_reset, on_entry for all the bucket holds, on_loaded.
+        """
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
@@ -166,10 +175,13 @@ class KvBucket:
 
 
 class KvWatch:
-    """A consumer that is opened again until it is closed. Callbacks run on the event loop, in the bucket's order.
+    """A consumer that is opened again until it is closed.
 
-    An entry whose callback raises is handed out again with all others, a few times; then it is left out, so that one that
-    is always too much for somebody does not keep the view from being live for ever.
+    Callbacks run on the event loop, in the bucket's order.
+
+    An entry whose callback raises is handed out again with all others, a few times; then it is left
+    out, so that one that is always too much for somebody does not keep the view from being live for
+    ever.
     """
 
     def __init__(

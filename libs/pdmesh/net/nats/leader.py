@@ -1,7 +1,8 @@
 """Elects one leader among processes of a service, by a lease in JetStream (bucket `pdmesh-leader`).
 
-The store's revision orders the attempts; `core.control.leadership` decides when ours is over. A standby is told the moment the
-lease expires or is given up, and asks every third of a lease besides.
+The store's revision orders the attempts; `core.control.leadership` decides when ours is over. A
+standby is told the moment the lease expires or is given up, and asks every third of a lease
+besides.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _TICKS_PER_LEASE: Final = 12
 
 
 class LeaderElection:
-    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's among them.
+    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's
+    among them.
 
-    `num_won`: elections. The epoch does not count them: it is the revision of the lease, which grows with each renewal.
+    `num_won`: elections. The epoch does not count them: it is the revision of the lease, which
+    grows with each renewal.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
 
-A new incarnation takes its id at once; the one before loses its compare-and-set and knows it was replaced. After any
-outage of the server a view judges nobody for one lease and a margin: the owners could not renew either (F18).
+A new incarnation takes its id at once; the one before loses its compare-and-set and knows it was
+replaced. After any outage of the server a view judges nobody for one lease and a margin: the owners
+could not renew either (F18).
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ class NatsLease:
                     await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """The key is not as we left it: expired, wiped, an own write whose answer was lost, or taken."""
+        """The key is not as we left it: expired, wiped, an own write whose answer was lost,
+        or taken.
+        """
         found = await self._bucket.get(self._record.instance_id)
         self._revision = found.revision if found else 0
         owner = _parse(found) if found else None

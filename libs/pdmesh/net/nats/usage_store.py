@@ -1,4 +1,7 @@
-"""The usage book in the registry: bucket `pdmesh-usage`, one key. Each write is compared with what its writer read or wrote last."""
+"""The usage book in the registry: bucket `pdmesh-usage`, one key.
+
+Each write is compared with what its writer read or wrote last.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class UsageStore:
             return None
 
     async def save(self, book: UsageBook) -> None:
-        """Raises VersionConflict if somebody else has written since `load` or `save`: load again."""
+        """Raises VersionConflict if somebody else has written since `load` or `save`: load
+        again.
+        """
         value = MessageToJson(book, indent=None).encode()
         try:
             self._revision = await self._bucket.put(_KEY, value, last=self._revision)

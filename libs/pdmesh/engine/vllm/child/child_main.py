@@ -1,7 +1,8 @@
 """The main module of vLLM's child processes: ends them when their parent is gone.
 
-A spawned child imports its parent's main module first. Given this one instead, it skips the service's imports (2 s)
-and is guarded from its first moment: vLLM itself waits for a dead parent for minutes while starting.
+A spawned child imports its parent's main module first. Given this one instead, it skips the
+service's imports (2 s) and is guarded from its first moment: vLLM itself waits for a dead parent
+for minutes while starting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What a processor cannot do, or only slowly, read from its flags before vLLM's child finds it out and dies of it.
+"""What a processor cannot do, or only slowly, read from its flags before vLLM's child finds it out
+and dies of it.
 
-Everything here is text in and text out. A machine whose flags cannot be read is not refused anything: vLLM will say.
+Everything here is text in and text out. A machine whose flags cannot be read is not refused
+anything: vLLM will say.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def own_flags() -> frozenset[str]:
 
 
 def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
-    """Why this processor cannot keep KV so, in one line; empty where it can, or where nothing is known of it."""
+    """Why this processor cannot keep KV so, in one line; empty where it can, or where nothing
+    is known of it.
+    """
     if not flags or not kv_cache_dtype.startswith("fp8") or _AMX in flags or flags >= _AVX512:
         return ""
     return (
@@ -46,6 +50,7 @@ def slow_for(dtype: str, flags: frozenset[str]) -> str:
     if not flags or dtype not in ("bfloat16", "auto") or flags & _BF16:
         return ""
     return (
-        f"dtype {dtype} is slow here: this processor has no bf16 instructions (AVX-512 BF16 or AMX), so that each "
+        f"dtype {dtype} is slow here: this processor has no bf16 instructions (AVX-512 BF16 or "
+        "AMX), so that each "
         "number is converted; float32 is several times as fast"
     )

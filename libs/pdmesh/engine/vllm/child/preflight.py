@@ -1,4 +1,6 @@
-"""What can be known to be wrong before vLLM spends half a minute on it and hides the cause in its child's log."""
+"""What can be known to be wrong before vLLM spends half a minute on it and hides the cause in
+its child's log.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def weight_bytes(model_dir: Path) -> int:
 
 
 def needed_bytes(config: VllmConfig, weights: int) -> int:
-    """About how much memory a CPU worker takes; arenas are committed as they are used, so not counted."""
+    """About how much memory a CPU worker takes; arenas are committed as they are used, so not
+    counted.
+    """
     loaded = weights * _DTYPE_BYTES.get(config.effective_dtype, 2) // 2
     return loaded + config.kv_cache_bytes + RUNTIME_BYTES
 
@@ -36,7 +40,9 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: VllmConfig) -> None:
-    """Raises EngineFailed if a CPU worker would certainly not fit; a GPU's memory vLLM checks itself."""
+    """Raises EngineFailed if a CPU worker would certainly not fit; a GPU's memory vLLM checks
+    itself.
+    """
     if config.device != "cpu":
         return
     try:
@@ -47,13 +53,16 @@ def check_memory(config: VllmConfig) -> None:
     if available is not None and available < needed:
         raise EngineFailed(
             f"not enough memory for {config.instance_id}: it needs about {needed >> 20} MiB and "
-            f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start fewer",
+            f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start "
+            "fewer",
             reason="OUT_OF_MEMORY",
         )
 
 
 def check_processor(config: VllmConfig) -> None:
-    """Raises EngineFailed for what this processor cannot do, and logs what it does slowly; a GPU is vLLM's to judge."""
+    """Raises EngineFailed for what this processor cannot do, and logs what it does slowly; a
+    GPU is vLLM's to judge.
+    """
     if config.device != "cpu":
         return
     flags = cpu_features.own_flags()

@@ -1,4 +1,6 @@
-"""The directory of an engine's sockets: ours alone, with a short path, and swept when its owner was killed."""
+"""The directory of an engine's sockets: ours alone, with a short path, and swept when its
+owner was killed.
+"""
 
 from __future__ import annotations
 

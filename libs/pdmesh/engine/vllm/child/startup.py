@@ -1,4 +1,6 @@
-"""Starting vLLM within the host's process: import it, build its engine, and say meanwhile that it goes on."""
+"""Starting vLLM within the host's process: import it, build its engine, and say meanwhile
+that it goes on.
+"""
 
 from __future__ import annotations
 

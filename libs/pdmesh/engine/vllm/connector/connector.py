@@ -1,7 +1,8 @@
-"""vLLM's side of the hand-off: a `KVConnectorBase_V1` that forwards to the planner and the worker half.
+"""vLLM's side of the hand-off: a `KVConnectorBase_V1` that forwards to the planner and the worker
+half.
 
-Nothing is decided here. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and once in
-each worker. All requests without our `kv_transfer_params` pass untouched.
+Nothing is decided here. vLLM loads this class by `kv_connector_module_path`, once in its scheduler
+and once in each worker. All requests without our `kv_transfer_params` pass untouched.
 """
 
 from __future__ import annotations
@@ -164,7 +165,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a load."""
+        """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a
+        load.
+        """
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
         self.worker.begin(metadata.plan, metadata.num_tokens)

@@ -1,4 +1,7 @@
-"""What vLLM decided about the KV it computes and stores: how, number format, scales, heads. Read from its own configuration."""
+"""What vLLM decided about the KV it computes and stores: how, number format, scales, heads.
+
+Read from its own configuration.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class KvFacts:
 
 
 def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
-    """Once the weights are loaded, which may bring scales. Any: vLLM's configuration is no stable type."""
+    """Once the weights are loaded, which may bring scales.
+
+    Any: vLLM's configuration is no stable type.
+    """
     model = vllm_config.model_config
     stored = vllm_config.cache_config.cache_dtype
     computed = str(model.dtype).removeprefix("torch.")
@@ -46,7 +52,9 @@ def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
 
 
 def how_computed(vllm_config: Any) -> list[str]:
-    """What vLLM made of the model's configuration and its own: equal weights give other KV if any of it differs."""
+    """What vLLM made of the model's configuration and its own: equal weights give other KV if
+    any of it differs.
+    """
     model = vllm_config.model_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
@@ -63,7 +71,10 @@ def how_computed(vllm_config: Any) -> list[str]:
 
 
 def length_decides(model_type: str, rope: object) -> bool:
-    """Whether `max_model_len` changes the KV of a prompt that is shorter. Kinds of rope that are not known do, to be sure."""
+    """Whether `max_model_len` changes the KV of a prompt that is shorter.
+
+    Kinds of rope that are not known do, to be sure.
+    """
     return model_type.startswith(_BY_LENGTH) or not _rope_types(rope) <= _ANY_LENGTH
 
 
@@ -90,8 +101,11 @@ def kv_dtype(stored: str, computed: str) -> str:
 
 
 def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
-    """How the stored numbers are scaled. `values` are each layer's of K and of V, where one is for all its numbers:
-    they come with the checkpoint, so both sides have them and need to be sure only that they are the same."""
+    """How the stored numbers are scaled.
+
+    `values` are each layer's of K and of V, where one is for all its numbers: they come with the
+    checkpoint, so both sides have them and need to be sure only that they are the same.
+    """
     if stored.endswith("_per_token_head"):
         return BESIDE
     if not stored.startswith(("fp8", "int8")):

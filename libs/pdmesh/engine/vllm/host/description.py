@@ -1,4 +1,6 @@
-"""What a started vLLM is to the mesh: of its workers' greetings, the endpoint of its tickets and the `EngineInfo` of its host."""
+"""What a started vLLM is to the mesh: of its workers' greetings, the endpoint of its tickets
+and the `EngineInfo` of its host.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from pdmesh.errors import EngineFailed
 
 
 def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
-    """`block_size` is vLLM's own, in tokens. Raises EngineFailed if it is not ours, or the ranks differ."""
+    """`block_size` is vLLM's own, in tokens.
+
+    Raises EngineFailed if it is not ours, or the ranks differ.
+    """
     first = hellos[0]
     if block_size != config.block_size:
         raise EngineFailed(

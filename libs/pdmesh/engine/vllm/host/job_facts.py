@@ -1,4 +1,6 @@
-"""What is told of a vLLM engine's jobs, and what is done about it, beside the outputs that the host sees."""
+"""What is told of a vLLM engine's jobs, and what is done about it, beside the outputs that
+the host sees.
+"""
 
 from __future__ import annotations
 

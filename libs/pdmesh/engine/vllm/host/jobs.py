@@ -1,8 +1,9 @@
 """The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
 
-Facts about one job arrive on two ways, tokens through vLLM and KV through the control socket, in any order.
-This decides the one order the host sees: a ticket is announced when every rank has staged, tokens of
-a decode come after its KV, and a reserved range is given back when every rank is done with it.
+Facts about one job arrive on two ways, tokens through vLLM and KV through the control socket, in
+any order. This decides the one order the host sees: a ticket is announced when every rank has
+staged, tokens of a decode come after its KV, and a reserved range is given back when every rank is
+done with it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class _Local:
 
 
 class Jobs:
-    """`handle` takes a fact and returns what follows; starts and aborts are commands of the host."""
+    """`handle` takes a fact and returns what follows; starts and aborts are commands of the
+    host.
+    """
 
     def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
         self._endpoint, self._num_ranks = endpoint, num_ranks
@@ -132,7 +135,9 @@ class Jobs:
             self._whole.start(job)
 
     def decode(self, job: DecodeJob) -> list[Effect]:
-        """Effects only for a ticket whose KV does not fit this engine: the leg is over before it began."""
+        """Effects only for a ticket whose KV does not fit this engine: the leg is over before
+        it began.
+        """
         ours, ticket = self._endpoint, job.ticket
         why = kv_format.difference(
             ticket.model_fingerprint, ours.model_fingerprint, ticket.instance_id, ours.instance_id
@@ -188,7 +193,9 @@ class Jobs:
         return self._taking[leg].job.deadline_s
 
     def overdue(self, leg: int) -> list[Effect]:
-        """The deadline of the leg's pull is over, and its workers have not said what became of it."""
+        """The deadline of the leg's pull is over, and its workers have not said what became
+        of it.
+        """
         taking = self._taking.get(leg)
         if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
             return []

@@ -1,9 +1,9 @@
 """vLLM's prefix-cache events, told in mesh hashes (S80).
 
-vLLM names blocks by its own hashes and publishes their tokens and parent; the mesh's hash is computed
-from the same tokens under the root that came as the job's cache salt. Blocks without a salt have no
-name in the mesh. Events are hints: after a gap any block may have been removed, so the view starts again with
-nothing; names stay known, as parents of what comes.
+vLLM names blocks by its own hashes and publishes their tokens and parent; the mesh's hash is
+computed from the same tokens under the root that came as the job's cache salt. Blocks without a
+salt have no name in the mesh. Events are hints: after a gap any block may have been removed, so the
+view starts again with nothing; names stay known, as parents of what comes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 
 @dataclass(slots=True)
 class BlockNames:
-    """From vLLM's block hashes to the mesh's. `capacity` bounds what is remembered, least recent first out."""
+    """From vLLM's block hashes to the mesh's.
+
+    `capacity` bounds what is remembered, least recent first out.
+    """
 
     capacity: int
     block_size: int
@@ -95,7 +98,9 @@ class BlockNames:
         return None
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix of `names` that the engine holds, as far as its events have told."""
+        """Blocks of the longest prefix of `names` that the engine holds, as far as its events
+        have told.
+        """
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def _store(self, event: BlockStored) -> None:
@@ -131,7 +136,9 @@ class BlockNames:
             self._removed[name] = None
 
     def _origin(self, event: BlockStored) -> tuple[bytes, bytes] | None:
-        """(root, parent's mesh hash) of the event's first block; None if it has no name in the mesh."""
+        """(root, parent's mesh hash) of the event's first block; None if it has no name in
+        the mesh.
+        """
         if event.parent_block_hash is not None:
             known = self._names.get(event.parent_block_hash)
             return (known[1], known[0]) if known else None
@@ -148,7 +155,10 @@ class BlockNames:
 async def read_events(
     endpoint: str, names: BlockNames, emit: Callable[[BlocksChanged], None]
 ) -> None:
-    """Follow vLLM's publisher until cancelled. Messages: topic, 8-byte big-endian sequence, payload."""
+    """Follow vLLM's publisher until cancelled.
+
+    Messages: topic, 8-byte big-endian sequence, payload.
+    """
     context = zmq.asyncio.Context()
     subscriber = context.socket(zmq.SUB)
     subscriber.setsockopt(zmq.SUBSCRIBE, b"")

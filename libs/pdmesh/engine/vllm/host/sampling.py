@@ -21,7 +21,9 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 def sampling_params(
     sampling: Sampling, max_tokens: int, kv_transfer_params: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """vLLM gets no tokenizer, so ending is by token ids alone, and it must not turn ids into text."""
+    """vLLM gets no tokenizer, so ending is by token ids alone, and it must not turn ids into
+    text.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -46,12 +48,18 @@ def sampling_params(
 
 
 def honoured(seed: int | None) -> int | None:
-    """vLLM takes -1 for no seed. The largest one stands in for it, which no choice of a request has (`check_choices`)."""
+    """vLLM takes -1 for no seed.
+
+    The largest one stands in for it, which no choice of a request has (`check_choices`).
+    """
     return _LARGEST_SEED if seed == -1 else seed
 
 
 def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
-    """What one streamed output says. A finish reason unknown to the mesh means that vLLM failed it."""
+    """What one streamed output says.
+
+    A finish reason unknown to the mesh means that vLLM failed it.
+    """
     completion = output.outputs[0]
     reason = completion.finish_reason
     tokens = list(completion.token_ids)
@@ -71,7 +79,9 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
 def token_logprobs(
     tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Per token its log probability and the `num_top` likeliest; vLLM gives one more if it drew another."""
+    """Per token its log probability and the `num_top` likeliest; vLLM gives one more if it
+    drew another.
+    """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):
         ranked = sorted(choices.items(), key=lambda item: -item[1].logprob)

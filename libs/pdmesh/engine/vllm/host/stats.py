@@ -1,4 +1,6 @@
-"""What vLLM's scheduler counts, as last heard: free blocks for placement, token sources for the tests."""
+"""What vLLM's scheduler counts, as last heard: free blocks for placement, token sources for
+the tests.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class SchedulerView:
             self.num_prompt_tokens_pulled += sources.external_kv_transfer
 
     def logger_factory(self) -> Any:
-        """A class vLLM can instantiate per engine (any: its StatLoggerFactory), writing to this view."""
+        """A class vLLM can instantiate per engine (any: its StatLoggerFactory), writing to
+        this view.
+        """
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         view = self

@@ -1,4 +1,6 @@
-"""The host's half of the tiers: before vLLM gets a prompt, every rank is asked to pin what it can have of it in time."""
+"""The host's half of the tiers: before vLLM gets a prompt, every rank is asked to pin what it
+can have of it in time.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or not in time."""
+        """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or
+        not in time.
+        """
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])

@@ -1,6 +1,8 @@
-"""Prefills of one vLLM engine whose KV is handed on whole: a ticket is announced when every rank has staged, and closed after that.
+"""Prefills of one vLLM engine whose KV is handed on whole: a ticket is announced when every rank
+has staged, and closed after that.
 
-What the ranks say and what vLLM drew come in any order; the prefill's end is announced once all agree on it.
+What the ranks say and what vLLM drew come in any order; the prefill's end is announced once all
+agree on it.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ class WholePrefills:
         return self._settle(handing)
 
     def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once all ranks agree on it, and close the ticket after that."""
+        """Announce the prefill's end once all ranks agree on it, and close the ticket after
+        that.
+        """
         job, drawn = handing.job, handing.drawn
         if len(handing.ended) == self._num_ranks:
             return self._close(handing)

@@ -1,8 +1,10 @@
-"""SHA-256 of files, computed once: what was computed lies in a folder of ours alone, and counts for the very file that was hashed.
+"""SHA-256 of files, computed once: what was computed lies in a folder of ours alone, and counts for
+the very file that was hashed.
 
-That is one of the same device, inode, size, and times of content and of inode to the nanosecond; the last cannot be set, so a
-file that was replaced, or written in place, is hashed anew. A file that was changed a moment ago is not remembered, since
-another change might not show in its times. Whatever else is doubtful about the cache makes it no cache.
+That is one of the same device, inode, size, and times of content and of inode to the nanosecond;
+the last cannot be set, so a file that was replaced, or written in place, is hashed anew. A file
+that was changed a moment ago is not remembered, since another change might not show in its times.
+Whatever else is doubtful about the cache makes it no cache.
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ class FileDigests:
         self._is_stopped.set()
 
     def of(self, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
-        """Of files in a folder. Raises OSError, and EngineFailed when a file changes meanwhile, or after `stop`."""
+        """Of files in a folder.
+
+        Raises OSError, and EngineFailed when a file changes meanwhile, or after `stop`.
+        """
         with self._cache(folder) as cache:
             known = cache.read() if cache else {}
             found: dict[str, FileDigest] = {}
@@ -240,7 +245,10 @@ class _Cache:
             log.warning("digests.not_kept", error=error.strerror)
 
     def _prune(self) -> None:
-        """Forget the folders that were hashed longest ago. A process that holds such a lock may then not be alone."""
+        """Forget the folders that were hashed longest ago.
+
+        A process that holds such a lock may then not be alone.
+        """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:
             return

@@ -1,7 +1,9 @@
-"""Digests of what decides the bytes of a KV block; `core.kv.layout.compatibility` makes one string of them.
+"""Digests of what decides the bytes of a KV block; `core.kv.layout.compatibility` makes one string
+of them.
 
-The host binds the model's files and how it is run; the worker adds what vLLM made of its settings (`kv_facts`), and what its KV
-cache turned out to be, with the instruction set where blocks are opaque, because vLLM's CPU kernels pack K and V by it.
+The host binds the model's files and how it is run; the worker adds what vLLM made of its settings
+(`kv_facts`), and what its KV cache turned out to be, with the instruction set where blocks are
+opaque, because vLLM's CPU kernels pack K and V by it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ COMPUTATION_CHARS = 16
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A hex digest of the parts in their order; no two lists of parts share one by concatenation."""
+    """A hex digest of the parts in their order; no two lists of parts share one by
+    concatenation.
+    """
     state = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -25,7 +29,10 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def computation_digest(model: str, dtype: str, vllm_version: str) -> str:
-    """What the host knows of the KV's contents before the engine runs. `model` is `ModelFiles.digest`."""
+    """What the host knows of the KV's contents before the engine runs.
+
+    `model` is `ModelFiles.digest`.
+    """
     return digest((model, dtype, vllm_version))[:COMPUTATION_CHARS]
 
 

@@ -1,7 +1,9 @@
-"""Which model a folder holds: a digest of the content of all its files that decide what KV is made of.
+"""Which model a folder holds: a digest of the content of all its files that decide what KV is made
+of.
 
-Two checkpoints of one layout differ in their weights alone, perhaps in one projection of one layer, so nothing less than
-all bytes tells them apart: under one digest the KV of one would answer for the other, in every tier and between instances.
+Two checkpoints of one layout differ in their weights alone, perhaps in one projection of one layer,
+so nothing less than all bytes tells them apart: under one digest the KV of one would answer for the
+other, in every tier and between instances.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pdmesh.errors import EngineFailed
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
-# Files of JSON that say nothing of how KV is computed: text to tokens, how to draw, and what we keep of a download.
+# Files of JSON that say nothing of how KV is computed: text to tokens, how to draw, and what we
+# keep of a download.
 _OF_TEXT: Final = (
     "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
     "preprocessor", "processor", "pdmesh-manifest",
@@ -31,7 +34,9 @@ _OF_TEXT: Final = (
 
 
 def decides_kv(name: str) -> bool:
-    """Weights, and what says how they are arranged, quantised and computed with; JSON that is not known counts."""
+    """Weights, and what says how they are arranged, quantised and computed with; JSON that is
+    not known counts.
+    """
     suffix = PurePath(name).suffix
     if name.startswith("."):
         return False
@@ -69,7 +74,9 @@ class ModelFiles:
 def read_model(
     folder: Path, digests: FileDigests, known: Mapping[str, str] | None = None
 ) -> ModelFiles:
-    """`known` are SHA-256 of files that were verified a moment ago. Blocks while it hashes the rest.
+    """`known` are SHA-256 of files that were verified a moment ago.
+
+    Blocks while it hashes the rest.
 
     Raises EngineFailed if the directory is not that of a Hugging Face model.
     """

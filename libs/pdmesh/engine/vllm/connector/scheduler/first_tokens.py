@@ -1,8 +1,10 @@
-"""Token 1 of a request that vLLM was given before it was known (S48): put in its place before the request computes.
+"""Token 1 of a request that vLLM was given before it was known (S48): put in its place before the
+request computes.
 
-The scheduler holds such a request in WAITING_FOR_REMOTE_KVS with a stand-in as the last token of its prompt. Nothing has read it by
-then: cached prefixes end before the last token, blocks are named when they are computed, and the model gets the prompt
-with the first step. Only a block hash that includes the stand-in, if the prompt fills its last block, is made anew.
+The scheduler holds such a request in WAITING_FOR_REMOTE_KVS with a stand-in as the last token of
+its prompt. Nothing has read it by then: cached prefixes end before the last token, blocks are named
+when they are computed, and the model gets the prompt with the first step. Only a block hash that
+includes the stand-in, if the prompt fills its last block, is made anew.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class Entered:
 
 @dataclass(slots=True)
 class StepPlan:
-    """For one engine step, in this order: drops, loads, entries; stores after the step's forward."""
+    """For one engine step, in this order: drops, loads, entries; stores after the step's
+    forward.
+    """
 
     stores: list[Store] = field(default_factory=list)
     parts: list[StorePart] = field(default_factory=list)  # gathered within the forward
@@ -99,7 +101,9 @@ def store_params(
     lease_s: float,
     is_per_layer: bool = False,
 ) -> dict[str, Any]:
-    """The `kv_transfer_params` of a prefill whose KV is handed on; plain values, as vLLM carries them."""
+    """The `kv_transfer_params` of a prefill whose KV is handed on; plain values, as vLLM
+    carries them.
+    """
     return {
         "pdmesh": STORE,
         "ticket_id": ticket_id,
@@ -200,7 +204,9 @@ class HandoffPlanner:
         return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Blocks for the request are in place; start its load, or acknowledge one that needs no bytes."""
+        """Blocks for the request are in place; start its load, or acknowledge one that needs
+        no bytes.
+        """
         load = self._loads.pop(key, None)
         if load is None:
             return
@@ -256,7 +262,9 @@ class HandoffPlanner:
     def _gather_part(
         self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """The blocks that are full once `num_tokens` are computed, and were not before; the rest with the last."""
+        """The blocks that are full once `num_tokens` are computed, and were not before; the
+        rest with the last.
+        """
         is_last = num_tokens >= store.num_tokens
         num_blocks = -(-store.num_tokens // self._block_size)
         first = self._num_gathered.get(key, 0)

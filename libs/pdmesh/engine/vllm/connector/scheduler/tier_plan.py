@@ -18,7 +18,9 @@ from pdmesh.kv.tiers.owner import owner_of
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`; none: the lease is not needed."""
+    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`; none: the lease is not
+    needed.
+    """
 
     leg: int
     first: int = 0
@@ -27,7 +29,9 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierSave:
-    """The chain `names` is complete up to its end; the last `len(block_ids)` of it are new in these blocks."""
+    """The chain `names` is complete up to its end; the last `len(block_ids)` of it are new in
+    these blocks.
+    """
 
     names: tuple[bytes, ...]
     owner: bytes
@@ -98,7 +102,9 @@ class TierPlanner:
             chain.num_saved = len(tokens) // self._block_size
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
-        """Tokens that the lease adds to those found in the engine; 0 if it does not continue them."""
+        """Tokens that the lease adds to those found in the engine; 0 if it does not continue
+        them.
+        """
         offer = self._offers.get(key)
         if offer is None or num_local_tokens % self._block_size:
             return 0

@@ -1,4 +1,6 @@
-"""Which way over a rank's paged KV cache is taken: by where the cache is, and by whether its heads can be told apart."""
+"""Which way over a rank's paged KV cache is taken: by where the cache is, and by whether its
+heads can be told apart.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How vLLM laid out a rank's KV cache: heads that can be told apart on a GPU, blocks with an inside of their own on a CPU.
+"""How vLLM laid out a rank's KV cache: heads that can be told apart on a GPU, blocks with an inside
+of their own on a CPU.
 
-vLLM's CPU kernels pack K and V by instruction set within a block, so there a block is opaque and moves whole. On a
-GPU its axes are known from the tensor, whatever their order in memory.
+vLLM's CPU kernels pack K and V by instruction set within a block, so there a block is opaque and
+moves whole. On a GPU its axes are known from the tensor, whatever their order in memory.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def read_layout(
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache by the shapes that vLLM's attention kernels have; None for any other."""
+    """The axes of a GPU cache by the shapes that vLLM's attention kernels have; None for any
+    other.
+    """
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"

@@ -1,7 +1,7 @@
 """Gather and scatter over vLLM's paged KV cache; which way is chosen once, by where the cache is.
 
-The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks are one head. Layer order is that of
-registration, the same on every rank and instance of one fingerprint.
+The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks are one
+head. Layer order is that of registration, the same on every rank and instance of one fingerprint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ OnDone = Callable[[], None] | None
 
 
 class PagedCaches(Protocol):
-    """`on_done` is called exactly once: before the call returns, or from another thread when the copy has ended.
+    """`on_done` is called exactly once: before the call returns, or from another thread when the
+    copy has ended.
 
     Without it the copy has ended when the call returns.
     """
@@ -35,7 +36,10 @@ class PagedCaches(Protocol):
         ...
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
-        """All layers of the blocks into `out`, as the model has written them so far. It may overwrite them at once."""
+        """All layers of the blocks into `out`, as the model has written them so far.
+
+        It may overwrite them at once.
+        """
         ...
 
     def gather_layer(
@@ -51,13 +55,18 @@ class PagedCaches(Protocol):
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
-        """The heads in `source`, or all, of all layers to their blocks, before the model's next step. `on_done`: `source` may be reused."""
+        """The heads in `source`, or all, of all layers to their blocks, before the model's
+        next step. `on_done`: `source` may be reused.
+        """
         ...
 
     def scatter_part(
         self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
-        """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head. On the KV agent's thread; complete on return."""
+        """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head.
+
+        On the KV agent's thread; complete on return.
+        """
         ...
 
 
@@ -71,7 +80,8 @@ def layout_of(caches: PagedCaches, num_blocks: int, fingerprint: str) -> KvLayou
 def part_rows(
     where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int, heads: Span | None
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint8]]]:
-    """A part of a prompt's bytes of these heads, row by row: layer, head, first block, and the blocks' bytes [blocks, bytes].
+    """A part of a prompt's bytes of these heads, row by row: layer, head, first block, and the
+    blocks' bytes [blocks, bytes].
 
     Raises ValueError for a part of a block.
     """

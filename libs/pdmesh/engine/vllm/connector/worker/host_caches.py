@@ -59,7 +59,9 @@ class HostCaches:
 
 
 class HostHeads:
-    """Blocks whose heads can be told apart, in host memory: what the device operators do, by numpy."""
+    """Blocks whose heads can be told apart, in host memory: what the device operators do, by
+    numpy.
+    """
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
         self._where = where

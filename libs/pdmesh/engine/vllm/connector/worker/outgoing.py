@@ -105,7 +105,9 @@ class Outgoing:
                 self._put(part, layer)
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
-        """After the forward: layers that came without a call of their own (a graph without hooks) are put now."""
+        """After the forward: layers that came without a call of their own (a graph without
+        hooks) are put now.
+        """
         if parts:
             for layer in range(self._num_layers_put, self._caches.num_layers):
                 self.put_layer(parts, layer)
@@ -147,7 +149,9 @@ class Outgoing:
             return part.store.ticket_id in self._held
 
     def _put(self, part: StorePart, layer: int) -> None:
-        """A part of a layer is one piece where blocks are opaque; told apart by heads, the layer goes whole with the last."""
+        """A part of a layer is one piece where blocks are opaque; told apart by heads, the
+        layer goes whole with the last.
+        """
         first = part.first_block if self._caches.num_heads == 1 else 0
         if first == 0 and not part.is_last and self._caches.num_heads > 1:
             return

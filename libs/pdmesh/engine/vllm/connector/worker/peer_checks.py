@@ -1,6 +1,8 @@
-"""Whether KV comes through from a peer: the host asks every rank, and each rank asks the peer's ranks that it will pull from (S16).
+"""Whether KV comes through from a peer: the host asks every rank, and each rank asks the peer's
+ranks that it will pull from (S16).
 
-Rank i meets rank i and no other, unless the peer has another number of ranks: then those whose heads it needs.
+Rank i meets rank i and no other, unless the peer has another number of ranks: then those whose
+heads it needs.
 """
 
 from __future__ import annotations

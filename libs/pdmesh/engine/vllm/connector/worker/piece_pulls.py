@@ -25,7 +25,9 @@ from pdmesh.kv.transport.base import ByteArray
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """`heads` are the source's, (first, number), `here` those of this rank that they become; None: all. `count` 0 brings nothing."""
+    """`heads` are the source's, (first, number), `here` those of this rank that they become;
+    None: all. `count` 0 brings nothing.
+    """
 
     source_rank: int
     landing: ArenaRange

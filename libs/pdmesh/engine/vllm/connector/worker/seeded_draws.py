@@ -1,9 +1,11 @@
-"""A draw with a seed depends on the seed and on the token's position in the answer, not on the engine that draws it.
+"""A draw with a seed depends on the seed and on the token's position in the answer, not on the
+engine that draws it.
 
-vLLM's first model runner makes a generator when a request begins and uses it once per step. In the mesh an answer goes on in
-another request, at decode and after a migration, so the generator is put where the answer is before each draw. That holds
-for steps whose draw is discarded, too, which are those of a prompt computed in chunks: vLLM takes such a draw back, which
-ends the engine on a CPU, whose generators know no offset. vLLM's second model runner needs none of this: its noise is a
+vLLM's first model runner makes a generator when a request begins and uses it once per step. In the
+mesh an answer goes on in another request, at decode and after a migration, so the generator is put
+where the answer is before each draw. That holds for steps whose draw is discarded, too, which are
+those of a prompt computed in chunks: vLLM takes such a draw back, which ends the engine on a CPU,
+whose generators know no offset. vLLM's second model runner needs none of this: its noise is a
 function of seed and position.
 """
 
@@ -27,7 +29,10 @@ class SeededDraws(torch.Generator):
         self.manual_seed(seed)
 
     def move_to(self, position: int, row: torch.Tensor, *, is_word: bool) -> None:
-        """Go where token `position` of the answer is drawn. A draw takes one word, or as many numbers as `row` holds."""
+        """Go where token `position` of the answer is drawn.
+
+        A draw takes one word, or as many numbers as `row` holds.
+        """
         if position != self.position:
             self.manual_seed(self.seed_asked)
             self._skip(position, row, is_word=is_word)
@@ -71,9 +76,12 @@ def draw_by_position() -> None:
 
 
 def put_generators(runner: Any, logits: torch.Tensor) -> None:
-    """Put each seeded request's generator where its next token is drawn. `runner` is vLLM's own, of no stable type.
+    """Put each seeded request's generator where its next token is drawn.
 
-    With speculation a step takes another amount of noise, so a generator is only put where its request begins.
+    `runner` is vLLM's own, of no stable type.
+
+    With speculation a step takes another amount of noise, so a generator is only put where its
+    request begins.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel

@@ -108,7 +108,9 @@ class TierWorker:
         self._step_began = self._clock()
 
     def load(self, plan: TierPlan) -> None:
-        """Before the forward, or after it where no block is to be loaded: leases are closed then."""
+        """Before the forward, or after it where no block is to be loaded: leases are closed
+        then.
+        """
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)

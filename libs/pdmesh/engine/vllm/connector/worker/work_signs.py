@@ -1,8 +1,10 @@
-"""What a worker says while it computes, so that a step that takes long is told from an engine that hangs.
+"""What a worker says while it computes, so that a step that takes long is told from an engine that
+hangs.
 
-vLLM answers a ping between two steps only. A layer of a step is a sign of its own: on a CPU, where a step may take seconds,
-it was computed when it is noted; on a GPU it was only queued there by then, and the steps themselves, which are short, are
-the sign. Time on the processor would say nothing: threads that wait for each other burn it too, and a GPU leaves it idle.
+vLLM answers a ping between two steps only. A layer of a step is a sign of its own: on a CPU, where
+a step may take seconds, it was computed when it is noted; on a GPU it was only queued there by
+then, and the steps themselves, which are short, are the sign. Time on the processor would say
+nothing: threads that wait for each other burn it too, and a GPU leaves it idle.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class WorkSigns:
         self._may_send_at = 0.0
 
     def step(self, num_tokens: int) -> None:
-        """A step begins. One that computes nothing is no sign: vLLM turns while all its requests wait for KV."""
+        """A step begins.
+
+        One that computes nothing is no sign: vLLM turns while all its requests wait for KV.
+        """
         if num_tokens:
             self._num_tokens += num_tokens
             self.layer()

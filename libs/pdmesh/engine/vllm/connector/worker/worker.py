@@ -1,4 +1,6 @@
-"""The worker's half of the hand-off: carries out each step's plan with the rank's KV agent, which has its own thread."""
+"""The worker's half of the hand-off: carries out each step's plan with the rank's KV agent,
+which has its own thread.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ class HandoffWorker:
             lock_pages(arena.view(ArenaRange(0, arena.size)))
         return arena
 
-    # -- a step, on vLLM's thread -------------------------------------------------------------------
+    # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
         """Before the forward of so many tokens: drops, pulls and entries of the step's plan."""
@@ -246,5 +248,8 @@ def _die(error: BaseException) -> None:
 
 
 def _exit() -> None:
-    """The host is gone. Nothing here is worth keeping, and vLLM may wait for a dead parent for long."""
+    """The host is gone.
+
+    Nothing here is worth keeping, and vLLM may wait for a dead parent for long.
+    """
     os._exit(1)
