@@ -18,8 +18,9 @@ _LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _MAX_TOKENS: Final = re.compile(rb'"max_tokens": (\d+)')
 _HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: "
 _EVENT: Final = (
-    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
-    b'"model":"default","choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
+    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk",'
+    b'"created":1700000000,"model":"default",'
+    b'"choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
 )
 
 

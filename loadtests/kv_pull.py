@@ -1,8 +1,8 @@
 """What one pull costs: latency, CPU on both sides and pulls per second, between two processes over
 UCX.
 
-    python -m loadtests.kv_pull            # 4 KiB, 64 KiB, 1 MiB, 16 MiB, 64 MiB; one and 32 at a time
-    python -m loadtests.kv_pull together   # 2 and 4 pulls of 16 MiB at once and one after the other, on tcp and shm (S52)
+    python -m loadtests.kv_pull            # 4 KiB to 64 MiB, one and 32 at a time
+    python -m loadtests.kv_pull together   # 2 and 4 of 16 MiB, at once and in turn (S52)
 
 The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU;
 gather and scatter are not. A single memcpy of the same size runs in the same minute, as the

@@ -1,9 +1,10 @@
 """Placement policies side by side on a real mesh of sim instances: the same arrivals, >= 3 seeds,
 one table with spread.
 
-    make bench NAME=compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"      # about 25 minutes
-    python -m loadtests.mesh_compare --traces FOLDER --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
-    python -m loadtests.mesh_compare --out loadtests/results/mesh-compare-2026-11-21 --max-runs 0    # write the report anew
+    make bench NAME=compare-mesh TRACES=FOLDER ARGS="--out FILE"    # about 25 minutes
+    python -m loadtests.mesh_compare --traces FOLDER \
+        --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
+    python -m loadtests.mesh_compare --out FILE --max-runs 0    # write the report again
 
 One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same
 minutes of the machine. Each run is a line in OUT.jsonl as soon as it is over, and is not repeated:

@@ -1,7 +1,7 @@
 """Throughput per instance, Phi (S2), as the master's own metrics predict it for another split,
 against what a mesh of that split carries.
 
-    python -m loadtests.phi_mesh --out loadtests/results/phi-mesh-2026-11-21      # about 2 minutes, on a quiet machine
+    python -m loadtests.phi_mesh --out FILE    # about 2 minutes, on a quiet machine
 
 Each workload meets two real meshes of sim instances, one after the other. At the first the master's
 T_p, T_d, b_p and b_d are read from its /metrics while the mesh is full; formula (1) with the n_p

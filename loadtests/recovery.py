@@ -51,13 +51,19 @@ _REPAIR_S: Final = 40.0
 _QUIET_S: Final = 3.0  # nothing more is done about a fault that is not acted on
 _POLL_S: Final = 0.05
 ABOUT: Final = """\
-Sim engine, 2P:2D of eight instances that began blank, one machine; six clients stream all the time. Seconds from the fault to the event that tells of each step,
-as median (lowest..highest). `noticed`: the first word of it, from a lease, a heartbeat, the node agent (which asks its devices every 2 s) or the health-monitor;
-`judged`: dead, replaced by its own restart, or faulty at a level; `taken out`: the group counts without it; `first request`: the first that the substitute took part
-in has ended. A level 1 is told and nothing is done; at level 2 the instance restarts itself and its place is filled meanwhile; from level 3 on a
-hold keeps it out (3, 4: drained, 5: isolated). The health-monitor is restarted between device faults, since it lets no two of a role go within a minute.
-**errors**: requests of clients that ended without their whole text; **wrong**: with another text than one sim model's; **gap**: the longest silence
-that any client saw. SIGSTOP: a frozen process is noticed by its lease."""
+Sim engine, 2P:2D of eight instances that began blank, on one machine; six clients stream all the
+time. Each cell is the time in seconds from the fault to the event that reports the step: median
+(lowest..highest).
+`noticed`: the first report, from a lease, a heartbeat, the node agent (which asks its devices every
+2 s) or the health-monitor. `judged`: dead, replaced by its own restart, or faulty at a level.
+`taken out`: the group counts without it. `first request`: the end of the first request that the
+substitute took part in. A fault of level 1 is only reported. At level 2 the instance restarts
+itself and a spare takes its place meanwhile. From level 3 on, a hold keeps it out: levels 3 and 4
+drain it, level 5 isolates it. The health-monitor is restarted between device faults, since it
+ejects at most one instance of a role per minute.
+**errors**: requests that ended without their whole text. **wrong**: requests whose text differs
+from that of a single sim model. **gap**: the longest silence that any client saw. SIGSTOP: a frozen
+process is noticed by its lease."""
 
 
 @dataclass(frozen=True, slots=True)

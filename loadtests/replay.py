@@ -1,8 +1,8 @@
 """Send a workload to a mesh in an open loop and write a report: JSON and one page of plots.
 
-    python -m loadtests.replay --workload mooncake --traces FOLDER --lengths 0.02 --time 0.05 --first 600
-    python -m loadtests.replay --workload scenarios --rate 10            # six scenarios that share prefixes
-    python -m loadtests.replay --workload services --rate 12             # two services, a group for each of their six scenarios
+    python -m loadtests.replay --workload mooncake --traces FOLDER --lengths 0.02 --time 0.05
+    python -m loadtests.replay --workload scenarios --rate 10   # six scenarios that share prefixes
+    python -m loadtests.replay --workload services --rate 12    # two services, twelve scenarios
     python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
 
 Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at

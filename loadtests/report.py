@@ -302,7 +302,10 @@ def _peers(run: Run) -> list[str]:
         "**pdmesh, this run**",
         middle(busy, lambda c: c.requests_per_s, ",.0f"),
         middle(busy, lambda c: c.mesh_cpu_s_per_1k_requests, ".3f"),
-        f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/{middle(one, lambda c: c.latency_ms[2], '.2f')}",
+        (
+            f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/"
+            f"{middle(one, lambda c: c.latency_ms[2], '.2f')}"
+        ),
         middle(low_load(run), lambda c: c.ttft_ms[0], ".2f"),
         middle(streams, lambda c: c.tokens_per_s, ",.0f"),
         middle(streams, lambda c: c.mesh_cpu_s_per_1m_tokens, ".1f"),

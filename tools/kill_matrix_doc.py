@@ -15,14 +15,16 @@ from typing import Any, Final
 _HEAD: Final = """\
 # What happens when a process is hit
 
-Measured by `make kill-matrix` ({machine}; the clients, every process of the mesh and the servers share these cores).
-Two prefills, two decodes, one of each other service, sim engine; 32 streams of 120 tokens; one process is
-killed (SIGKILL), asked to stop (SIGTERM), or frozen for 6 s (SIGSTOP, then SIGCONT) in the middle of it. One mesh takes all
-cases one after the other.
+Measured by `make kill-matrix` ({machine}; clients, mesh and servers share these cores).
+The mesh has two prefills, two decodes and one of each other service, with the sim engine. In the
+middle of 32 streams of 120 tokens, one process is killed (SIGKILL), asked to stop (SIGTERM) or
+frozen for 6 s (SIGSTOP, then SIGCONT). One mesh goes through all cases in turn.
 
-- **complete**: streams that ended with exactly the text that a single sim model gives. The others ended with one clear error, or
-  their connection was cut, or refused while nobody listened: both only where the process holding the client's connection was hit.
-- **longest gap**: the longest silence any client saw, first token included. **bound**: what the test allows.
+- **complete**: streams that ended with exactly the text of a single sim model. Every other stream
+  ended with one clear error, or its connection was cut or refused. A connection is cut or refused
+  only if the process that holds it was hit.
+- **longest gap**: the longest silence that any client saw, first token included. **bound**: what
+  the test allows.
 - **new request**: from the moment the process was ready again until a new request was answered.
 - **freed**: until no instance held a slot, a ticket or staged bytes for any request.
 
@@ -32,17 +34,19 @@ cases one after the other.
 _KV_HEADING: Final = "## Faults of KV: bound and measured\n"
 _KV_HEAD: Final = f"""\
 {_KV_HEADING}
-Measured by `make kv-faults` ({{machine}}, shared by everything as above). What a client waited for, in meshes of two prefills and two decodes on the
-sim engine: every stream ended with exactly the text of a single sim model.
+Measured by `make kv-faults` ({{machine}}, shared as above), in meshes of two prefills and two
+decodes with the sim engine. Every stream ended with exactly the text of a single sim model.
 
-- **in peace**: the longest silence that a client saw in the same streams in the same mesh, before the fault, first token included.
-- **with the fault**: the longest silence beside it. Where there is no **in peace** it is the time until what is told was so, with a gateway (F27) or
-  a file tier (F33) alone.
-- **bound**: what the fault may cost beyond peace. **test allows**: the bound, and for the machine as much again as peace took, at least 1 s.
+- **without it**: the longest silence that a client saw before the fault, in the same streams of the
+  same mesh, first token included.
+- **with the fault**: the longest silence with it. Rows without a first column measure a gateway
+  (F27) or a file tier (F33) alone: the time until the described state was reached.
+- **bound**: what the fault may add. **test allows**: the bound plus the time without the fault (at
+  least 1 s), since the machine is shared.
 
-Of several runs of a fault, that which cost most beyond peace.
+Of several runs of a fault, the table shows the one that added most.
 
-| fault | what happens | in peace s | with the fault s | bound s | test allows s |
+| fault | what happens | without it s | with the fault s | bound s | test allows s |
 |---|---|---:|---:|---:|---:|
 """
 _ORDER: Final = ("prefill", "decode", "gateway", "master", "kv-cache", "health", "nats", "valkey")

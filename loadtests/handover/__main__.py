@@ -1,13 +1,12 @@
-"""What handing a prompt's KV over costs a client on vLLM, at several lengths of prompt, beside one
-engine and beside vLLM's NixlConnector.
+"""What a client pays for the hand-over of KV on vLLM, by length of prompt.
 
-    python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out loadtests/results/handover-DATE]
-    python -m loadtests.handover --again loadtests/results/handover-DATE.json      # the page anew, from what was measured
+    python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out FILE]
+    python -m loadtests.handover --again FILE.json    # write the page again from the numbers
 
-One request at a time, prompts never seen before, greedy. Every round asks each way once at each
-length, in an order drawn anew, so that all see the same machine; ratios are of two answers of the
-same round. FOLDER holds nixl, made by `pip install --no-deps --target FOLDER nixl==1.5.1
-nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
+The references are one engine that keeps its KV, and vLLM's NixlConnector. One request runs at a
+time, greedy, with a new prompt. Each round asks each way once at each length in a random order, so
+that all see the same machine; ratios compare two answers of one round. FOLDER holds nixl, made by
+`pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
 """
 
 from __future__ import annotations

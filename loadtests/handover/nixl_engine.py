@@ -1,7 +1,8 @@
 """One vLLM engine with vLLM's own NixlConnector, as a process: a line of JSON in is a request, a
 line out its tokens and when they came.
 
-    PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
+    PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
+        MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
 
 A request is {"prompt": [ids], "max_tokens": n, "params": kv_transfer_params or null}; an answer
 {"tokens", "times" (seconds on the machine's monotonic clock), "params": what the other engine

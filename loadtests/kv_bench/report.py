@@ -95,7 +95,7 @@ def _times(figures: Figures, transport: str) -> Iterator[str]:
         if any(cells):
             yield row([names[mode], *cells])
     yield ""
-    yield "Share of ucx_perftest's rate (the faster way of waiting) that the whole transfer reaches:"
+    yield "Share of ucx_perftest's rate (its faster way of waiting) that the whole transfer has:"
     yield ""
     yield from table_head(["utilisation", *map(_mib, figures.sizes)])
     for mode in (

@@ -3,7 +3,7 @@
 `feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in
 `make test`; with coverage as the guide:
 
-    make fuzz-kv_wire                 # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
+    make fuzz-kv_wire    # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
     python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
 """
 

@@ -24,7 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
-CONNECTION: Final = "pdmesh.connection"  # in the scope: tells when the client goes, without a task that waits for it
+# A key of the ASGI scope: its value tells when the client leaves, without a task that waits for it.
+CONNECTION: Final = "pdmesh.connection"
 # Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds
 # thousands.
 _MAX_PIPELINED: Final = 16

@@ -54,7 +54,8 @@ ERRORS: Final = frozenset(
     }
 )  # fmt: skip
 _BUGS: Final = re.compile(
-    rb'"event": ?"(rpc\.bug|groups\.bug|plans\.bug|[a-z_.]*\.died)"|never retrieved|Traceback \(most'
+    rb'"event": ?"(rpc\.bug|groups\.bug|plans\.bug|[a-z_.]*\.died)"'
+    rb"|never retrieved|Traceback \(most"
 )
 _EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint's doing
 

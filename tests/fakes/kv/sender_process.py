@@ -1,6 +1,7 @@
 """A prefill's KV agent as a process of its own, for tests that kill or freeze it.
 
-    python -m tests.fakes.kv.sender_process <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
+    python -m tests.fakes.kv.sender_process \
+        <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
 
 Prints its address, then `closed <ticket> <reason>` for each ticket; stages tickets t0, t1, ... as
 `stage <n>` lines come.

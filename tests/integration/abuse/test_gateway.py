@@ -191,11 +191,15 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "huge stop list": (b'{"model":"default","prompt":"x","stop":[' + b'"a",' * 100_000 + b'"a"]}',
         400),
     "long stop": (b'{"model":"default","prompt":"x","stop":"' + b"a" * 100_000 + b'"}', 400),
-    "huge logit_bias": (b'{"model":"default","prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}}", 400),
-    "objects without end": (b'{"model":"default","prompt":"x","logit_bias":[' + b"{}," * (FULL // 3) + b"{}]}", 400),
+    "huge logit_bias": (b'{"model":"default","prompt":"x","logit_bias":{'
+        + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}}", 400),
+    "objects without end": (b'{"model":"default","prompt":"x","logit_bias":['
+        + b"{}," * (FULL // 3) + b"{}]}", 400),
     "lists without end": (b'{"model":"default","prompt":[' + b"[]," * (FULL // 3) + b"[]]}", 400),
-    "stops without end": (b'{"model":"default","prompt":"x","stop":[' + b'"",' * (FULL // 3) + b'""]}', 400),
-    "hidden behind its twin": (b'{"model":"default","stop":[' + b"[]," * (FULL // 3) + b'[]],"stop":"a","prompt":"x"}', 400),
+    "stops without end": (b'{"model":"default","prompt":"x","stop":['
+        + b'"",' * (FULL // 3) + b'""]}', 400),
+    "hidden behind its twin": (b'{"model":"default","stop":['
+        + b"[]," * (FULL // 3) + b'[]],"stop":"a","prompt":"x"}', 400),
     "nothing but escapes": (b'{"model":"default","prompt":"' + b"\\n" * (FULL // 4) + b'"}', 400),
     "given twice": (b'{"model":"default","prompt":"x","prompt":"y"}', 400),
     "ids without end": (b'{"model":"default","prompt":[' + b"1," * 2_000_000 + b"1]}", 400),

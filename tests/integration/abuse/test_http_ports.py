@@ -47,8 +47,10 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
     "a trailer's name": (CHUNKED + b"0\r\n", b"a"),
     "a trailer's value": (CHUNKED + b"1\r\nx\r\n0\r\na: ", b"a"),
     "trailers": (CHUNKED + b"0\r\n", b"a: b\r\n"),
-    "a body nobody asked for": (b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n", b"a"),
-    "a body for the wrong method": (b"GET /health/live HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n", b"a"),
+    "a body nobody asked for": (
+        b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n", b"a"),
+    "a body for the wrong method": (
+        b"GET /health/live HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n", b"a"),
     "a body": (HEAD + b"content-length: 99999999999\r\n\r\n", b"a"),
     "empty lines after a request": (GET + b"\r\n", b"\r\n"),
     "requests": (b"", GET + b"\r\n"),

@@ -101,7 +101,9 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
             await operator.apply(good, canary_share=0.5)
             await operator.until_told("begun")
             await until(
-                lambda: any(s.group_id == "canary-default" and s.step == "complete" for s in operator.steps),
+                lambda: (
+                    "canary-default" in {s.group_id for s in operator.steps if s.step == "complete"}
+                ),
                 within_s=CHANGE_S,
             )  # fmt: skip
             num_before = len(operator.pairs)

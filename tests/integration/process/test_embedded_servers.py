@@ -103,7 +103,8 @@ async def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
             import os, time
             from pathlib import Path
             from pdmesh.embedded import child
-            print(child.start(["sleep", "600"], os.environ, Path({str(tmp_path / "log")!r})).pid, flush=True)
+            log = Path({str(tmp_path / "log")!r})
+            print(child.start(["sleep", "600"], os.environ, log).pid, flush=True)
             time.sleep(600)
             """),
         ],

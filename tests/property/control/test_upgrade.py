@@ -418,9 +418,7 @@ def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lac
 
 
 @pytest.mark.req("S24", "S31")
-def test_a_bad_revision_can_be_left_without_spares_by_a_smaller_group_of_a_scenario_that_allows_it() -> (
-    None
-):
+def test_without_spares_a_smaller_group_leaves_a_bad_revision_if_its_scenario_allows_it() -> None:
     """The way out where no hardware will come: an operator says that one of a role is enough for a
     while.
     """

@@ -40,7 +40,10 @@ services:
       decode: {num_slots: 64}
     release: "2026-11"
 scenarios:
-  chat: {service: assistant, ratio: auto, slo: {ttft_s: 4, ttft_s_per_1k_tokens: 0.5, default_text: later}}
+  chat:
+    service: assistant
+    ratio: auto
+    slo: {ttft_s: 4, ttft_s_per_1k_tokens: 0.5, default_text: later}
   summaries:
     service: assistant
     allow_single: true

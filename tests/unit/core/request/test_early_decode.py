@@ -105,9 +105,7 @@ def test_a_prefill_that_dies_when_all_its_kv_was_sent_is_not_replaced() -> None:
 
 
 @pytest.mark.fault("F2")
-def test_a_prefill_that_dies_with_its_kv_is_replaced_when_the_decode_does_not_say_that_it_has_it() -> (
-    None
-):
+def test_a_prefill_that_dies_is_replaced_unless_the_decode_reports_that_it_has_the_kv() -> None:
     life = Life()
     life.say(LegAccepted(DECODE))
     life.first_token()

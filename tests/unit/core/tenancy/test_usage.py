@@ -80,9 +80,7 @@ def test_no_second_is_lost_at_the_bound_of_accounts(looks: list[tuple[int, int, 
     assert len(seconds(book, now)) <= 5
 
 
-def test_an_instance_counts_for_its_group_from_assignment_to_release_and_for_a_pool_while_lent() -> (
-    None
-):
+def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_lent() -> None:
     desired = read(FILE)
     world = World(desired, num=8)
     assert accounts_of(world.observe(), desired, {}) == {FREE: 8}

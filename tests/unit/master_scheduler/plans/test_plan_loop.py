@@ -194,7 +194,7 @@ async def test_a_group_that_took_long_to_set_up_is_taken_back_earlier_the_next_m
 
 
 @pytest.mark.req("S28")
-async def test_an_adjustment_that_a_file_has_overruled_does_not_come_back_with_the_file_before() -> (
+async def test_an_adjustment_that_a_file_overruled_stays_gone_when_the_file_is_rolled_back() -> (
     None
 ):
     site = Site(DESIRED, num=8)
