@@ -39,10 +39,10 @@ from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.lifecycle import calm_the_collector
 from pdmesh.net.grpc import rpc
+from pdmesh.services.master_scheduler.placement.servicer import SchedulerServicer
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from services.master_scheduler.placement.servicer import SchedulerServicer
 
 NUM_BLOCKS: Final = 128  # of 64 tokens each
 _PREFIXES: Final = 64  # in use; each is held by three prefills up to half of its length

@@ -36,9 +36,9 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Load
-from services.master_scheduler.placement.fleet_feed import FleetFeed
 
 LOAD_BAR_MS: Final = 20.0
 BLOCKS_BAR_MS: Final = 50.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.config import ServiceSettings, SettingLine, describe
-from services.health_monitor.settings import NodeSettings
+from pdmesh.services.health_monitor.settings import NodeSettings
 
 _Fact = tuple[str, str, str]  # a setting's name, default and help
 
@@ -39,7 +39,7 @@ prefix but matches none of its settings is reported in a warning.
 def settings_of(service: str) -> type[ServiceSettings]:
     if service == "node_agent":  # pdmesh-health-monitor --node
         return NodeSettings
-    found: type[ServiceSettings] = import_module(f"services.{service}.settings").Settings
+    found: type[ServiceSettings] = import_module(f"pdmesh.services.{service}.settings").Settings
     assert issubclass(found, ServiceSettings)
     return found
 

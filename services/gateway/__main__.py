@@ -17,17 +17,17 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.services.gateway.access.access_control import access_control
+from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket
+from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.path_proof import PathProof
+from pdmesh.services.gateway.routing.canary_shares import CanaryShares
+from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
+from pdmesh.services.gateway.routing.fleet import gateway_name
+from pdmesh.services.gateway.routing.out_of_service import KeptOut
+from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.access.access_control import access_control
-from services.gateway.access.tenant_ledgers import tenant_bucket
-from services.gateway.gateway import Gateway
-from services.gateway.path_proof import PathProof
-from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.desired_slos import DesiredSlos
-from services.gateway.routing.fleet import gateway_name
-from services.gateway.routing.out_of_service import KeptOut
-from services.gateway.settings import Settings
-from services.gateway.text.tokenizer import BadModelDir, Tokenizer
 
 log = structlog.get_logger(__name__)
 

@@ -18,21 +18,21 @@ from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
+from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
+from pdmesh.services.gateway.grpc.service import GrpcServer
+from pdmesh.services.gateway.http.app import HttpApp
+from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.generation import Collaborators
+from pdmesh.services.gateway.request.observer import Observer, Publisher
+from pdmesh.services.gateway.request.waiting import Waiting
+from pdmesh.services.gateway.routing.canary_shares import CanaryShares
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.out_of_service import KeptOut
+from pdmesh.services.gateway.routing.planner import Planner
+from pdmesh.services.gateway.routing.sessions import SessionPool
+from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.telemetry import metrics, names
-from services.gateway.access.access_control import AccessControl, OpenAccess
-from services.gateway.grpc.service import GrpcServer
-from services.gateway.http.app import HttpApp
-from services.gateway.request.frontend import Frontend
-from services.gateway.request.generation import Collaborators
-from services.gateway.request.observer import Observer, Publisher
-from services.gateway.request.waiting import Waiting
-from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.fleet import FleetView
-from services.gateway.routing.out_of_service import KeptOut
-from services.gateway.routing.planner import Planner
-from services.gateway.routing.sessions import SessionPool
-from services.gateway.settings import Settings
-from services.gateway.text.tokenizer import Tokenizer
 
 _HEALTH_S: Final = 0.25
 log = structlog.get_logger(__name__)

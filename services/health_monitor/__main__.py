@@ -18,13 +18,13 @@ from pdmesh.net.nats.board import fault_board, health_board, hold_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end, together
+from pdmesh.services.health_monitor import node_main
+from pdmesh.services.health_monitor.canary import CanaryRunner
+from pdmesh.services.health_monitor.faults import FaultWatch, observe
+from pdmesh.services.health_monitor.monitor import HealthMonitor
+from pdmesh.services.health_monitor.settings import NodeSettings, Settings
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.health_monitor import node_main
-from services.health_monitor.canary import CanaryRunner
-from services.health_monitor.faults import FaultWatch, observe
-from services.health_monitor.monitor import HealthMonitor
-from services.health_monitor.settings import NodeSettings, Settings
 
 NODE_FLAG: Final = "--node"
 _NODE_HELP: Final = (

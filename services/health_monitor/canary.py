@@ -17,6 +17,7 @@ from pdmesh.core.health.canary import CanaryProbe, CanaryRota, Subject
 from pdmesh.core.model import Role
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView
+from pdmesh.services.health_monitor.faults import FaultWatch
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -26,7 +27,6 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.health_monitor.faults import FaultWatch
 
 log = structlog.get_logger(__name__)
 

@@ -33,8 +33,8 @@ from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.fault_signals import signal_to
 from pdmesh.net.registry import RegistryView
+from pdmesh.services.health_monitor.devices import DeviceSource
 from pdmesh.telemetry import metrics, names
-from services.health_monitor.devices import DeviceSource
 
 log = structlog.get_logger(__name__)
 

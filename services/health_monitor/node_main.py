@@ -12,10 +12,10 @@ from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.services.health_monitor.devices import DeviceSource, FileDevices, NvmlDevices
+from pdmesh.services.health_monitor.node_agent import NodeAgent, observe
+from pdmesh.services.health_monitor.settings import NodeSettings
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.health_monitor.devices import DeviceSource, FileDevices, NvmlDevices
-from services.health_monitor.node_agent import NodeAgent, observe
-from services.health_monitor.settings import NodeSettings
 
 SERVICE = "node-agent"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pdmesh.core.model import Role
 from pdmesh.instance.service import serve
 from pdmesh.lifecycle import App, run
-from services.instance.settings import Settings
+from pdmesh.services.instance.settings import Settings
 
 
 async def _serve(settings: Settings, app: App) -> None:

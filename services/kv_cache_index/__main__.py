@@ -27,12 +27,12 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.net.tasks import end, together
+from pdmesh.services.kv_cache_index.mirror import RedisMirror
+from pdmesh.services.kv_cache_index.servicer import KvIndexServicer
+from pdmesh.services.kv_cache_index.settings import Settings
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import kv_index_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.kv_cache_index.mirror import RedisMirror
-from services.kv_cache_index.servicer import KvIndexServicer
-from services.kv_cache_index.settings import Settings
 
 log = structlog.get_logger(__name__)
 

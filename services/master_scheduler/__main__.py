@@ -8,8 +8,8 @@ from pdmesh.config import read_secret
 from pdmesh.lifecycle import App, run
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
-from services.master_scheduler.master import SERVICE, Master
-from services.master_scheduler.settings import Settings
+from pdmesh.services.master_scheduler.master import SERVICE, Master
+from pdmesh.services.master_scheduler.settings import Settings
 
 
 async def serve(settings: Settings, app: App) -> None:

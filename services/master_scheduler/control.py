@@ -19,17 +19,17 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
 from pdmesh.net.registry import RegistryView
-from services.master_scheduler.admin.access import AdminAccess
-from services.master_scheduler.admin.pins import Pins
-from services.master_scheduler.admin.servicer import AdminServicer
-from services.master_scheduler.groups.group_loop import GroupLoop
-from services.master_scheduler.groups.holds import Holds
-from services.master_scheduler.plans.plan_loop import PlanLoop
-from services.master_scheduler.plans.upgrade_feed import UpgradeFeed
-from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
-from services.master_scheduler.settings import Settings
-from services.master_scheduler.stored_epochs import highest_stored
-from services.master_scheduler.usage_loop import UsageLoop
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.pins import Pins
+from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
+from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
+from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
+from pdmesh.services.master_scheduler.settings import Settings
+from pdmesh.services.master_scheduler.stored_epochs import highest_stored
+from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 
 Leadership = Callable[[], tuple[bool, int]]  # whether this process leads, and its epoch
 

@@ -37,21 +37,21 @@ from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
-from pdmesh.telemetry import metrics, names
-from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
-from pdmesh.v1.common_pb2 import InstanceRecord
-from services.master_scheduler.admin.page_routes import page_routes
-from services.master_scheduler.control import Control
-from services.master_scheduler.instruments import (
+from pdmesh.services.master_scheduler.admin.page_routes import page_routes
+from pdmesh.services.master_scheduler.control import Control
+from pdmesh.services.master_scheduler.instruments import (
     observe_backpressure,
     observe_fleet,
     observe_index,
     observe_registry,
 )
-from services.master_scheduler.placement.fleet_feed import FleetFeed
-from services.master_scheduler.placement.scenario_feed import ScenarioFeed
-from services.master_scheduler.placement.servicer import SchedulerServicer
-from services.master_scheduler.settings import Settings
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed
+from pdmesh.services.master_scheduler.placement.scenario_feed import ScenarioFeed
+from pdmesh.services.master_scheduler.placement.servicer import SchedulerServicer
+from pdmesh.services.master_scheduler.settings import Settings
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
+from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 

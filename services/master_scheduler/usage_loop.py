@@ -20,9 +20,9 @@ from pdmesh.core.tenancy.usage import (
 )
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
+from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.groups.group_loop import GroupLoop
 
 log = structlog.get_logger(__name__)
 

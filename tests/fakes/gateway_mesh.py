@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from pdmesh.services.gateway.access.access_control import AccessControl
+from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
-from services.gateway.access.access_control import AccessControl
-from services.gateway.gateway import Gateway
-from services.gateway.settings import Settings
-from services.gateway.text.tokenizer import Tokenizer
 from tests.fakes.fake_instance import FakeInstance, reference
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 from tests.fakes.tiny_model import write_tiny_model

@@ -9,7 +9,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["pdmesh", "services", "uvicorn.protocols"]):
+with atheris.instrument_imports(include=["pdmesh", "uvicorn.protocols"]):
     from tests.fuzz import targets
 
     name = sys.argv.pop(1)

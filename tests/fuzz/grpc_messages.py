@@ -19,11 +19,11 @@ from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.instance.legs import convert
 from pdmesh.net.grpc import rpc
+from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec
+from pdmesh.services.gateway.http.schema import MAX_CHOICES
+from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1 import instance_service_pb2 as instance_pb
-from services.gateway.grpc.calls import chat_spec, generate_spec
-from services.gateway.http.schema import MAX_CHOICES
-from services.gateway.request.frontend import Frontend
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.fuzz import errors
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdmesh.errors import InvalidRequest
-from services.gateway.http.schema import (
+from pdmesh.services.gateway.http.schema import (
     messages_of,
     parse_chat,
     parse_completion,

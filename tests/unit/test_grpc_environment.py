@@ -26,7 +26,7 @@ _MODULES = [
     "pdmesh.v1.instance_service_pb2_grpc",
     "pdmesh.cli.commands.status",
     *(
-        f"services.{name}.__main__"
+        f"pdmesh.services.{name}.__main__"
         for name in ("gateway", "master_scheduler", "prefill", "decode", "kv_cache_index")
     ),
 ]

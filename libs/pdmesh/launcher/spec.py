@@ -154,7 +154,7 @@ _TIERS: Final = {
 }
 
 _MODULES: Final = {
-    "node-agent": ("services.health_monitor", "--node")
+    "node-agent": ("pdmesh.services.health_monitor", "--node")
 }  # others: services.<service>
 
 
@@ -205,7 +205,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         name=name,
         service=service,
         tier=_TIERS[service],
-        command=(sys.executable, "-m", *_MODULES.get(service, (f"services.{module}",))),
+        command=(sys.executable, "-m", *_MODULES.get(service, (f"pdmesh.services.{module}",))),
         env={
             **os.environ,
             **_common_settings(spec, wiring),

@@ -30,8 +30,8 @@ from pdmesh.errors import MeshError, Overloaded
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.loopback import is_loopback
 from pdmesh.net.tasks import together
+from pdmesh.services.gateway.access.tenant_ledgers import LedgerBucket, TenantLedgers
 from pdmesh.telemetry import metrics, names
-from services.gateway.access.tenant_ledgers import LedgerBucket, TenantLedgers
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,9 @@ from typing import Final
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from pdmesh.v1 import inference_service_pb2 as pb
-from services.gateway.access.access_control import check_model
-from services.gateway.http.calls import chat_tokens, check_logprobs, text_tokens
-from services.gateway.request.bounds import (
+from pdmesh.services.gateway.access.access_control import check_model
+from pdmesh.services.gateway.http.calls import chat_tokens, check_logprobs, text_tokens
+from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     check_choices,
     check_names,
@@ -22,8 +21,9 @@ from services.gateway.request.bounds import (
     nul_refused,
     stops_of,
 )
-from services.gateway.request.frontend import Frontend
-from services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.v1 import inference_service_pb2 as pb
 
 _ROLES: Final = frozenset({"system", "user", "assistant"})
 

@@ -22,14 +22,14 @@ from pdmesh.lifecycle import StartupError
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
 from pdmesh.net.loopback import join
+from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
+from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec
+from pdmesh.services.gateway.grpc.health import HealthServicer
+from pdmesh.services.gateway.request.frontend import Call, Frontend, new_request_id
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
-from services.gateway.access.access_control import AccessControl, Permit, charged
-from services.gateway.grpc.calls import chat_spec, generate_spec
-from services.gateway.grpc.health import HealthServicer
-from services.gateway.request.frontend import Call, Frontend, new_request_id
-from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import TextDelta
 
 log = structlog.get_logger(__name__)
 

@@ -18,14 +18,14 @@ import structlog
 
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest, MeshError, shortened
-from services.gateway.access.access_control import (
+from pdmesh.services.gateway.access.access_control import (
     AccessControl,
     Permit,
     charged,
     check_model,
 )
-from services.gateway.http.calls import chat_spec, completion_spec, tokenized
-from services.gateway.http.exchange import (
+from pdmesh.services.gateway.http.calls import chat_spec, completion_spec, tokenized
+from pdmesh.services.gateway.http.exchange import (
     BodyRoom,
     ClientDisconnected,
     HttpExchange,
@@ -34,17 +34,17 @@ from services.gateway.http.exchange import (
     Send,
     WrongMethod,
 )
-from services.gateway.http.format import ChunkWriter, error_chunk, whole_body
-from services.gateway.http.schema import (
+from pdmesh.services.gateway.http.format import ChunkWriter, error_chunk, whole_body
+from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     parse_chat,
     parse_completion,
     parse_tokenize,
 )
-from services.gateway.request.frontend import Call, Frontend
-from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import TextDelta
+from pdmesh.services.gateway.request.frontend import Call, Frontend
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.text.choice_text import TextDelta
 
 log = structlog.get_logger(__name__)
 

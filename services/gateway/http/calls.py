@@ -9,8 +9,8 @@ from dataclasses import replace
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from services.gateway.access.access_control import check_model
-from services.gateway.http.schema import (
+from pdmesh.services.gateway.access.access_control import check_model
+from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
@@ -18,10 +18,10 @@ from services.gateway.http.schema import (
     messages_of,
     prompts_of,
 )
-from services.gateway.request.bounds import context_exceeded, stops_of
-from services.gateway.request.frontend import Frontend
-from services.gateway.request.spec import CallSpec, SamplingSpec
-from services.gateway.text.chat_template import Message as ChatMessage
+from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
+from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.text.chat_template import Message as ChatMessage
 
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
-from services.gateway.http.format import error_body
-from services.gateway.request.frontend import new_request_id
+from pdmesh.services.gateway.http.format import error_body
+from pdmesh.services.gateway.request.frontend import new_request_id
 
 # Any: ASGI's messages and scopes are plain dicts.
 Scope = MutableMapping[str, Any]

@@ -12,10 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from pdmesh.errors import MeshError
-from services.gateway.http.logprobs import LogprobWriter
-from services.gateway.request.frontend import Call
-from services.gateway.text.choice_text import TextDelta
-from services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.http.logprobs import LogprobWriter
+from pdmesh.services.gateway.request.frontend import Call
+from pdmesh.services.gateway.text.choice_text import TextDelta
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode

@@ -12,8 +12,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any, Final
 
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import TokenLogprob
-from services.gateway.text.tokenizer import Tokenizer
 
 # Any: JSON objects on their way out.
 Json = dict[str, Any]

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
-from services.gateway.http.json_bounds import SMALL_BYTES, outline
-from services.gateway.request.bounds import (
+from pdmesh.services.gateway.http.json_bounds import SMALL_BYTES, outline
+from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     check_choices,
     check_names,

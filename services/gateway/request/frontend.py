@@ -30,16 +30,16 @@ from pdmesh.errors import (
     Overloaded,
     PoisonRequest,
 )
+from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit
+from pdmesh.services.gateway.request.bounds import context_exceeded
+from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
+from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
+from pdmesh.services.gateway.request.observer import CallReport, Observer
+from pdmesh.services.gateway.request.pacer import Pacer
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.text.choice_text import TextDelta
+from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
-from services.gateway.access.access_control import ANYONES_PERMIT, Permit
-from services.gateway.request.bounds import context_exceeded
-from services.gateway.request.generation import Collaborators, Generation, unheard
-from services.gateway.request.leg_commands import ChoiceIdentity
-from services.gateway.request.observer import CallReport, Observer
-from services.gateway.request.pacer import Pacer
-from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import TextDelta
-from services.gateway.text.prompt import Prompt
 
 _scenarios = metrics.counter(
     names.SCENARIO_CHOSEN, "Calls by what chose their scenario: its label, a rule, or nothing"

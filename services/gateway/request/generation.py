@@ -48,6 +48,16 @@ from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
 from pdmesh.core.request.state import UNPLACED, WAITING, RequestPhase
 from pdmesh.errors import MeshError, Overloaded
+from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.request.timings import Timings
+from pdmesh.services.gateway.request.waiting import Waiting
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.planner import Planner
+from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
+from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
+from pdmesh.services.gateway.text.prompt import Prompt
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
@@ -57,16 +67,6 @@ from pdmesh.v1.instance_service_pb2 import (
     Release,
     SessionEvent,
 )
-from services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
-from services.gateway.request.spec import CallSpec
-from services.gateway.request.timings import Timings
-from services.gateway.request.waiting import Waiting
-from services.gateway.routing.fleet import FleetView
-from services.gateway.routing.planner import Planner
-from services.gateway.routing.sessions import InstanceSession, SessionPool
-from services.gateway.text.choice_text import ChoiceText, TextDelta
-from services.gateway.text.prompt import Prompt
-from services.gateway.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 

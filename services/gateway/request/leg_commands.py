@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket
 from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
-from services.gateway.request.spec import CallSpec
-from services.gateway.text.prompt import Prompt
 
 
 @dataclass(slots=True)

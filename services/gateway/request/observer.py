@@ -18,10 +18,10 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from pdmesh.core.request.machine import Request
 from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.net import subjects
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.request.timings import Timings
 from pdmesh.telemetry import metrics, names, traces
 from pdmesh.v1.common_pb2 import Usage
-from services.gateway.request.spec import CallSpec
-from services.gateway.request.timings import Timings
 
 log = structlog.get_logger(__name__)
 

@@ -16,14 +16,14 @@ from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, shortened
 from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
+from pdmesh.services.gateway.routing.canary_shares import CanaryShares
+from pdmesh.services.gateway.routing.out_of_service import KeptOut
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.out_of_service import KeptOut
 
 _SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
 _MASTER: Final = "master-scheduler"

@@ -33,6 +33,8 @@ from pdmesh.errors import (
     StalePlan,
     Unavailable,
 )
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import (
@@ -45,8 +47,6 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanResult,
     ScenarioQueue,
 )
-from services.gateway.routing.fleet import FleetView
-from services.gateway.routing.plan_stream import PlanStream
 
 log = structlog.get_logger(__name__)
 

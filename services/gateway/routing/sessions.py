@@ -19,6 +19,7 @@ import structlog
 
 from pdmesh.core.request.events import Event, LegLost, LegRejected
 from pdmesh.net.grpc import rpc
+from pdmesh.services.gateway.routing.session_events import from_proto
 from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Command,
@@ -31,7 +32,6 @@ from pdmesh.v1.instance_service_pb2 import (
     SessionResponse,
 )
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
-from services.gateway.routing.session_events import from_proto
 
 log = structlog.get_logger(__name__)
 

@@ -16,8 +16,8 @@ from pdmesh.core.request.events import (
     FinishReason,
 )
 from pdmesh.errors import MeshError
+from pdmesh.services.gateway.text.text_stream import TextStream
 from pdmesh.v1.common_pb2 import TokenLogprob
-from services.gateway.text.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.errors import MeshError
-from services.gateway.text.chat_template import ChatTemplate, Message
-from services.gateway.text.encoding_lanes import EncodingLanes
-from services.gateway.text.text_stream import Detokenizer, TextStream
+from pdmesh.services.gateway.text.chat_template import ChatTemplate, Message
+from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.text_stream import Detokenizer, TextStream
 
 _INLINE_CHARS: Final = 2048
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")

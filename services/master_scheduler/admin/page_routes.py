@@ -22,8 +22,8 @@ from starlette.routing import Route
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
 from pdmesh.net.loopback import is_loopback
+from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.v1 import admin_service_pb2
-from services.master_scheduler.admin.servicer import AdminServicer
 
 log = structlog.get_logger(__name__)
 

@@ -25,18 +25,18 @@ from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.net.registry import RegistryView
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.pins import Pins
+from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
+from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.group_state import group_states
+from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.upgrade_convert import state_to
+from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.ratio_convert import moves_from, profile_from
+from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
-from services.master_scheduler.admin.access import AdminAccess
-from services.master_scheduler.admin.pins import Pins
-from services.master_scheduler.groups.desired_reader import TextWorker
-from services.master_scheduler.groups.group_loop import GroupLoop
-from services.master_scheduler.groups.group_state import group_states
-from services.master_scheduler.groups.holds import Holds
-from services.master_scheduler.groups.upgrade_convert import state_to
-from services.master_scheduler.plans.plan_loop import PlanLoop
-from services.master_scheduler.plans.ratio_convert import moves_from, profile_from
-from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 
 log = structlog.get_logger(__name__)
 

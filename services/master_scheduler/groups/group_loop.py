@@ -45,6 +45,11 @@ from pdmesh.net.assignments import AssignmentBook, Assignments, StaleView
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.desired_store import DesiredStore, DesiredView
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from
+from pdmesh.services.master_scheduler.groups.desired_reader import DesiredReader
+from pdmesh.services.master_scheduler.groups.group_convert import assignment_to, seen_from
+from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_from
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.admin_service_pb2 import (
     HOLD_KIND_DRAIN,
@@ -53,11 +58,6 @@ from pdmesh.v1.admin_service_pb2 import (
 )
 from pdmesh.v1.admin_service_pb2 import Adjustments as AdjustmentsMessage
 from pdmesh.v1.admin_service_pb2 import Upgrades as UpgradesMessage
-from services.master_scheduler.groups.desired_convert import adjustments_from
-from services.master_scheduler.groups.desired_reader import DesiredReader
-from services.master_scheduler.groups.group_convert import assignment_to, seen_from
-from services.master_scheduler.groups.holds import Holds
-from services.master_scheduler.groups.upgrade_convert import upgrades_from
 
 log = structlog.get_logger(__name__)
 

@@ -35,7 +35,7 @@ from pdmesh.net.events import EventOrder, EventPublisher, SequenceGate, decode_e
 from pdmesh.net.nats.board import Board, BoardView
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import together
-from services.master_scheduler.placement.convert import identity_from
+from pdmesh.services.master_scheduler.placement.convert import identity_from
 
 log = structlog.get_logger(__name__)
 

@@ -18,9 +18,9 @@ from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.errors import InvalidRequest, NotLeader
 from pdmesh.net.registry import RegistryView
+from pdmesh.services.master_scheduler.placement import convert
 from pdmesh.telemetry import metrics, names, traces
 from pdmesh.v1 import scheduler_service_pb2 as pb
-from services.master_scheduler.placement import convert
 
 log = structlog.get_logger(__name__)
 

@@ -61,14 +61,18 @@ from pdmesh.core.ratio.role_loads import RoleLoads
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
 from pdmesh.net.nats.desired_store import ADJUSTED, DesiredStore
-from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.groups.desired_convert import (
+from pdmesh.services.master_scheduler.groups.desired_convert import (
     adjustments_to,
     entries_from,
     pending_from,
 )
-from services.master_scheduler.groups.group_loop import GroupLoop
-from services.master_scheduler.plans.ratio_convert import decision_to, move_text, shape_fields
+from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.plans.ratio_convert import (
+    decision_to,
+    move_text,
+    shape_fields,
+)
+from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,8 @@ from pdmesh.core.moves.move import GroupShape, Move, MoveKind
 from pdmesh.core.ratio.loop import Decided
 from pdmesh.core.ratio.model import Profile
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.master_scheduler.groups.desired_convert import move_from, move_to
 from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.groups.desired_convert import move_from, move_to
 
 MAX_MOVES: Final = 256  # of an operator's plan
 

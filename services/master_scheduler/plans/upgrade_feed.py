@@ -15,7 +15,7 @@ from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
-from services.master_scheduler.placement.scenario_feed import RequestFinishedJson
+from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFinishedJson
 
 log = structlog.get_logger(__name__)
 

@@ -38,9 +38,9 @@ from pdmesh.events.v1.events_pb2 import UpgradeStep
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.desired_store import UPGRADES, DesiredStore
+from pdmesh.services.master_scheduler.groups.group_loop import KV_TRANSPORT, GroupLoop
+from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_to
 from pdmesh.telemetry import metrics, names
-from services.master_scheduler.groups.group_loop import KV_TRANSPORT, GroupLoop
-from services.master_scheduler.groups.upgrade_convert import upgrades_to
 
 log = structlog.get_logger(__name__)
 

@@ -18,9 +18,9 @@ from pdmesh.net.nats.board import BoardView, fault_board, hold_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.services.health_monitor.faults import FaultWatch
 from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
-from services.health_monitor.faults import FaultWatch
 from tests.support.waiting import until
 
 LEASE_S = 2.0  # a machine that stands still for a second ends no lease

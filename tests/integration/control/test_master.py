@@ -30,6 +30,9 @@ from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.services.health_monitor.monitor import HealthMonitor
+from pdmesh.services.master_scheduler.master import Master
+from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -46,9 +49,6 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanResponse,
 )
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from services.health_monitor.monitor import HealthMonitor
-from services.master_scheduler.master import Master
-from services.master_scheduler.settings import Settings
 from tests.support.sites import servers
 from tests.support.waiting import until
 

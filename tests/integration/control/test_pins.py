@@ -27,9 +27,9 @@ from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.nats.board import pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
-from services.master_scheduler.admin.pins import Pins
 from tests.support.sites import fleet, servers
 from tests.support.waiting import until
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from pdmesh.core.request.backpressure import Backpressure
+from pdmesh.services.master_scheduler.placement import convert
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
-from services.master_scheduler.placement import convert
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until

@@ -16,9 +16,9 @@ import pytest
 
 from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.net.grpc import rpc
+from pdmesh.services.gateway.access.access_control import OpenAccess
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.access.access_control import OpenAccess
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.net.grpc import rpc
-from services.gateway.grpc.health import HealthServicer
+from pdmesh.services.gateway.grpc.health import HealthServicer
 from tests.fakes.gateway_mesh import GatewayMesh
 from tests.support.attack.raw_http2 import (
     DATA,

@@ -26,10 +26,10 @@ from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Weights
+from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.master_scheduler.placement import convert
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.gateway import Gateway
-from services.master_scheduler.placement import convert
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView

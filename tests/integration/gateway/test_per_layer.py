@@ -12,12 +12,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from pdmesh.services.gateway.settings import Settings
 from pdmesh.v1.instance_service_pb2 import (
     KV_TRANSFER_PER_LAYER,
     KV_TRANSFER_WHOLE,
     REJECT_REASON_BUSY,
 )
-from services.gateway.settings import Settings
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from pdmesh.errors import Overloaded, Unavailable
+from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.routing.plan_stream import PlanStream
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import gateway_mesh
 

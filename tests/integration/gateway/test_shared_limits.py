@@ -15,13 +15,13 @@ import pytest
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.net.nats.bus import NatsBus
-from services.gateway.access.access_control import (
+from pdmesh.services.gateway.access.access_control import (
     KeyedAccess,
     Permit,
     RateLimited,
     charged,
 )
-from services.gateway.access.tenant_ledgers import tenant_bucket
+from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket
 from tests.support.sites.servers import TestServer
 from tests.support.waiting import PATIENCE_S, until
 

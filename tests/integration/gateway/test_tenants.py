@@ -20,10 +20,10 @@ from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.grpc import rpc
+from pdmesh.services.gateway.access.access_control import KeyedAccess, OpenAccess, access_control
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.access.access_control import KeyedAccess, OpenAccess, access_control
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 

@@ -12,11 +12,11 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.services.gateway.access.access_control import KeyedAccess
+from pdmesh.services.gateway.request import frontend
 from pdmesh.telemetry import names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
-from services.gateway.access.access_control import KeyedAccess
-from services.gateway.request import frontend
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 

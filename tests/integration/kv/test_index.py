@@ -21,11 +21,11 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
+from pdmesh.services.kv_cache_index.__main__ import running
+from pdmesh.services.kv_cache_index.settings import Settings
 from pdmesh.v1 import instance_service_pb2
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import GetKvSnapshotRequest, GetKvSnapshotResponse
-from services.kv_cache_index.__main__ import running
-from services.kv_cache_index.settings import Settings
 from tests.support.sites import servers
 from tests.support.waiting import until
 

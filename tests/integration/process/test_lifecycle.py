@@ -242,7 +242,7 @@ def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback
     token.write_text("short\n")
     processes.append(
         process := Process(
-            tmp_path, "-m", "services.master_scheduler", PDMESH_ADMIN_TOKEN_FILE=str(token)
+            tmp_path, "-m", "pdmesh.services.master_scheduler", PDMESH_ADMIN_TOKEN_FILE=str(token)
         )
     )
     assert process.process.wait(60) == 2

@@ -37,7 +37,7 @@ def test_a_service_that_waits_for_nats_ends_when_asked(tmp_path: Path, service: 
         path = tmp_path / "log"
         with path.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"services.{service}"],
+                [sys.executable, "-m", f"pdmesh.services.{service}"],
                 env=environment,
                 stdout=output,
                 stderr=output,

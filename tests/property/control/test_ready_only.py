@@ -16,6 +16,9 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.plan import NoPlan, Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.net.registry import RecordChanged
+from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
+from pdmesh.services.gateway.routing.fleet import pair_of
+from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -25,9 +28,6 @@ from pdmesh.v1.common_pb2 import (
     InstancePhase,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import FleetView as GatewayFleet
-from services.gateway.routing.fleet import pair_of
-from services.master_scheduler.placement.convert import identity_from
 
 pytestmark = pytest.mark.req("S19", "S36")
 

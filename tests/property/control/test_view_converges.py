@@ -27,7 +27,7 @@ from pdmesh.events.v1.events_pb2 import InstanceLoad
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher
-from services.master_scheduler.placement.fleet_feed import FleetFeed
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed
 from tests.fakes.memory_bus import MemoryBus
 
 NAMES = ("prefill-0", "prefill-1", "decode-0")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL, InstanceRecord
-from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 _NUM_EACH = 5

@@ -81,7 +81,7 @@ class Site:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                f"services.{service}",
+                f"pdmesh.services.{service}",
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,

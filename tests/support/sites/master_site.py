@@ -13,6 +13,14 @@ from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.pins import Pins
+from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
+from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.placement.convert import identity_from
+from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import (
@@ -22,14 +30,6 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
     Role,
 )
-from services.master_scheduler.admin.access import AdminAccess
-from services.master_scheduler.admin.pins import Pins
-from services.master_scheduler.admin.servicer import AdminServicer
-from services.master_scheduler.groups.group_loop import GroupLoop
-from services.master_scheduler.groups.holds import Holds
-from services.master_scheduler.placement.convert import identity_from
-from services.master_scheduler.plans.plan_loop import PlanLoop
-from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
 from tests.fakes.memory_bus import MemoryBus

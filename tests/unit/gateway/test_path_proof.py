@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.net.grpc.canary_call import CanaryFailed, CanaryRefused
+from pdmesh.services.gateway import path_proof
+from pdmesh.services.gateway.path_proof import PathProof
+from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -13,9 +16,6 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
     Role,
 )
-from services.gateway import path_proof
-from services.gateway.path_proof import PathProof
-from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.launcher.spec import STOP_GRACE_S, StopOrder
-from services.decode.settings import Settings as DecodeSettings
-from services.gateway.settings import Settings as GatewaySettings
-from services.prefill.settings import Settings as PrefillSettings
+from pdmesh.services.decode.settings import Settings as DecodeSettings
+from pdmesh.services.gateway.settings import Settings as GatewaySettings
+from pdmesh.services.prefill.settings import Settings as PrefillSettings
 
 
 @pytest.mark.fault("F10")

@@ -19,7 +19,7 @@ from pdmesh.core.groups.adjustments import (
 from pdmesh.core.groups.desired import Desired, Group
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Move, MoveKind, inverse
-from services.master_scheduler.groups.desired_convert import adjustments_from, adjustments_to
+from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from, adjustments_to
 
 DESIRED = Desired(
     groups={

@@ -37,9 +37,9 @@ from pdmesh.core.upgrade.events import Keep
 from pdmesh.core.upgrade.observation import Surroundings, look_at
 from pdmesh.desired_file import MAX_BYTES, MAX_EVENTS, read
 from pdmesh.errors import InvalidRequest, Overloaded
+from pdmesh.services.master_scheduler.admin.page_routes import page_routes
+from pdmesh.services.master_scheduler.groups.desired_reader import MAX_WAITING
 from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.admin.page_routes import page_routes
-from services.master_scheduler.groups.desired_reader import MAX_WAITING
 from tests.support.sites.master_site import CHAT, Site
 
 NUM = 2500

@@ -26,14 +26,14 @@ from pdmesh.core.placement.policies import Query
 from pdmesh.core.ratio.planner import Choice, PlannerLimits, one_step
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
+from pdmesh.services.gateway.routing.fleet import pair_of
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import FleetView as GatewayFleet
-from services.gateway.routing.fleet import pair_of
 from tests.fakes.group_world import LIMITS, World
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 

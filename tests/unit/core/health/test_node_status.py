@@ -29,7 +29,7 @@ from pdmesh.core.health.node_status import (
     signals_from_file,
 )
 from pdmesh.instance.incarnation.self_check import device_names, node_reader
-from services.health_monitor.devices import FileDevices, NvmlDevices
+from pdmesh.services.health_monitor.devices import FileDevices, NvmlDevices
 
 pytestmark = pytest.mark.req("S33")
 BROKEN = DeviceStatus("1", Level.NODE, "DEVICE_ROWS_USED_UP", "row remapping failed")

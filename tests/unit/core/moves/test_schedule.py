@@ -31,7 +31,7 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Entry, Schedule, What
-from services.master_scheduler.groups.desired_convert import entries_from
+from pdmesh.services.master_scheduler.groups.desired_convert import entries_from
 
 DAY = 86_400.0
 MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday

@@ -23,7 +23,7 @@ from pdmesh.core.tenancy.usage import (
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
-from services.master_scheduler.usage_loop import UsageLoop
+from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 from tests.fakes.group_world import World
 from tests.fakes.kv.memory_kv import MemoryBucket
 

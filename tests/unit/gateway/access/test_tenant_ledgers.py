@@ -10,7 +10,7 @@ import pytest
 from pdmesh.core.tenancy.limits import Tenant, TenantLimits, Tenants
 from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.net.nats.kv_bucket import KvEntry, KvWatch
-from services.gateway.access.tenant_ledgers import TenantLedgers
+from pdmesh.services.gateway.access.tenant_ledgers import TenantLedgers
 
 pytestmark = pytest.mark.req("S97")
 

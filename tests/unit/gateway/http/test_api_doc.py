@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.v1.inference_service_pb2 import DESCRIPTOR
-from services.gateway.http import schema as openai_schema
-from services.gateway.http.schema import (
+from pdmesh.services.gateway.http import schema as openai_schema
+from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     StreamOptions,
 )
+from pdmesh.v1.inference_service_pb2 import DESCRIPTOR
 
 _TEXT = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.services.gateway.http.logprobs import LogprobWriter
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import TokenLogprob
-from services.gateway.http.logprobs import LogprobWriter
-from services.gateway.text.tokenizer import Tokenizer
 from tests.fakes.tokenizers import BYTE_LEVEL, END, PIECES, TOKENIZERS
 
 NAMES = ("llama", "metaspace", "byte level")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from services.gateway.http.schema import (
+from pdmesh.services.gateway.http.schema import (
     messages_of,
     parse_chat,
     parse_completion,

@@ -6,9 +6,9 @@ from array import array
 
 from pdmesh.core.request.events import AskPlan
 from pdmesh.core.tenancy.limits import Tenant
-from services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
-from services.gateway.request.spec import CallSpec, SamplingSpec
-from services.gateway.text.prompt import Prompt
+from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.text.prompt import Prompt
 
 
 def asked_chat_id(tenant: str, chat_id: str, secret: bytes = b"s") -> str:

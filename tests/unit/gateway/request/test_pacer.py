@@ -9,9 +9,9 @@ import time
 
 from opentelemetry.trace import INVALID_SPAN
 
-from services.gateway.request.frontend import Call
-from services.gateway.request.pacer import Pacer
-from services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.request.frontend import Call
+from pdmesh.services.gateway.request.pacer import Pacer
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 
 
 def call_with(interval_s: float) -> Call:

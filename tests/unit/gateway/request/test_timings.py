@@ -11,7 +11,7 @@ from pdmesh.core.request.events import (
     LegKvReceived,
     TicketHeld,
 )
-from services.gateway.request.timings import Timings
+from pdmesh.services.gateway.request.timings import Timings
 
 TICKET = TicketHeld("t", 10.0)
 

@@ -10,6 +10,8 @@ import pytest
 
 from pdmesh.core.groups.revisions import canary_of
 from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.services.gateway.routing.canary_shares import CanaryShares
+from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.v1.admin_service_pb2 import Upgrade, Upgrades
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -18,8 +20,6 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
     Role,
 )
-from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.fleet import FleetView
 from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 

@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.slo import ScenarioSlo, Slos
 from pdmesh.net.nats.desired_store import DesiredStore
-from services.gateway.routing.desired_slos import DesiredSlos
+from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
 from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.support.waiting import until
 

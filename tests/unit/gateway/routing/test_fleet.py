@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 

@@ -10,6 +10,8 @@ from pdmesh.core.health.fault_levels import Level
 from pdmesh.events.v1.events_pb2 import FaultReport
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.kv_bucket import KvBucket
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.out_of_service import KeptOut
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -17,8 +19,6 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import FleetView
-from services.gateway.routing.out_of_service import KeptOut
 from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdmesh.errors import Overloaded
-from services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
 from tests.support.waiting import until
 
 LONG = "x" * 70_000

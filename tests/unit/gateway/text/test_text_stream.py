@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from services.gateway.text.text_stream import Detokenizer, TextStream
+from pdmesh.services.gateway.text.text_stream import Detokenizer, TextStream
 from tests.fakes.tokenizers import BYTE_LEVEL, END, PIECES, TOKENIZERS
 
 CHARACTERS = ("é", "€", "日", "🚀", "a", " ")

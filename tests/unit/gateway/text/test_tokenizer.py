@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.errors import InvalidRequest
-from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.tokenizer import BadModelDir, Tokenizer
+from pdmesh.services.gateway.text.chat_template import ChatTemplate
+from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from tests.fakes.tiny_model import EOS, write_tiny_model
 
 

@@ -15,7 +15,7 @@ from pdmesh.errors import EngineFailed
 from pdmesh.instance.incarnation import artefact, loading
 from pdmesh.instance.incarnation.loading import PartTimes, with_artefact
 from pdmesh.instance.incarnation.role_settings import RoleRefused, settings_for
-from services.instance.settings import Settings
+from pdmesh.services.instance.settings import Settings
 
 pytestmark = pytest.mark.req("S17", "S20")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.errors import NotAllowed
-from services.master_scheduler.admin.access import AdminAccess, is_local
+from pdmesh.services.master_scheduler.admin.access import AdminAccess, is_local
 
 TOKEN = "0123456789abcdef0123"
 HERE, ELSEWHERE = "ipv4:127.0.0.1:4711", "ipv4:10.0.0.7:4711"

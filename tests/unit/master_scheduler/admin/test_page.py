@@ -12,8 +12,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from services.master_scheduler.admin.page_routes import page_routes
 from tests.support.sites.master_site import CHAT, Site
 
 HERE, JSON = "http://127.0.0.1:9", {"content-type": "application/json"}

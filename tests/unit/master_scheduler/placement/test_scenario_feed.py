@@ -8,8 +8,11 @@ import pytest
 from pdmesh.core.ratio.scenario_stats import RequestSample
 from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.net.event_json import to_json
+from pdmesh.services.master_scheduler.placement.scenario_feed import (
+    RequestFinishedJson,
+    finished_of,
+)
 from pdmesh.v1.common_pb2 import Usage
-from services.master_scheduler.placement.scenario_feed import RequestFinishedJson, finished_of
 
 
 @pytest.mark.req("S138")

@@ -43,10 +43,10 @@ from pdmesh.core.ratio.scenario_stats import RequestSample
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
+from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from
+from pdmesh.services.master_scheduler.plans import plan_loop
+from pdmesh.services.master_scheduler.plans.plan_loop import RESUME_WITHIN_S, PlanLoop
 from pdmesh.v1.admin_service_pb2 import Adjustments
-from services.master_scheduler.groups.desired_convert import adjustments_from
-from services.master_scheduler.plans import plan_loop
-from services.master_scheduler.plans.plan_loop import RESUME_WITHIN_S, PlanLoop
 from tests.fakes.group_world import LIMITS, World
 
 NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()

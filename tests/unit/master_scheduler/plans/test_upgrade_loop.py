@@ -20,12 +20,12 @@ from pdmesh.errors import InvalidRequest, NotLeader, VersionConflict
 from pdmesh.events.v1.events_pb2 import ErrorReported, Header
 from pdmesh.net.bus import Message
 from pdmesh.net.event_json import to_json
+from pdmesh.services.master_scheduler.groups.group_loop import KV_TRANSPORT
+from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_from, upgrades_to
+from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFinishedJson
+from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from services.master_scheduler.groups.group_loop import KV_TRANSPORT
-from services.master_scheduler.groups.upgrade_convert import upgrades_from, upgrades_to
-from services.master_scheduler.placement.scenario_feed import RequestFinishedJson
-from services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from tests.fakes.memory_bus import MemoryBus
 from tests.support.sites.master_site import Site
 
