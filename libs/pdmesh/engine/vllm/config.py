@@ -1,6 +1,6 @@
-"""What the vLLM engine is told, and how that becomes vLLM's arguments and environment.
+"""The vLLM engine's configuration, and how it becomes vLLM's arguments and environment.
 
-All that differs between a laptop's CPU and a GPU is decided here, by `device`; the rest of the
+Every difference between a laptop's CPU and a GPU is decided here, by `device`. The rest of the
 engine does not know where it runs.
 """
 
@@ -20,22 +20,20 @@ from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
-# A step on a CPU is to end in time: decodes that share it wait for it, and pings. It costs nothing:
-# a prompt of 1,900 tokens took 6.1 s of a core, against 6.5 s in one step (SmolLM2-135M, float32),
-# and the longest ping was 4 s instead of 18 on a busy machine. On a CPU that lacks what its number
-# format needs such a step takes 13 s.
+# A step on a CPU must end soon: the decodes that share it wait for it, and so do pings. Short steps
+# cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, against 6.5 s in one step
+# (SmolLM2-135M, float32). The longest ping took 4 s instead of 18 s on a busy machine. On a CPU
+# without instructions for its number format such a step takes 13 s.
 CPU_STEP_TOKENS = 512
-LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must be the same for what followed them to be proposed
+LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must match before those that followed them are proposed
 
 
 def installed_device() -> str:
-    """Which build of torch is installed, without importing it; vLLM's build must be of the
-    same kind.
-    """
+    """The build of torch that is installed, without importing it; vLLM's build must match it."""
     try:
         return "cpu" if "+cpu" in version("torch") else "cuda"
     except PackageNotFoundError:
-        return "cpu"  # the start will say what is missing
+        return "cpu"  # the start reports what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +51,28 @@ class VllmConfig:
     kv_cache_dtype: str = "auto"  # of the stored K and V; auto: as computed. fp8 halves what moves
     block_size: int = 64  # tokens
     kv_cache_bytes: int = 512 << 20
-    staging_bytes: int = 256 << 20  # 0: this instance hands no KV on
+    staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
-    kv_host: str = "127.0.0.1"  # a loopback one keeps KV to this machine
+    kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
     max_pulls: int = 64  # of KV, at once
     lease_s: float = 10.0  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
-    memory_utilization: float = 0.3  # several engines share one machine
-    # Of a CPU worker; 0: half of the cores, so that prefill and decode share them, or with several
-    # ranks each rank's part of the cores.
+    memory_utilization: float = 0.3  # several engines may share one machine
+    # Of a CPU worker. 0: half of the cores, since prefill and decode share them; with several
+    # ranks, each rank's share of the cores.
     num_threads: int = 0
     tensor_parallel_size: int = 1
-    enforce_eager: bool | None = None  # None: yes on a CPU (no compiler, quick start), no on a GPU
+    # None: True on a CPU (no compiler, quick start), False on a GPU
+    enforce_eager: bool | None = None
     start_timeout_s: float = 600.0
     tiers: TierConfig = field(default_factory=TierConfig)
-    speculation: Speculation = NO_SPECULATION  # tokens proposed by looking them up
-    # SHA-256 of the model's files, by name, where they were verified before the engine is built.
+    speculation: Speculation = NO_SPECULATION  # tokens proposed by prompt lookup
+    # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    digest_cache_dir: Path | None = field(default_factory=default_cache_dir)  # None: none is kept
+    # None: digests are not cached
+    digest_cache_dir: Path | None = field(default_factory=default_cache_dir)
     worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
 
     @property
@@ -81,7 +81,9 @@ class VllmConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Computed per step at most, and at least one for each sequence; 0: as vLLM chooses."""
+        """Tokens computed per step at most, and at least one for each sequence; 0: vLLM's
+        choice.
+        """
         asked = self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else 0)
         return max(asked, self.max_num_seqs) if asked else 0
 
@@ -91,7 +93,7 @@ class VllmConfig:
 
 
 def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str]:
-    """What must be in the environment before vLLM is imported; values somebody has set are kept.
+    """The environment that vLLM needs before it is imported; values that are set already are kept.
 
     Always offline and silent: no download, no usage report, and no request in a log.
     """
@@ -100,7 +102,7 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",  # it warns a dozen times about what is chosen here
+        "VLLM_LOGGING_LEVEL": "ERROR",  # it warns a dozen times about settings that we choose
         "VLLM_USE_AOT_COMPILE": "0",  # otherwise the compile cache is never reloaded
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -109,8 +111,9 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
         values |= {
             "OMP_NUM_THREADS": str(config.num_threads or max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            # AsyncLLM keeps EngineCore in a child whatever this says; with 0 the worker of a single
-            # rank lives in that child too instead of a process of its own: 5 s and 300 MB less.
+            # AsyncLLM keeps EngineCore in a child process in either case. With 0 a single rank's
+            # worker lives in that child too, not in a process of its own: that saves 5 s and 300
+            # MB.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
         if num_ranks > 1:
@@ -121,17 +124,17 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
 
 
 def usable_cores() -> list[int]:
-    """The cores this process may run on, ascending."""
+    """The cores that this process may run on, in ascending order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -> str:
-    """Which cores each rank computes on, as vLLM reads it: "0,1|2,3".
+    """The cores that each rank computes on, as vLLM reads it: "0,1|2,3".
 
-    Ranks wait for each other in every layer, so two on one core would each wait for the other's
-    time slice: with fewer cores than ranks nothing is bound, and the system shares them out.
+    Ranks wait for each other in every layer, so two ranks on one core would wait for each other's
+    time slice. With fewer cores than ranks nothing is bound and the system shares the cores out.
     """
     share = len(cores) // num_ranks
     if not share:
@@ -141,7 +144,7 @@ def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -
 
 
 def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs` (any: vLLM's own mixture of types)."""
+    """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types)."""
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     arguments: dict[str, Any] = {
@@ -186,17 +189,18 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
 
 
 def engine_seed(config: VllmConfig) -> int:
-    """Of the draws that have no seed of their own. vLLM begins each engine with 0, so a
-    decode would draw an answer's second token with the noise of the first, which prefill
-    drew.
+    """The seed of the draws that have none of their own.
+
+    vLLM's default is 0 for each engine. Then a decode would draw an answer's second token with the
+    same noise as prefill drew the first.
     """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
 def speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Prompt lookup, with as many tokens as pay at the size of the batch; vLLM looks it up
-    anew at each step (S118).
+    """Prompt lookup, with as many tokens as pay at the batch size, chosen anew at each step
+    (S118).
     """
     return {
         "method": "ngram",
@@ -208,7 +212,7 @@ def speculative_config(config: VllmConfig) -> dict[str, Any]:
 
 
 def connector_config(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
-    """What our connector reads in the worker; plain values, as vLLM carries them there."""
+    """What our connector reads in the worker, as the plain values that vLLM passes on."""
     return {
         "control_path": str(control_path(private_dir)),
         "instance_id": config.instance_id,

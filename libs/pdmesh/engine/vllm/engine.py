@@ -1,7 +1,7 @@
 """The vLLM engine of one instance: `Engine` over AsyncLLM.
 
-Each job is one vLLM request (`Requests`). What its outputs mean, together with what the workers
-report about KV, is decided by `Jobs`; this file starts, stops, and passes on.
+Each job is one vLLM request (`Requests`). `Jobs` decides what the requests' outputs and the
+workers' reports about KV mean. This file starts, stops and forwards.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # for token 1 of a decode that starts without it
-# a pull ends by its own deadline; this much later the leg fails without it (TRANSFER_TIMEOUT_S says
-# why)
+# A pull ends by its own deadline; if it has not, the leg fails this much later (TRANSFER_TIMEOUT_S
+# says why).
 PULL_GRACE_S = 0.25
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
@@ -99,7 +99,7 @@ class VllmEngine:
         self._process = LlmProcess()
         self._control: ControlServer | None = None
         self._view = SchedulerView()
-        self._names = BlockNames(0, config.block_size)  # capacity is known with the cache's size
+        self._names = BlockNames(0, config.block_size)  # capacity is known when the cache is
         self._tiers: TierClient | None = None
         self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None
@@ -110,7 +110,7 @@ class VllmEngine:
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
         self._num_connections: dict[int, int] = {}  # of KV, by rank
-        self._working: dict[int, Working] = {}  # last word, by rank
+        self._working: dict[int, Working] = {}  # last report, by rank
         self._is_stopping = False
 
     # -- life -------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ class VllmEngine:
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
-        """Of the blocks that need not be computed; the last token always is.
+        """The names of the blocks that need not be computed; the last token always is.
 
-        Asked for though the engine seems to hold all: what its events say may be evicted by the
+        All are asked for, even if the engine seems to hold them: it may have evicted some by the
         time of the step.
         """
         if self._tiers is None or not job.cache_salt:
@@ -295,7 +295,7 @@ class VllmEngine:
             yield batch
 
     async def ping(self) -> None:
-        """A question that the engine's process answers between two steps."""
+        """Ask the engine's process, which answers between two steps."""
         if not await self._process.is_alive():
             self._die("vLLM's engine process died; its own log says why")
 
@@ -323,7 +323,7 @@ class VllmEngine:
         return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
-        """Everything was given back: called by tests when no job is left."""
+        """Everything was given back: tests call it when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
@@ -333,7 +333,7 @@ class VllmEngine:
     # -- one job ----------------------------------------------------------------------------------
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Without it the engine is not what the mesh takes it for."""
+        """Without this task the engine is not in the state that the mesh assumes."""
         return watched(work, name, lambda error: self._task_died(name, error))
 
     def _task_died(self, name: str, error: BaseException) -> None:
@@ -352,8 +352,8 @@ class VllmEngine:
         self._pull_ended(leg)
 
     def _pull_begun(self, leg: int) -> None:
-        """What comes before it, and after it, is bounded by the engine's own progress alone:
-        a step may take long.
+        """The engine's own progress bounds what comes before the pull and after it: a step
+        may take long.
         """
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S

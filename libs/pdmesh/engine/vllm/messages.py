@@ -1,10 +1,10 @@
-"""What the instance host and vLLM's worker processes tell each other, beside vLLM's own channels.
+"""The messages between the instance host and vLLM's worker processes, beside vLLM's own channels.
 
 vLLM starts its workers as children of the host, and the KV agent lives in the worker. Addresses,
-tickets closed, pulls and failures travel to the host, releases to the worker, over one unix socket
+closed tickets, pulls and failures travel to the host, releases to the worker, over one unix socket
 per rank in a private directory. A frame is a little-endian uint32 length and one msgpack array with
-a tag. The end of the connection is a fact for both: a worker whose host is gone exits, a host whose
-worker is gone fails.
+a tag. Both sides act on the end of the connection: a worker without its host exits, a host without
+one of its workers fails.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankTicketClosed(RankMessage):
 
 
 class Pulling(RankMessage):
-    """Worker: the leg's turn to pull its KV has come. Not sent where all blocks are cached."""
+    """Worker: the leg begins to pull its KV. Not sent if all blocks are cached."""
 
     rank: int
     leg: int
@@ -81,7 +81,7 @@ class Pulling(RankMessage):
 class Arrived(RankMessage):
     """Worker: the pulled KV is in its blocks; the leg waits for a place in a step.
 
-    Before Received, within a step too.
+    It comes before Received, within a step too.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class Received(RankMessage):
 
 
 class PullFailed(RankMessage):
-    """Worker: the leg's KV did not arrive; vLLM is told to fail the request with the next step."""
+    """Worker: the leg's KV did not arrive; vLLM fails the request with the next step."""
 
     rank: int
     leg: int
@@ -123,7 +123,7 @@ class Release(RankMessage):
 
 
 class FetchToPool(RankMessage):
-    """Host: pin what of a prompt's blocks can be had from the tiers in time.
+    """Host: pin the blocks of a prompt that the tiers can provide in time.
 
     Answered by Fetched.
     """
@@ -137,8 +137,9 @@ class FetchToPool(RankMessage):
 
 
 class Holders(RankMessage):
-    """Host: who holds blocks of the leg's prompt, as (instance, incarnation, addresses,
-    first, count).
+    """Host: which peers hold blocks of the leg's prompt.
+
+    Each is (instance, incarnation, addresses, first, count).
     """
 
     leg: int
@@ -146,20 +147,21 @@ class Holders(RankMessage):
 
 
 class ForgetLease(RankMessage):
-    """Host: the leg's lease will not be used; no Fetched need follow."""
+    """Host: the leg's lease will not be used; Fetched may not follow."""
 
     leg: int
 
 
 class Pin(RankMessage):
-    """Host: evict no block of these prefixes, in place of those of the last Pin. (owner,
-    until in unix seconds, names).
+    """Host: evict no block of these prefixes; they replace those of the last Pin.
+
+    Each is (owner, until in unix seconds, names).
     """
 
     prefixes: list[tuple[bytes, float, list[bytes]]]
 
 
-TierOrder = FetchToPool | Holders | ForgetLease | Pin  # what the host asks of the tiers of a worker
+TierOrder = FetchToPool | Holders | ForgetLease | Pin  # what the host asks of a worker's tiers
 
 
 class Fetched(RankMessage):
@@ -172,7 +174,7 @@ class Fetched(RankMessage):
 
 
 class TierNews(RankMessage):
-    """Worker: what its tiers did since the last news. See `kv.tiers.report`."""
+    """Worker: what its tiers did since the last report. See `kv.tiers.report`."""
 
     rank: int
     counts: list[tuple[str, str, int]]  # tier, event, blocks
@@ -186,7 +188,7 @@ class TierNews(RankMessage):
 
 
 class Open(RankMessage):
-    """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on.
+    """Host: a per-layer prefill is about to run; its ticket may be pulled from now on.
 
     Answered by Opened.
     """
@@ -208,7 +210,7 @@ class Join(RankMessage):
 
 
 class ProbePeer(RankMessage):
-    """Host: pull a probe from those of the peer's ranks that KV would come from.
+    """Host: pull a probe from the peer's ranks that KV would come from.
 
     Answered by Probed.
     """
@@ -221,9 +223,7 @@ class ProbePeer(RankMessage):
 
 
 class Probed(RankMessage):
-    """Worker: what came of a Probe; `reason` is empty if every rank that was asked answered
-    rightly.
-    """
+    """Worker: the result of a probe; `reason` is empty if every rank answered rightly."""
 
     rank: int
     check_id: int
@@ -241,7 +241,7 @@ class Connections(RankMessage):
 class Working(RankMessage):
     """Worker: it computes.
 
-    Sent within a step and at its beginning, a few times a second at most.
+    Sent at the beginning of a step and within it, a few times a second at most.
     """
 
     rank: int
@@ -315,7 +315,7 @@ def decode_to_host(frame: bytes) -> ToHost:
 
 
 class WorkerControl:
-    """The worker's end: send from any thread, receive on one of its own."""
+    """The worker's end: sends from any thread, receives on one of its own."""
 
     def __init__(
         self, path: str, on_message: Callable[[ToWorker], None], on_closed: Callable[[], None]
@@ -328,7 +328,9 @@ class WorkerControl:
         threading.Thread(target=self._receive, name="pdmesh-control", daemon=True).start()
 
     def send(self, message: RankMessage) -> None:
-        """Blocks while the host does not read: a frozen host stops its worker, not the memory."""
+        """Blocks while the host does not read: a frozen host stops its worker and fills no
+        memory.
+        """
         try:
             with self._lock:
                 self._socket.sendall(encode_frame(message))
@@ -352,4 +354,4 @@ class WorkerControl:
         except Exception:
             log.exception("vllm.control.died")
         if not self._is_closing:
-            self._on_closed()  # whatever ended it: what the host says is not heard any more
+            self._on_closed()  # in any case: the host's messages no longer arrive

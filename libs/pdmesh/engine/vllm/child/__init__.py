@@ -1,1 +1,1 @@
-"""Starting vLLM: what is checked before, its first thread and its last process."""
+"""Starting vLLM: the checks before it, its first thread and its last process."""

@@ -1,8 +1,8 @@
-"""The main module of vLLM's child processes: ends them when their parent is gone.
+"""The main module of vLLM's child processes: it ends them when their parent is gone.
 
-A spawned child imports its parent's main module first. Given this one instead, it skips the
-service's imports (2 s) and is guarded from its first moment: vLLM itself waits for a dead parent
-for minutes while starting.
+A spawned child imports its parent's main module first. With this module in its place, the child
+skips the service's imports (2 s) and is guarded from its first moment. vLLM itself may wait for
+minutes for a dead parent while it starts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ POLL_S = 0.5
 
 
 def _guard(host: int, parent: int) -> None:
-    """A poll, since no portable call waits for the end of a process that is not a child.
+    """Poll: no portable call waits for the end of a process that is not a child.
 
-    The parent alone would not do: it may be gone before this process reads who it was.
+    The parent's pid alone is not enough: the parent may die before this process reads it.
     """
     while os.getppid() == parent and _is_alive(host):
         time.sleep(POLL_S)

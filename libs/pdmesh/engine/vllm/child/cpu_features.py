@@ -1,8 +1,7 @@
-"""What a processor cannot do, or only slowly, read from its flags before vLLM's child finds it out
-and dies of it.
+"""What a processor cannot do, or only slowly, by its flags, before vLLM's child dies of it.
 
-Everything here is text in and text out. A machine whose flags cannot be read is not refused
-anything: vLLM will say.
+Everything here is text in and text out. A machine whose flags cannot be read is refused nothing;
+vLLM reports what is wrong.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 CPUINFO: Final = Path("/proc/cpuinfo")
-# What torch means by AVX-512, and so vLLM.
+# The flags that torch, and so vLLM, means by AVX-512.
 _AVX512: Final = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq"})
 _AMX: Final = "amx_tile"
-_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one is Arm's
+_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's
 
 
 def flags_of(cpuinfo: str) -> frozenset[str]:
@@ -26,7 +25,7 @@ def flags_of(cpuinfo: str) -> frozenset[str]:
 
 
 def own_flags() -> frozenset[str]:
-    """This machine's; none where they cannot be read."""
+    """This machine's flags; none if they cannot be read."""
     try:
         return flags_of(CPUINFO.read_text())
     except OSError:
@@ -34,8 +33,8 @@ def own_flags() -> frozenset[str]:
 
 
 def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
-    """Why this processor cannot keep KV so, in one line; empty where it can, or where nothing
-    is known of it.
+    """Why this processor cannot store KV in this format, in one line; empty if it can or if
+    nothing is known.
     """
     if not flags or not kv_cache_dtype.startswith("fp8") or _AMX in flags or flags >= _AVX512:
         return ""
@@ -46,7 +45,7 @@ def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
 
 
 def slow_for(dtype: str, flags: frozenset[str]) -> str:
-    """Why this processor computes slowly in `dtype`, in one line; empty where it does not."""
+    """Why this processor computes slowly in `dtype`, in one line; empty if it does not."""
     if not flags or dtype not in ("bfloat16", "auto") or flags & _BF16:
         return ""
     return (

@@ -1,8 +1,7 @@
-"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, and ended for
-sure.
+"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, always ended.
 
-A start that is given up has a thread that cannot be cancelled and children not known yet; both are
-gone when `stop` returns, or it has waited for as long as it may.
+A cancelled start leaves a thread that cannot be cancelled and children that are not known yet. Both
+are gone when `stop` returns, unless its waiting time ran out first.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 STOP_TIMEOUT_S = 15.0
-BUILD_STOP_S = 8.0  # for a start that is given up; who stops the process waits longer than that
+# for a cancelled start; the caller that stops the process waits longer than that
+BUILD_STOP_S = 8.0
 
 
 class LlmProcess:
-    """One AsyncLLM. Not to be started twice, nor after `stop`."""
+    """One AsyncLLM. It is started once, and never after `stop`."""
 
     def __init__(self) -> None:
         self._llm: AsyncLLM | None = None
@@ -35,7 +35,7 @@ class LlmProcess:
     async def start(
         self, arguments: dict[str, Any], view: SchedulerView, timeout_s: float
     ) -> AsyncLLM:
-        """Raises EngineFailed with vLLM's own cause, or when it takes longer."""
+        """Raises EngineFailed with vLLM's own cause, or when the start takes too long."""
         work = asyncio.to_thread(build, arguments, view, lambda: not self._is_stopping)
         self._building = asyncio.ensure_future(work)
         llm: AsyncLLM = await with_progress("vllm.loading", self._building, timeout_s)
@@ -43,7 +43,7 @@ class LlmProcess:
         return llm
 
     async def is_alive(self) -> bool:
-        """Asked of vLLM's engine process, which answers between two steps.
+        """Asks vLLM's engine process, which answers between two steps.
 
         True before the start and after the end.
         """
@@ -70,11 +70,10 @@ class LlmProcess:
         self._llm = None
 
     async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
-        """vLLM was still starting: its processes would go on, and the thread that waits for them
-        too.
+        """End a start under way, with its processes and the thread that waits for them.
 
-        The process may live on, so no process may be started behind our back: wait for the thread,
-        for a bounded time.
+        The build may start another process at any moment, so wait for its thread, for a bounded
+        time.
         """
         until = time.monotonic() + BUILD_STOP_S
         while not building.done() and time.monotonic() < until:

@@ -1,6 +1,4 @@
-"""What can be known to be wrong before vLLM spends half a minute on it and hides the cause in
-its child's log.
-"""
+"""Checks before vLLM spends half a minute on an error and hides the cause in its child's log."""
 
 from __future__ import annotations
 
@@ -15,24 +13,25 @@ from pdmesh.errors import EngineFailed
 log = structlog.get_logger(__name__)
 
 RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, in the worker alone
-_DTYPE_BYTES = {"float32": 4}  # others: as stored
+_DTYPE_BYTES = {"float32": 4}  # all others: as stored
 
 
 def weight_bytes(model_dir: Path) -> int:
-    """Size of the weight files, which hold 2 bytes per parameter nearly always."""
+    """The size of the weight files, which nearly always hold 2 bytes per parameter."""
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
 def needed_bytes(config: VllmConfig, weights: int) -> int:
-    """About how much memory a CPU worker takes; arenas are committed as they are used, so not
-    counted.
+    """Roughly how much memory a CPU worker takes.
+
+    Arenas do not count: their memory is committed as it is used.
     """
     loaded = weights * _DTYPE_BYTES.get(config.effective_dtype, 2) // 2
     return loaded + config.kv_cache_bytes + RUNTIME_BYTES
 
 
 def available_bytes(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo, None where it does not say."""
+    """MemAvailable of /proc/meminfo; None if there is none."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -40,9 +39,7 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: VllmConfig) -> None:
-    """Raises EngineFailed if a CPU worker would certainly not fit; a GPU's memory vLLM checks
-    itself.
-    """
+    """Raises EngineFailed if a CPU worker cannot fit. vLLM itself checks a GPU's memory."""
     if config.device != "cpu":
         return
     try:
@@ -60,8 +57,9 @@ def check_memory(config: VllmConfig) -> None:
 
 
 def check_processor(config: VllmConfig) -> None:
-    """Raises EngineFailed for what this processor cannot do, and logs what it does slowly; a
-    GPU is vLLM's to judge.
+    """Raises EngineFailed for what this processor cannot do; logs what it does slowly.
+
+    A GPU is left to vLLM.
     """
     if config.device != "cpu":
         return

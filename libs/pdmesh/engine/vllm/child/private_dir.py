@@ -1,5 +1,5 @@
-"""The directory of an engine's sockets: ours alone, with a short path, and swept when its
-owner was killed.
+"""The directory of an engine's sockets: private, with a short path, swept if its owner was
+killed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = (
-    "pdmesh-vllm-"  # then the owner's pid; a unix socket's path has room for about 100 characters
-)
+_PREFIX = "pdmesh-vllm-"  # then the owner's pid; a unix socket's path holds about 100 characters
 
 
 def make_private_dir(parent: Path | None = None) -> Path:
     """A new directory with mode 0700. Removes those of ours whose process is gone."""
     parent = parent or Path(tempfile.gettempdir())
     for left in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+        with contextlib.suppress(OSError):  # another user's, or already removed
             if left.stat().st_uid == os.getuid() and not _is_owned(left):
                 shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))

@@ -1,6 +1,4 @@
-"""Starting vLLM within the host's process: import it, build its engine, and say meanwhile
-that it goes on.
-"""
+"""Starts vLLM in the host's process: imports it, builds its engine, and logs progress meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PROGRESS_EVERY_S = 5.0
 
 
 async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
-    """Await `work` (any awaitable, its own result), with a log line every few seconds."""
+    """Await `work` (Any: its own result), with a log line every few seconds."""
     task, started = asyncio.ensure_future(work), time.monotonic()
     while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
         waited = time.monotonic() - started
@@ -38,7 +36,7 @@ async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
 
 
 def vllm_version() -> str:
-    """Import vLLM. Raises EngineFailed with the remedy if that does not work."""
+    """Import vLLM. Raises EngineFailed with the remedy if that fails."""
     try:
         import vllm.v1.engine.async_llm  # the slow part; later imports find it done
     except ImportError as error:
@@ -57,7 +55,8 @@ def build(
 ) -> AsyncLLM:
     """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause.
 
-    Starts none once it is no longer wanted: a thread cannot be cancelled.
+    A thread cannot be cancelled, so it checks before it starts a process whether it is still
+    wanted.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -77,7 +76,7 @@ def build(
 
 @contextlib.contextmanager
 def guarded_children() -> Iterator[None]:
-    """Children spawned meanwhile import `child_main` as their main module, not the service's."""
+    """Children spawned within import `child_main` as their main module, not the service's."""
     os.environ[child_main.HOST_PID] = str(os.getpid())
     main = sys.modules["__main__"]
     spec, file = main.__spec__, main.__dict__.pop("__file__", None)

@@ -1,8 +1,7 @@
-"""vLLM's side of the hand-off: a `KVConnectorBase_V1` that forwards to the planner and the worker
-half.
+"""vLLM's side of the hand-over: a `KVConnectorBase_V1` that forwards to the planner and the worker.
 
-Nothing is decided here. vLLM loads this class by `kv_connector_module_path`, once in its scheduler
-and once in each worker. All requests without our `kv_transfer_params` pass untouched.
+It decides nothing. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and
+once in each worker. A request without our `kv_transfer_params` passes untouched.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
         if external == 0 and self._tiers is not None:
-            # Loaded within the step: the bytes are in this machine's memory by now.
+            # Loaded within the step: the bytes are already in this machine's memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
         return external, external is None or external > 0
@@ -138,7 +137,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks go back at once: a hand-off has been gathered in the step that computed it."""
+        """Blocks go back at once: KV to hand over was gathered in the step that computed it."""
         self.planner.finished(request.request_id)
         if self._tiers is not None:
             self._tiers.finished(request.request_id)
@@ -147,7 +146,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """First tokens come with, or before, the news that their requests' KV is there."""
+        """First tokens come with, or before, the report that their requests' KV is there."""
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, FirstTokens):
             for leg, token_id in news.by_leg.items():

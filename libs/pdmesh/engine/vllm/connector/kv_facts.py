@@ -1,7 +1,4 @@
-"""What vLLM decided about the KV it computes and stores: how, number format, scales, heads.
-
-Read from its own configuration.
-"""
+"""How vLLM computes and stores KV: number format, scales, heads. Read from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from pdmesh.engine.vllm.model.fingerprint import digest
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
-# How positions are turned does not depend on the longest one that may come.
+# These turn positions independently of the longest position.
 _ANY_LENGTH: Final = frozenset({"default", "linear", "llama3"})
-_BY_LENGTH: Final = ("llama4",)  # models whose attention is tuned by it
+_BY_LENGTH: Final = ("llama4",)  # models whose attention depends on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +24,11 @@ class KvFacts:
     scales: str
     num_heads: int  # kv heads of the whole model
     computed: str  # digest of what decides the numbers, beside the model's files
-    backends: str  # names of the attention kernels, whose own an opaque block's inside is
+    backends: str  # names of the attention kernels, which lay out the inside of an opaque block
 
 
 def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
-    """Once the weights are loaded, which may bring scales.
+    """Call it when the weights are loaded, since they may bring scales.
 
     Any: vLLM's configuration is no stable type.
     """
@@ -52,8 +49,9 @@ def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
 
 
 def how_computed(vllm_config: Any) -> list[str]:
-    """What vLLM made of the model's configuration and its own: equal weights give other KV if
-    any of it differs.
+    """What vLLM made of its configuration and the model's.
+
+    If any of it differs, equal weights give different KV.
     """
     model = vllm_config.model_config
     text = model.hf_text_config
@@ -73,7 +71,7 @@ def how_computed(vllm_config: Any) -> list[str]:
 def length_decides(model_type: str, rope: object) -> bool:
     """Whether `max_model_len` changes the KV of a prompt that is shorter.
 
-    Kinds of rope that are not known do, to be sure.
+    Unknown kinds of rope count as if they did, to be safe.
     """
     return model_type.startswith(_BY_LENGTH) or not _rope_types(rope) <= _ANY_LENGTH
 
@@ -103,8 +101,8 @@ def kv_dtype(stored: str, computed: str) -> str:
 def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
     """How the stored numbers are scaled.
 
-    `values` are each layer's of K and of V, where one is for all its numbers: they come with the
-    checkpoint, so both sides have them and need to be sure only that they are the same.
+    `values` are each layer's scales of K and V, if one scale holds for all numbers. They come with
+    the checkpoint, so both sides have them and only compare them.
     """
     if stored.endswith("_per_token_head"):
         return BESIDE

@@ -1,3 +1,3 @@
-"""In the instance's process: the jobs, what vLLM's outputs and workers mean for them, and what the
-host reads.
+"""In the instance's process: the jobs, the meaning of vLLM's outputs and workers, the host's
+view.
 """

@@ -25,7 +25,7 @@ _CLOSE_S = 1.0
 
 
 class WorkerLost(Exception):
-    """A worker closed its connection, or said something that is no message."""
+    """A worker closed its connection, or sent something that is no message."""
 
 
 class ControlServer:
@@ -42,11 +42,14 @@ class ControlServer:
         self.ready: asyncio.Future[list[RankHello]] = asyncio.get_running_loop().create_future()
 
     async def listen(self, path: Path) -> None:
-        """`path` lies in a directory that is ours alone. Raises OSError if it cannot be bound."""
+        """`path` lies in a private directory. Raises OSError if it cannot be bound."""
         self._server = await asyncio.start_unix_server(self._serve, str(path))
 
     def broadcast(self, message: RankMessage) -> None:
-        """To every rank. Small and rare, so the write buffer needs no bound of its own."""
+        """To every rank.
+
+        Messages are small and rare, so the write buffer needs no bound of its own.
+        """
         frame = encode_frame(message)
         for writer in self._writers.values():
             writer.write(frame)

@@ -1,5 +1,6 @@
-"""What a started vLLM is to the mesh: of its workers' greetings, the endpoint of its tickets
-and the `EngineInfo` of its host.
+"""Describes a started vLLM to the mesh: the endpoint of its tickets and its `EngineInfo`.
+
+Both are made from its workers' greetings.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pdmesh.errors import EngineFailed
 def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
     """`block_size` is vLLM's own, in tokens.
 
-    Raises EngineFailed if it is not ours, or the ranks differ.
+    Raises EngineFailed if it is not ours, or if the ranks differ.
     """
     first = hellos[0]
     if block_size != config.block_size:

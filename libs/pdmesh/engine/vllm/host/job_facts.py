@@ -1,6 +1,4 @@
-"""What is told of a vLLM engine's jobs, and what is done about it, beside the outputs that
-the host sees.
-"""
+"""The facts about a vLLM engine's jobs and the effects on it, beside the outputs for the host."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from pdmesh.engine.vllm.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """vLLM drew tokens for a leg; `error` says that it failed the request instead."""
+    """vLLM drew tokens for a leg; if `error` is set, it failed the request instead."""
 
     leg: int
     token_ids: Sequence[int]

@@ -1,9 +1,9 @@
 """The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
 
-Facts about one job arrive on two ways, tokens through vLLM and KV through the control socket, in
-any order. This decides the one order the host sees: a ticket is announced when every rank has
-staged, tokens of a decode come after its KV, and a reserved range is given back when every rank is
-done with it.
+Facts about a job come in two ways, tokens through vLLM and KV through the control socket, in any
+order. This module decides the one order that the host sees: a ticket is announced when every rank
+has staged, a decode's tokens come after its KV, and a reserved range is given back when every rank
+is done with it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class _Taking:
     """A decode, from its start until it has ended and its landing range is clear on all ranks."""
 
     job: DecodeJob
-    pulling: set[int] = field(default_factory=set)  # ranks whose turn has come
-    arrived: set[int] = field(default_factory=set)  # ranks that have all of it
+    pulling: set[int] = field(default_factory=set)  # ranks that have begun to pull
+    arrived: set[int] = field(default_factory=set)  # ranks that have all bytes
     received: dict[int, Received] = field(default_factory=dict)
     held: list[Drawn] = field(default_factory=list)
     cleared: set[int] = field(default_factory=set)
@@ -104,9 +104,7 @@ class _Local:
 
 
 class Jobs:
-    """`handle` takes a fact and returns what follows; starts and aborts are commands of the
-    host.
-    """
+    """`handle` takes a fact and returns what follows; the host commands starts and aborts."""
 
     def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
         self._endpoint, self._num_ranks = endpoint, num_ranks
@@ -135,8 +133,8 @@ class Jobs:
             self._whole.start(job)
 
     def decode(self, job: DecodeJob) -> list[Effect]:
-        """Effects only for a ticket whose KV does not fit this engine: the leg is over before
-        it began.
+        """Effects only for a ticket whose KV does not fit this engine: the leg ends before it
+        began.
         """
         ours, ticket = self._endpoint, job.ticket
         why = kv_format.difference(
@@ -168,7 +166,7 @@ class Jobs:
         return effects
 
     def abort(self, leg: int) -> list[Effect]:
-        """The host wants nothing more of the leg, its ticket included."""
+        """The host no longer wants the leg, nor its ticket."""
         if self._per_layer.owns(leg):
             return self._per_layer.abort(leg)
         if (local := self._local.pop(leg, None)) is not None:
@@ -189,13 +187,11 @@ class Jobs:
         return taking is not None and taking.job.first_token is None and not taking.is_over
 
     def pull_deadline_s(self, leg: int) -> float:
-        """How long the pull of a leg may take from its turn on, that `KvPulling` tells of."""
+        """How long the pull of a leg may take once it begins, as reported by `KvPulling`."""
         return self._taking[leg].job.deadline_s
 
     def overdue(self, leg: int) -> list[Effect]:
-        """The deadline of the leg's pull is over, and its workers have not said what became
-        of it.
-        """
+        """The deadline of the leg's pull is over, and its workers have not reported its end."""
         taking = self._taking.get(leg)
         if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
             return []

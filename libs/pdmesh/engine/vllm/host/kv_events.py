@@ -1,9 +1,9 @@
-"""vLLM's prefix-cache events, told in mesh hashes (S80).
+"""vLLM's prefix-cache events, translated to mesh hashes (S80).
 
-vLLM names blocks by its own hashes and publishes their tokens and parent; the mesh's hash is
+vLLM names blocks by its own hashes and publishes their tokens and parent. The mesh's hash is
 computed from the same tokens under the root that came as the job's cache salt. Blocks without a
 salt have no name in the mesh. Events are hints: after a gap any block may have been removed, so the
-view starts again with nothing; names stay known, as parents of what comes.
+view starts again empty. Names stay known, as parents of later blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pdmesh.engine.base import BlocksChanged
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """As vLLM publishes it; fields unknown here are skipped."""
+    """As vLLM publishes it; unknown fields are skipped."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
     token_ids: list[int]
     block_size: int
-    extra_keys: list[list[Any] | None] | None = None  # any: vLLM mixes strings, pairs and bytes
+    extra_keys: list[list[Any] | None] | None = None  # Any: vLLM mixes strings, pairs and bytes
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
@@ -61,7 +61,7 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 class BlockNames:
     """From vLLM's block hashes to the mesh's.
 
-    `capacity` bounds what is remembered, least recent first out.
+    `capacity` bounds what is remembered; the least recent goes first.
     """
 
     capacity: int
@@ -73,7 +73,7 @@ class BlockNames:
     _next_sequence: int | None = None
 
     def handle(self, sequence: int, events: Sequence[CacheEvent]) -> BlocksChanged | None:
-        """What one published batch changes, None if nothing that has a name in the mesh."""
+        """What one published batch changes; None if nothing in it has a name in the mesh."""
         is_cleared = self._next_sequence is not None and sequence != self._next_sequence
         if is_cleared:
             self._held.clear()
@@ -98,9 +98,7 @@ class BlockNames:
         return None
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix of `names` that the engine holds, as far as its events
-        have told.
-        """
+        """Blocks of the longest prefix of `names` that the engine holds, by its events so far."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def _store(self, event: BlockStored) -> None:
@@ -170,7 +168,7 @@ async def read_events(
             changed = names.handle(int.from_bytes(sequence, "big"), decode_batch(payload))
             if changed:
                 emit(changed)
-            await asyncio.sleep(0)  # a burst of events must not hold up tokens
+            await asyncio.sleep(0)  # a burst of events must not delay tokens
     finally:
         subscriber.close(linger=0)
         context.term()

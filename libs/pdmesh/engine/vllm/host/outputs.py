@@ -1,6 +1,6 @@
-"""What the host reads: outputs collected until it asks, one batch per turn of the event loop.
+"""What the host reads: outputs, collected until it asks, one batch per turn of the event loop.
 
-vLLM hands the tokens of one step to all waiting jobs in the same turn, so a batch is a step.
+vLLM delivers the tokens of one step to all waiting jobs in the same turn, so a batch is a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdmesh.errors import EngineFailed
 
 
 class OutputQueue:
-    """Bounded by the host's admission: what is in it belongs to admitted legs."""
+    """Bounded by the host's admission: it holds outputs of admitted legs only."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -36,9 +36,9 @@ class OutputQueue:
             self._changed.set()
 
     def drop(self, leg: int) -> None:
-        """Forget what is not read yet of an aborted leg, save what gives its ranges back.
+        """Forget the unread outputs of an aborted leg, except what gives its ranges back.
 
-        The end of a prefill is among that: a job that had ended has no `TicketClosed` to come.
+        The end of a prefill is such an output: a job that had ended gets no `TicketClosed`.
         """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 

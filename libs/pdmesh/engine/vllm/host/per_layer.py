@@ -1,9 +1,8 @@
-"""Prefills of one vLLM engine whose KV is handed on per layer: their tickets live beside them, not
-after them.
+"""Prefills of one vLLM engine whose KV is handed on per layer: tickets live beside them.
 
-A ticket is announced when every rank has opened it, and may be closed, its KV taken, before the
-prompt's token 1 is read here. The host hears `TicketClosed` once for each that it was told of or
-that it aborted, whatever came of the job.
+A ticket is announced when every rank has opened it. It may be closed, with its KV taken, before the
+prompt's token 1 is read here. The host gets `TicketClosed` once for each ticket that was announced
+or aborted, however the job ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Streaming:
     ended: dict[int, str] = field(default_factory=dict)  # rank -> reason
     is_announced: bool = False
     has_drawn: bool = False
-    is_over: bool = False  # the host has the job's last word, or has aborted it
+    is_over: bool = False  # the host has the job's last output, or has aborted it
 
 
 class PerLayerPrefills:
@@ -72,13 +71,13 @@ class PerLayerPrefills:
         return effects + self._end(streaming)
 
     def refused(self, leg: int, message: str) -> list[Effect]:
-        """vLLM never took the request; the ticket may be open all the same."""
+        """vLLM never took the request; the ticket may be open nonetheless."""
         streaming = self._by_leg[leg]
         failed = [] if streaming.is_over else [Failed(leg, "ENGINE_FAILED", message)]
         return [*failed, *self._end(streaming)]
 
     def drawn(self, drawn: Drawn) -> list[Effect]:
-        """Token 1, or that vLLM failed the request."""
+        """Token 1, or vLLM failed the request."""
         streaming = self._by_leg[drawn.leg]
         if streaming.is_over:
             return []
@@ -129,7 +128,7 @@ class PerLayerPrefills:
         return [TicketOpened(streaming.job.leg, streaming.ticket)]
 
     def _end(self, streaming: _Streaming) -> list[Effect]:
-        """The KV is no longer wanted: each rank closes the ticket unless it has already."""
+        """The KV is no longer wanted: each rank closes the ticket if it has not yet."""
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks

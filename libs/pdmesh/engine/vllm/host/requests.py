@@ -1,8 +1,8 @@
-"""The legs' requests in vLLM: each is begun once the tiers have what they can, read by a task of
-its own, and aborted on demand.
+"""The legs' requests in vLLM: begun when the tiers have answered, read by a task, aborted on
+demand.
 
-What the outputs mean is `Jobs`'s to decide. A request that vLLM did not take ends alone; one whose
-task dies after that ends the engine, since it is unknown what has become of it.
+`Jobs` decides what the outputs mean. If vLLM does not take a request, only that request ends. If a
+request's task fails later, the engine ends, since the state of the request is unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Reader:
-    """One vLLM request; `request_id` is vLLM's own name of it, empty until vLLM has taken it."""
+    """One vLLM request; `request_id` is vLLM's name of it, empty until vLLM has taken it."""
 
     leg: int
     num_logprobs: int | None
@@ -40,9 +40,9 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvents:
-    """Whom the requests tell.
+    """What the requests report to.
 
-    `refused`: vLLM never took it, and why. `ended` is the last word about a leg.
+    `refused`: vLLM never took it, and why. `ended` is the last call about a leg.
     """
 
     drawn: Callable[[Drawn], None]
@@ -86,7 +86,7 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes] = (),
     ) -> None:
-        """`names` are of blocks to be had from the tiers, if they can."""
+        """`names` are of the blocks that the tiers should provide, if they can."""
         reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
@@ -96,7 +96,7 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM; its task ends with the output that says so."""
+        """Abort the request in vLLM; its task ends with the output that reports it."""
         reader = self._readers.get(leg)
         if reader is None:
             return
@@ -128,10 +128,10 @@ class Requests:
         await self._read(reader, prompt, params, cache_salt)
 
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
-        """Pass the request's outputs on. `params` is vLLM's own type, imported late.
+        """Forward the request's outputs. `params` is vLLM's own type, imported late.
 
-        Never cancelled by an abort: a request that vLLM took must be aborted there, and it is taken
-        somewhere inside `add_request`.
+        An abort never cancels it: a request that vLLM took must be aborted there, and `add_request`
+        takes it at some point inside.
         """
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError

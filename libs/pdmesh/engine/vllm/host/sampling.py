@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import Logprob
 
-# In `extra_args`: tokens of the answer that were drawn before the request.
+# In `extra_args`: how many tokens of the answer were drawn before this request.
 NUM_DRAWN: Final = "pdmesh_num_drawn"
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -21,9 +21,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 def sampling_params(
     sampling: Sampling, max_tokens: int, kv_transfer_params: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """vLLM gets no tokenizer, so ending is by token ids alone, and it must not turn ids into
-    text.
-    """
+    """vLLM gets no tokenizer: token ids alone end a request, and no id is turned into text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -39,7 +37,7 @@ def sampling_params(
         top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
         seed=honoured(sampling.seed),
         stop_token_ids=list(stops),
-        ignore_eos=True,  # the job's stop tokens hold the EOS tokens
+        ignore_eos=True,  # the job's stop tokens include the EOS tokens
         logprobs=sampling.num_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -50,15 +48,15 @@ def sampling_params(
 def honoured(seed: int | None) -> int | None:
     """vLLM takes -1 for no seed.
 
-    The largest one stands in for it, which no choice of a request has (`check_choices`).
+    The largest seed stands in for it; no choice of a request has that one (`check_choices`).
     """
     return _LARGEST_SEED if seed == -1 else seed
 
 
 def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
-    """What one streamed output says.
+    """The meaning of one streamed output.
 
-    A finish reason unknown to the mesh means that vLLM failed it.
+    A finish reason that the mesh does not know means that vLLM failed the request.
     """
     completion = output.outputs[0]
     reason = completion.finish_reason
@@ -79,8 +77,8 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
 def token_logprobs(
     tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Per token its log probability and the `num_top` likeliest; vLLM gives one more if it
-    drew another.
+    """Per token its log probability and the `num_top` likeliest; vLLM adds one if it drew
+    another.
     """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):

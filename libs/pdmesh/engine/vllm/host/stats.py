@@ -1,5 +1,5 @@
-"""What vLLM's scheduler counts, as last heard: free blocks for placement, token sources for
-the tests.
+"""vLLM's scheduler counters, as last reported: free blocks for placement, token sources for
+tests.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SchedulerView:
             self.num_prompt_tokens_pulled += sources.external_kv_transfer
 
     def logger_factory(self) -> Any:
-        """A class vLLM can instantiate per engine (any: its StatLoggerFactory), writing to
-        this view.
+        """A class that vLLM can instantiate per engine (Any: its StatLoggerFactory), which
+        writes to this view.
         """
         from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -1,6 +1,4 @@
-"""The host's half of the tiers: before vLLM gets a prompt, every rank is asked to pin what it
-can have of it in time.
-"""
+"""The host's half of the tiers: before vLLM gets a prompt, every rank pins what it can of it."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-MAX_NAMES: Final = 2048  # of one prompt; what is beyond is computed
-GRACE_S: Final = 0.25  # for a rank's answer to get here
+MAX_NAMES: Final = 2048  # of one prompt; the blocks beyond are computed
+GRACE_S: Final = 0.25  # for a rank's answer to arrive
 
 
 @dataclass(slots=True)
@@ -67,9 +65,7 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or
-        not in time.
-        """
+        """(leg, first, count) of a lease that all ranks hold; None if nothing is held in time."""
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
@@ -91,7 +87,7 @@ class TierClient:
         return (leg, first, count) if count else None
 
     async def _tell_holders(self, leg: int, names: Sequence[bytes], first: int) -> None:
-        """While the ranks look at home, ask who else has the blocks."""
+        """While the ranks look in their own tiers, ask which peers have the blocks."""
         if self._find is None:
             return
         holdings = await self._find(names, first)
@@ -113,12 +109,12 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The ranks look no longer than at home for an answer."""
+    """The search failed: the ranks stop waiting for its answer."""
     log.error("kv.tier.find_died", exc_info=error)
 
 
 def outputs_of(news: TierNews) -> list[Output]:
-    """What a rank's news are to the host."""
+    """A rank's news as outputs for the host."""
     outputs: list[Output] = []
     if news.stored or news.removed:
         changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)

@@ -1,8 +1,7 @@
-"""Prefills of one vLLM engine whose KV is handed on whole: a ticket is announced when every rank
-has staged, and closed after that.
+"""Prefills of one vLLM engine whose KV is handed on whole.
 
-What the ranks say and what vLLM drew come in any order; the prefill's end is announced once all
-agree on it.
+A ticket is announced when every rank has staged, and closed after that. The ranks' reports and
+vLLM's tokens come in any order; the prefill's end is announced when all agree.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _Handing:
     staged: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)  # rank -> reason
     failure: str = ""
-    is_announced: bool = False  # the host has seen a terminal output of the leg, or aborted it
+    is_announced: bool = False  # the host has a terminal output of the leg, or has aborted it
     is_aborted: bool = False
 
 
@@ -113,7 +112,7 @@ class WholePrefills:
     def _close(self, handing: _Handing) -> list[Effect]:
         job, drawn = handing.job, handing.drawn
         if drawn is None and not handing.is_aborted:
-            return []  # its last word is still under way
+            return []  # its last output is still to come
         self._forget(handing)
         if handing.is_announced:
             return [TicketClosed(job.ticket_id, worst(handing.ended.values()))]

@@ -1,10 +1,10 @@
-"""SHA-256 of files, computed once: what was computed lies in a folder of ours alone, and counts for
-the very file that was hashed.
+"""SHA-256 of files, computed once and cached in a private folder, for the very file that was
+hashed.
 
-That is one of the same device, inode, size, and times of content and of inode to the nanosecond;
-the last cannot be set, so a file that was replaced, or written in place, is hashed anew. A file
-that was changed a moment ago is not remembered, since another change might not show in its times.
-Whatever else is doubtful about the cache makes it no cache.
+That is a file of the same device, inode, size, and times of content and of inode, to the
+nanosecond. No program can set the last, so a file that was replaced or written in place is hashed
+again. A file that changed a moment ago is not remembered, since another change might not show in
+its times. A cache that is doubtful in any other way is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdmesh.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
 
-SETTLED_S: Final = 2.0  # file systems' times are that coarse at worst
+SETTLED_S: Final = 2.0  # the coarsest times of any file system
 PROGRESS_EVERY_S: Final = 5.0
 _LOCK_S: Final = 300.0  # longest wait for another process that hashes the same folder
 _MAX_THREADS: Final = 8
@@ -69,7 +69,7 @@ class FileDigest:
 
 
 def default_cache_dir() -> Path | None:
-    """None for a user without a home."""
+    """None if the user has no home."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -78,7 +78,7 @@ def default_cache_dir() -> Path | None:
 
 
 class FileDigests:
-    """Blocks: for threads other than the loop's. `stop` ends it from the loop."""
+    """Blocks: for other threads than the loop's. The loop ends it with `stop`."""
 
     def __init__(self, cache_dir: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._cache_dir, self._clock = cache_dir, clock
@@ -88,7 +88,7 @@ class FileDigests:
         self._is_stopped.set()
 
     def of(self, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
-        """Of files in a folder.
+        """The digests of files in a folder.
 
         Raises OSError, and EngineFailed when a file changes meanwhile, or after `stop`.
         """
@@ -134,7 +134,7 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _cache(self, folder: Path) -> Iterator[_Cache | None]:
-        """One process at a time hashes a folder; those that wait find what it has found."""
+        """One process at a time hashes a folder; the others wait and find the result."""
         cache = _Cache.open(self._cache_dir, folder) if self._cache_dir is not None else None
         if cache is None:
             yield None
@@ -145,7 +145,9 @@ class FileDigests:
             cache.close()
 
     def _has_lock(self, cache: _Cache, folder: Path) -> bool:
-        """False where there are no locks, and after `_LOCK_S`: the holder may be frozen."""
+        """False if there are no locks here, and after `_LOCK_S`: the process with the lock
+        may be frozen.
+        """
         ends = time.monotonic() + _LOCK_S
         try:
             while not cache.try_lock():
@@ -166,7 +168,7 @@ def changed(path: Path) -> EngineFailed:
 
 
 class _Progress:
-    """Says how far all threads are, now and then."""
+    """Logs how far all threads are, now and then."""
 
     def __init__(self, folder: str, total: int) -> None:
         self._folder, self._total, self._done = folder, total, 0
@@ -190,7 +192,7 @@ class _Cache:
 
     @classmethod
     def open(cls, cache_dir: Path, folder: Path) -> _Cache | None:
-        """None if the place cannot be made, or others may write there."""
+        """None if the folder cannot be made, or if others may write there."""
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
         try:
             cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -220,7 +222,7 @@ class _Cache:
         os.close(self._directory)
 
     def read(self) -> dict[str, FileDigest]:
-        """What can be trusted of it."""
+        """The entries that can be trusted."""
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             with os.fdopen(os.open(self._name, flags, dir_fd=self._directory), "rb") as file:
@@ -234,7 +236,7 @@ class _Cache:
         text = json.dumps({"version": _VERSION, "files": files})
         making = f"{self._name}.making"
         try:
-            with contextlib.suppress(FileNotFoundError):  # left by one that was killed
+            with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
                 os.unlink(making, dir_fd=self._directory)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(making, flags, 0o600, dir_fd=self._directory), "w") as file:
@@ -247,7 +249,7 @@ class _Cache:
     def _prune(self) -> None:
         """Forget the folders that were hashed longest ago.
 
-        A process that holds such a lock may then not be alone.
+        A process that holds the lock of one may then not be alone.
         """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:

@@ -1,9 +1,9 @@
-"""Digests of what decides the bytes of a KV block; `core.kv.layout.compatibility` makes one string
-of them.
+"""Digests of what decides the bytes of a KV block.
 
-The host binds the model's files and how it is run; the worker adds what vLLM made of its settings
-(`kv_facts`), and what its KV cache turned out to be, with the instruction set where blocks are
-opaque, because vLLM's CPU kernels pack K and V by it.
+`core.kv.layout.compatibility` makes one string of them. The host contributes the model's files and
+how the model is run. The worker adds what vLLM made of its settings (`kv_facts`), the layout of its
+KV cache, and the instruction set if blocks are opaque, because vLLM's CPU kernels pack K and V by
+it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ COMPUTATION_CHARS = 16
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A hex digest of the parts in their order; no two lists of parts share one by
-    concatenation.
-    """
+    """A hex digest of the parts in order; no two lists of parts give the same concatenation."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -29,7 +27,7 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def computation_digest(model: str, dtype: str, vllm_version: str) -> str:
-    """What the host knows of the KV's contents before the engine runs.
+    """What the host knows about the KV's contents before the engine runs.
 
     `model` is `ModelFiles.digest`.
     """
@@ -47,11 +45,11 @@ def cpu_kernels(cpuinfo: str) -> str:
 
 
 def machine_kernels(device: str) -> str:
-    """What decides the packing on this machine: the instruction sets of a CPU, nothing on a GPU."""
+    """What decides the packing on this machine: a CPU's instruction sets; nothing on a GPU."""
     if device != "cpu":
         return device
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
-        cpuinfo = ""  # not Linux: the machine's name has to do
+        cpuinfo = ""  # not Linux: use the machine's name
     return f"{platform.machine()} {cpu_kernels(cpuinfo)}"

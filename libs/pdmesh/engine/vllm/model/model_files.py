@@ -1,9 +1,8 @@
-"""Which model a folder holds: a digest of the content of all its files that decide what KV is made
-of.
+"""Which model a folder holds: a digest of all its files that decide the contents of KV.
 
-Two checkpoints of one layout differ in their weights alone, perhaps in one projection of one layer,
-so nothing less than all bytes tells them apart: under one digest the KV of one would answer for the
-other, in every tier and between instances.
+Two checkpoints of one layout may differ in one projection of one layer only, so nothing less than
+all bytes tells them apart. With an equal digest, one model's KV would be used for the other, in
+every tier and between instances.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from pdmesh.errors import EngineFailed
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
-# Files of JSON that say nothing of how KV is computed: text to tokens, how to draw, and what we
-# keep of a download.
+# JSON files that say nothing about how KV is computed: text to tokens, how to draw, and our own
+# notes about a download.
 _OF_TEXT: Final = (
     "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
     "preprocessor", "processor", "pdmesh-manifest",
@@ -34,8 +33,9 @@ _OF_TEXT: Final = (
 
 
 def decides_kv(name: str) -> bool:
-    """Weights, and what says how they are arranged, quantised and computed with; JSON that is
-    not known counts.
+    """Weights, and what says how they are arranged, quantised and computed with.
+
+    Unknown JSON counts.
     """
     suffix = PurePath(name).suffix
     if name.startswith("."):
@@ -46,8 +46,8 @@ def decides_kv(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     folder: Path
-    config: str  # of config.json: what it says, however it is written
-    files: Mapping[str, FileDigest]  # but config.json
+    config: str  # of config.json: its content, whatever its formatting
+    files: Mapping[str, FileDigest]  # all but config.json
 
     @property
     def digest(self) -> str:
@@ -55,7 +55,10 @@ class ModelFiles:
         return digest([self.config, *(f"{name}:{self.files[name].sha256}" for name in names)])
 
     def check_unchanged(self, digests: FileDigests) -> None:
-        """What was loaded since is what was hashed. Blocks. Raises EngineFailed: MODEL_CHANGED."""
+        """The files that were loaded are those that were hashed. Blocks.
+
+        Raises EngineFailed: MODEL_CHANGED.
+        """
         try:
             names = _names(self.folder)
             stamps = {name: Stamp.of((self.folder / name).stat()) for name in names}
@@ -76,9 +79,8 @@ def read_model(
 ) -> ModelFiles:
     """`known` are SHA-256 of files that were verified a moment ago.
 
-    Blocks while it hashes the rest.
-
-    Raises EngineFailed if the directory is not that of a Hugging Face model.
+    Blocks while it hashes the rest. Raises EngineFailed if the directory is not that of a Hugging
+    Face model.
     """
     known = known or {}
     try:

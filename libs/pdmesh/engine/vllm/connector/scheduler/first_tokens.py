@@ -1,10 +1,9 @@
-"""Token 1 of a request that vLLM was given before it was known (S48): put in its place before the
-request computes.
+"""Token 1 of a request that vLLM got before it was known (S48): set before the request computes.
 
-The scheduler holds such a request in WAITING_FOR_REMOTE_KVS with a stand-in as the last token of
-its prompt. Nothing has read it by then: cached prefixes end before the last token, blocks are named
-when they are computed, and the model gets the prompt with the first step. Only a block hash that
-includes the stand-in, if the prompt fills its last block, is made anew.
+The scheduler holds such a request in WAITING_FOR_REMOTE_KVS, with a stand-in as the last token of
+its prompt. Nothing has read the stand-in by then: cached prefixes end before the last token, blocks
+are named when they are computed, and the model gets the prompt with the first step. Only a block
+hash that includes the stand-in, if the prompt fills its last block, is computed again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-MAX_EARLY = 1024  # tokens that came before their request; more are dropped, and their legs time out
+# tokens that arrive before their request; more are dropped, and their legs time out
+MAX_EARLY = 1024
 
 
 class FirstTokens(KVConnectorWorkerMetadata):
@@ -32,7 +32,7 @@ class FirstTokens(KVConnectorWorkerMetadata):
 
 
 class EarlyRequests:
-    """Requests that wait for token 1, at the scheduler."""
+    """The requests at the scheduler that wait for token 1."""
 
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
@@ -40,7 +40,7 @@ class EarlyRequests:
         self._came_first: OrderedDict[int, int] = OrderedDict()
 
     def add(self, leg: int, request: Request) -> bool:
-        """True if its token is there already."""
+        """True if its token is already there."""
         token_id = self._came_first.pop(leg, None)
         if token_id is None:
             self._waiting[leg] = request
@@ -49,7 +49,7 @@ class EarlyRequests:
         return True
 
     def tell(self, leg: int, token_id: int) -> str | None:
-        """The key of the request that is complete now."""
+        """The key of the request that is now complete."""
         request = self._waiting.pop(leg, None)
         if request is not None:
             self._put(request, token_id)

@@ -1,10 +1,10 @@
-"""Which blocks a step must gather or receive for the mesh: the scheduler's half of the hand-off.
+"""Which blocks a step gathers or receives for the mesh: the scheduler's half of the hand-over.
 
-Decided from what the scheduler tells, step by step; the worker half carries the plan out in the
-same step. A prompt's blocks are gathered in the step that computes its last token, so that they may
-go back to the prefix cache at once. The blocks of a prompt that is handed on per layer are gathered
-in each step that fills some (S48). A request that ends before its turn is named in the plan, too.
-So the side that reserved bytes for it learns that nothing will touch them.
+It decides from what the scheduler reports, step by step; the worker half carries the plan out in
+the same step. A prompt's blocks are gathered in the step that computes its last token, so that they
+can go back to the prefix cache at once. If a prompt is handed on per layer, each step that fills
+blocks gathers them (S48). The plan also names a request that ends before its turn: then the side
+that reserved bytes for it learns that nothing will touch them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Store:
 class StorePart:
     """Gather the blocks that a step fills, each layer as soon as it is computed.
 
-    `is_last`: then the layer is ready.
+    `is_last`: the layer is then ready.
     """
 
     store: Store  # without its blocks
@@ -50,8 +50,8 @@ class StorePart:
 class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
-    `timeout_s` bounds the wait for its turn, and the pull from its turn on. What passes before a
-    step begins the load counts for neither.
+    `timeout_s` bounds the wait for its turn, and again the pull itself. The time before a step
+    begins the load counts for neither.
     """
 
     key: str  # the engine's own name of the request
@@ -60,10 +60,10 @@ class KvLoad:
     landing: ArenaRange
     timeout_s: float
     num_tokens: int
-    is_early: bool = False  # token 1 is not known yet: the request's last token stands in for it
+    is_early: bool = False  # token 1 is not known yet: the request's last token is a stand-in
     num_local_blocks: int = 0
     block_ids: tuple[int, ...] = ()
-    stall_s: float = math.inf  # of the sender's silence, once it has all of the bytes
+    stall_s: float = math.inf  # longest silence of the sender, once it has all of the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +71,22 @@ class Entered:
     """A loaded request computes its first tokens in this step."""
 
     leg: int
-    num_computed_tokens: int  # tokens of the prompt computed here, though they were to be pulled
+    # tokens of the prompt that are computed here although they were to be pulled
+    num_computed_tokens: int
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """For one engine step, in this order: drops, loads, entries; stores after the step's
-    forward.
-    """
+    """One engine step, in this order: drops, loads, entries; stores after the step's forward."""
 
     stores: list[Store] = field(default_factory=list)
     parts: list[StorePart] = field(default_factory=list)  # gathered within the forward
     loads: list[KvLoad] = field(default_factory=list)
     takes: list[KvLoad] = field(
         default_factory=list
-    )  # all blocks cached here: nothing but an ack to send
+    )  # all blocks are cached here: only an ack to send
     entered: list[Entered] = field(default_factory=list)
-    cancelled: list[KvLoad] = field(
-        default_factory=list
-    )  # started, and nobody waits for them any more
+    cancelled: list[KvLoad] = field(default_factory=list)  # started, and no longer waited for
     dropped_tickets: list[str] = field(default_factory=list)
     dropped_legs: list[int] = field(default_factory=list)
 
@@ -101,9 +98,7 @@ def store_params(
     lease_s: float,
     is_per_layer: bool = False,
 ) -> dict[str, Any]:
-    """The `kv_transfer_params` of a prefill whose KV is handed on; plain values, as vLLM
-    carries them.
-    """
+    """The `kv_transfer_params` of a prefill whose KV is handed on, as plain values for vLLM."""
     return {
         "pdmesh": STORE,
         "ticket_id": ticket_id,
@@ -178,7 +173,7 @@ class HandoffPlanner:
     def add(self, key: str, params: Mapping[str, Any], num_prompt_tokens: int) -> None:
         """A request arrived.
 
-        Requests that are not the mesh's to move have no "pdmesh" in `params`.
+        If `params` has no "pdmesh", the mesh does not move the request's KV.
         """
         match params.get("pdmesh"):
             case "store":
@@ -189,24 +184,22 @@ class HandoffPlanner:
                     self._unjoined.add(key)
 
     def joined(self, key: str) -> None:
-        """Token 1 of an early load is in its place."""
+        """Token 1 of an early load is set."""
         self._unjoined.discard(key)
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
         """How many tokens after the locally cached ones will be pulled; 0 if none or already
         pulled.
 
-        None: ask again. With nothing to pull the request would be computed at once, and token 1 is
-        not known.
+        None: ask again. With nothing to pull the request would be computed at once, although token
+        1 is not known.
         """
         load = self._loads.get(key)
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0
         return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Blocks for the request are in place; start its load, or acknowledge one that needs
-        no bytes.
-        """
+        """The request has its blocks: start its load, or acknowledge one that needs no bytes."""
         load = self._loads.pop(key, None)
         if load is None:
             return
@@ -262,8 +255,8 @@ class HandoffPlanner:
     def _gather_part(
         self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """The blocks that are full once `num_tokens` are computed, and were not before; the
-        rest with the last.
+        """The blocks that become full when `num_tokens` are computed; with the last of them,
+        the rest.
         """
         is_last = num_tokens >= store.num_tokens
         num_blocks = -(-store.num_tokens // self._block_size)

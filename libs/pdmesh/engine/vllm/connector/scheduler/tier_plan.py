@@ -1,10 +1,9 @@
-"""Which blocks a step takes from the host pool, and which it puts there: the scheduler's half of
-the tiers.
+"""Which blocks a step loads from the host pool and saves to it: the scheduler's half of the tiers.
 
-A prompt comes with a lease: blocks of its chain that every rank holds pinned in its pool. What of
-it the engine lacks is loaded at the start of the step that begins the prompt. Every block that a
-step completes is saved at its end, since vLLM does not tell when it evicts one. This decides from
-what the scheduler says; the ranks carry it out.
+A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. Those that
+the engine lacks are loaded at the start of the step that begins the prompt. Every block that a step
+completes is saved at its end, since vLLM does not report evictions in time. This module decides
+from what the scheduler reports; the ranks carry it out.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierSave:
-    """The chain `names` is complete up to its end; the last `len(block_ids)` of it are new in
-    these blocks.
+    """The chain `names` is complete to its end; its last `len(block_ids)` blocks are new, in
+    these.
     """
 
     names: tuple[bytes, ...]
@@ -40,7 +39,7 @@ class TierSave:
 
 @dataclass(slots=True)
 class TierPlan:
-    """For one step: loads before the forward, saves after it."""
+    """One step: loads before the forward, saves after it."""
 
     loads: list[TierLoad] = field(default_factory=list)
     saves: list[TierSave] = field(default_factory=list)
@@ -49,7 +48,7 @@ class TierPlan:
 
 @dataclass(slots=True)
 class _Chain:
-    """One request's blocks that have names in the mesh."""
+    """The blocks of one request that have names in the mesh."""
 
     root: bytes
     owner: bytes
@@ -83,11 +82,12 @@ class TierPlanner:
         *,
         is_pulled: bool = False,
     ) -> None:
-        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no
-        names.
+        """A request arrived.
 
-        Of a prompt that is pulled from a prefill only the answer is saved: the prefill's pool has
-        the rest.
+        `offer` is (leg, first, count) of its lease. Without a salt it has no names.
+
+        If a prompt is pulled from a prefill, only the answer is saved: the rest is in the prefill's
+        pool.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)
@@ -102,9 +102,7 @@ class TierPlanner:
             chain.num_saved = len(tokens) // self._block_size
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
-        """Tokens that the lease adds to those found in the engine; 0 if it does not continue
-        them.
-        """
+        """Tokens that the lease adds to those in the engine; 0 if it does not continue them."""
         offer = self._offers.get(key)
         if offer is None or num_local_tokens % self._block_size:
             return 0
@@ -116,7 +114,7 @@ class TierPlanner:
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The request has its blocks; the load follows in the same step.
 
-        Asked again later, there is no lease.
+        The lease is used once: if vLLM asks again, there is none.
         """
         offer = self._offers.pop(key, None)
         if offer is None:
@@ -138,7 +136,7 @@ class TierPlanner:
         chain = self._chains.get(key)
         if chain is None:
             return
-        # Drafts are scheduled but not among the tokens: only what is known has a name.
+        # Drafts are scheduled but not among the tokens: only known tokens have a name.
         known = min(num_computed_tokens + num_scheduled_tokens, len(chain.tokens))
         num_full = known // self._block_size
         if num_full <= chain.num_saved:

@@ -1,1 +1,1 @@
-"""In each of vLLM's workers: one rank's KV on its way in and out, and its caches."""
+"""In each of vLLM's workers: the caches of one rank, and its KV on its way in and out."""

@@ -1,6 +1,4 @@
-"""Which way over a rank's paged KV cache is taken: by where the cache is, and by whether its
-heads can be told apart.
-"""
+"""How a rank's paged KV cache is accessed: by where it is and whether its heads are separable."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ def paged_caches(
 ) -> PagedCaches:
     caches = list(kv_caches.values())
     if caches[0].device.type != "cpu":
-        from pdmesh.engine.vllm.connector.worker.device_caches import (  # Triton, where a GPU is
+        # needs Triton, which only a machine with a GPU has
+        from pdmesh.engine.vllm.connector.worker.device_caches import (
             DeviceCaches,
         )
 

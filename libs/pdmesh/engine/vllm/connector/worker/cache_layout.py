@@ -1,8 +1,7 @@
-"""How vLLM laid out a rank's KV cache: heads that can be told apart on a GPU, blocks with an inside
-of their own on a CPU.
+"""How vLLM laid out a rank's KV cache: separable heads on a GPU, opaque blocks on a CPU.
 
 vLLM's CPU kernels pack K and V by instruction set within a block, so there a block is opaque and
-moves whole. On a GPU its axes are known from the tensor, whatever their order in memory.
+moves whole. On a GPU the tensor tells the axes of a block, whatever their order in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class CacheLayout:
     """The same for all layers of a rank."""
 
     where: HeadBlocks
-    block: str  # digest of a block's inside as it travels
+    block: str  # digest of a block's inner layout as it travels
     is_opaque: bool
 
 
@@ -40,9 +39,10 @@ def read_layout(
     is_opaque: bool,
     kernels: str = "",
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `kernels` names those that lay out an opaque block's inside.
+    """`num_heads` are this rank's; `kernels` names those that lay out the inside of an opaque
+    block.
 
-    Raises ValueError for layers that differ, or whose blocks do not lie together.
+    Raises ValueError if layers differ, or if a layer's blocks are not contiguous.
     """
     caches = list(kv_caches.values())
     axes = None if is_opaque else known_axes(tuple(caches[0].shape), num_blocks, num_heads)
@@ -58,8 +58,8 @@ def read_layout(
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache by the shapes that vLLM's attention kernels have; None for any
-    other.
+    """The axes of a GPU cache, by the shapes that vLLM's attention kernels have; None for
+    others.
     """
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
@@ -72,9 +72,9 @@ def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str |
 
 
 def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's cache as [num_blocks, bytes of a block], without a copy, in the order of memory.
+    """A layer's cache as [num_blocks, bytes of a block], without a copy, in memory order.
 
-    Raises ValueError if a block's bytes do not lie together.
+    Raises ValueError if a block's bytes are not contiguous.
     """
     order = sorted(range(cache.ndim), key=lambda d: (-cache.stride(d), -cache.shape[d]))
     dense = cache.permute(order)

@@ -1,7 +1,8 @@
-"""Gather and scatter over vLLM's paged KV cache; which way is chosen once, by where the cache is.
+"""Gather and scatter over vLLM's paged KV cache; the way is chosen once, by where the cache is.
 
-The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks are one
-head. Layer order is that of registration, the same on every rank and instance of one fingerprint.
+The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks count
+as one head. Layers are in order of registration, which is equal on every rank and instance of one
+fingerprint.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ OnDone = Callable[[], None] | None
 
 
 class PagedCaches(Protocol):
-    """`on_done` is called exactly once: before the call returns, or from another thread when the
-    copy has ended.
+    """`on_done` is called exactly once: before the call returns, or later from another thread.
 
-    Without it the copy has ended when the call returns.
+    Without it the copy is complete when the call returns.
     """
 
     num_layers: int
@@ -38,7 +38,7 @@ class PagedCaches(Protocol):
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         """All layers of the blocks into `out`, as the model has written them so far.
 
-        It may overwrite them at once.
+        The model may overwrite the blocks at once.
         """
         ...
 
@@ -55,8 +55,10 @@ class PagedCaches(Protocol):
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
-        """The heads in `source`, or all, of all layers to their blocks, before the model's
-        next step. `on_done`: `source` may be reused.
+        """The heads in `source`, or all, of all layers to their blocks, before the model's next
+        step.
+
+        `on_done`: `source` may be reused.
         """
         ...
 
@@ -65,13 +67,13 @@ class PagedCaches(Protocol):
     ) -> None:
         """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head.
 
-        On the KV agent's thread; complete on return.
+        It runs on the KV agent's thread and is complete when it returns.
         """
         ...
 
 
 def layout_of(caches: PagedCaches, num_blocks: int, fingerprint: str) -> KvLayout:
-    """Of the contiguous side of `num_blocks` blocks."""
+    """The layout of the contiguous side of `num_blocks` blocks."""
     return KvLayout(
         caches.num_layers, num_blocks, caches.block_bytes, fingerprint, caches.num_heads
     )
@@ -83,7 +85,7 @@ def part_rows(
     """A part of a prompt's bytes of these heads, row by row: layer, head, first block, and the
     blocks' bytes [blocks, bytes].
 
-    Raises ValueError for a part of a block.
+    Raises ValueError if the part splits a block.
     """
     if offset % where.head_bytes or data.size % where.head_bytes:
         raise ValueError(f"{data.size} bytes at {offset} are not whole blocks of a head")

@@ -25,7 +25,7 @@ class HostCaches:
         self.block_bytes = int(rows[0].shape[1])
 
     def wait_for_model(self) -> None:
-        """It computes on the thread that asks."""
+        """Nothing to wait for: it computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         self._blocks.gather(block_ids, out)
@@ -59,9 +59,7 @@ class HostCaches:
 
 
 class HostHeads:
-    """Blocks whose heads can be told apart, in host memory: what the device operators do, by
-    numpy.
-    """
+    """Blocks with separable heads, in host memory: the device operators' work, by numpy."""
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
         self._where = where
@@ -70,7 +68,7 @@ class HostHeads:
         self.block_bytes = where.block_bytes
 
     def wait_for_model(self) -> None:
-        """It computes on the thread that asks."""
+        """Nothing to wait for: it computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))

@@ -1,10 +1,9 @@
-"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets in
-the agent.
+"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets.
 
-A whole prompt is gathered after the step that completes it. One that is handed on per layer has its
-ticket open before it is computed, and each layer's blocks are gathered within the forward, as soon
-as the layer's attention has run (S48). Steps run on vLLM's thread, orders come on the control
-socket's, tickets close on the agent's.
+A whole prompt is gathered after the step that completes it. A prompt that is handed on per layer
+has its ticket open before it is computed; each layer's blocks are gathered within the forward, as
+soon as the layer's attention has run (S48). Steps run on vLLM's thread, orders come on the control
+socket's thread, and tickets close on the agent's.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.agent.thread import AgentThread
 
-MAX_REMEMBERED = 1024  # tickets ended before their turn; more are left to their lease
+MAX_REMEMBERED = 1024  # tickets that ended before their turn; the lease ends what exceeds this
 
 
 class Outgoing:
     """`send` tells the host.
 
-    A ticket is `RankTicketClosed` exactly once, when nothing touches its range any more.
+    Each ticket gets exactly one `RankTicketClosed`, when nothing touches its range any more.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Outgoing:
         self._rank, self._caches = rank, caches
         self._fingerprint, self._agent, self._send = fingerprint, agent, send
         self._lock = threading.Lock()  # orders a release and the staging of its ticket
-        self._held: set[str] = set()  # tickets the agent knows
+        self._held: set[str] = set()  # tickets that the agent knows
         self._over: OrderedDict[str, None] = (
             OrderedDict()
-        )  # released or dropped before they were held
+        )  # released or dropped before the agent knew them
         self._begun: OrderedDict[str, None] = (
             OrderedDict()
         )  # per-layer tickets, opened once and never again
-        self._num_layers_put = 0  # in the forward under way
+        self._num_layers_put = 0  # in the current forward
 
     # -- orders of the host -----------------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class Outgoing:
     # -- a step -----------------------------------------------------------------------------------
 
     def drop(self, ticket_id: str) -> None:
-        """Its request ended before it was staged."""
+        """The request ended before it was staged."""
         with self._lock:
             self._over.pop(ticket_id, None)
             if ticket_id in self._held:
@@ -93,20 +92,20 @@ class Outgoing:
         self._send(RankTicketClosed(self._rank, ticket_id, "released"))
 
     def stage(self, stores: Iterable[Store]) -> None:
-        """Gather the prompts completed in this step, whose blocks may be reused after it."""
+        """Gather the prompts completed in this step; their blocks may be reused after it."""
         for store in stores:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The step under way has computed a layer."""
+        """The current step has computed a layer."""
         self._num_layers_put = layer + 1
         for part in parts:
             if self._is_writable(part):
                 self._put(part, layer)
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
-        """After the forward: layers that came without a call of their own (a graph without
-        hooks) are put now.
+        """After the forward: gather the layers that came without a call of their own (a graph
+        without hooks).
         """
         if parts:
             for layer in range(self._num_layers_put, self._caches.num_layers):
@@ -149,8 +148,8 @@ class Outgoing:
             return part.store.ticket_id in self._held
 
     def _put(self, part: StorePart, layer: int) -> None:
-        """A part of a layer is one piece where blocks are opaque; told apart by heads, the
-        layer goes whole with the last.
+        """A part of a layer is one piece if blocks are opaque; with separable heads, the
+        layer goes whole with the last part.
         """
         first = part.first_block if self._caches.num_heads == 1 else 0
         if first == 0 and not part.is_last and self._caches.num_heads > 1:
@@ -180,7 +179,7 @@ class Outgoing:
             self._failed(store.ticket_id, error)
 
     def _serve(self, store: Store, layout: KvLayout) -> None:
-        """The bytes are in place; the host may have lost interest meanwhile."""
+        """The bytes are in place; the host may have released the ticket meanwhile."""
         with self._lock:
             if self._over.pop(store.ticket_id, store) is None:
                 self._send(RankTicketClosed(self._rank, store.ticket_id, "released"))

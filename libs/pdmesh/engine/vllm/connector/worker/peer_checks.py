@@ -1,8 +1,7 @@
-"""Whether KV comes through from a peer: the host asks every rank, and each rank asks the peer's
-ranks that it will pull from (S16).
+"""Whether KV arrives from a peer: each rank asks the peer's ranks that it will pull from (S16).
 
-Rank i meets rank i and no other, unless the peer has another number of ranks: then those whose
-heads it needs.
+Rank i asks rank i only, unless the peer has another number of ranks: then it asks those whose heads
+it needs. The host starts the check and collects the answers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pdmesh.engine.vllm.messages import Disconnect, Probed, ProbePeer, RankMessa
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 
-_GRACE_S: Final = 1.0  # for the ranks' answers to get here
+_GRACE_S: Final = 1.0  # for the ranks' answers to arrive
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class PeerChecks:
         self._num_asked = 0
 
     async def verify(self, peer: KvPeer, timeout_s: float) -> None:
-        """Raises KvTransferFailed, with what the first rank to fail said."""
+        """Raises KvTransferFailed with the message of the first rank that failed."""
         self._num_asked += 1
         check_id = self._num_asked
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,7 +72,7 @@ class PeerChecks:
 
 
 class PeerProber:
-    """The worker's half, on the thread that hears the host; `send` tells it."""
+    """The worker's half, on the thread that receives from the host; `send` tells the host."""
 
     def __init__(
         self, share: Share, agent: AgentThread, send: Callable[[RankMessage], None]

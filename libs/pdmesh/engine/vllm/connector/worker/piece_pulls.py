@@ -1,9 +1,9 @@
 """One prompt's KV pulled from several ranks of its sender, as one pull (S57).
 
-With as many ranks here as there it is one piece: the whole ticket, from the rank's like. Else each
-piece is some heads of one source rank, lands in a part of the landing range of its own, and the
-pull is over when the last has ended, whatever became of it: only then nothing writes into the range
-any more.
+If both sides have as many ranks, it is one piece: the whole ticket, from the rank of the same
+number. Else each piece is some heads of one source rank and lands in its own part of the landing
+range. The pull is over when the last piece has ended, successful or not: only then nothing writes
+into the range any more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pdmesh.kv.transport.base import ByteArray
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """`heads` are the source's, (first, number), `here` those of this rank that they become;
-    None: all. `count` 0 brings nothing.
+    """`heads` are the source's, as (first, number); `here` those of this rank that they become.
+
+    None: all heads. A `count` of 0 brings nothing.
     """
 
     source_rank: int
@@ -40,7 +41,7 @@ class PiecePull:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of the model's kv heads this rank holds."""
+    """The model's kv heads that this rank holds."""
 
     num_heads: int  # of the model
     num_ranks: int
@@ -61,8 +62,8 @@ class Share:
         """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to
         where.
 
-        Raises ValueError for a number of ranks that the heads do not divide over: no such ticket
-        comes here (`kv_format`).
+        Raises ValueError if the heads do not divide over the number of ranks: `kv_format` lets no
+        such ticket come here.
         """
         if self.is_like(ticket):
             count = max(1, self.num_heads // self.num_ranks)
@@ -83,9 +84,7 @@ class Share:
                     num_takers(self.num_heads, num_sources, self.num_ranks, piece.source_rank),
                 )
             )
-            at += (
-                size or 1
-            )  # a piece without bytes has a place of its own: what is freed is named by its offset
+            at += size or 1  # an empty piece has a place of its own: a range is freed by its offset
         return tuple(pulls)
 
 
@@ -102,9 +101,9 @@ def pull_pieces(
     on_silent: Callable[[], None] = lambda: None,
     on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
 ) -> TogetherPull:
-    """All at once, the prompt's blocks from `first_block` on.
+    """Pull all at once, the prompt's blocks from `first_block` on.
 
-    `on_range` as in `KvAgent.pull`, offsets within the piece.
+    `on_range` as in `KvAgent.pull`, with offsets within the piece.
     """
 
     def pull(piece: PiecePull) -> Future[PullResult]:
@@ -136,7 +135,7 @@ class TogetherPull:
         self._on_done: Callable[[], None] = lambda: None
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Call back once, when all have ended."""
+        """Start all; call back once, when all have ended."""
         self._on_done = on_done
         for _, pull in self._pulls:
             pull.add_done_callback(self._on_ended)
@@ -148,7 +147,7 @@ class TogetherPull:
     def error(self) -> BaseException | None:
         """The first failure that is no cancellation; else a cancellation; None if all bytes came.
 
-        After the end only.
+        Valid after the end only.
         """
         errors = [e for piece, pull in self._pulls if (e := self._error(piece, pull)) is not None]
         told = [e for e in errors if not isinstance(e, CancelledError)]
@@ -156,7 +155,7 @@ class TogetherPull:
 
     @property
     def arrived(self) -> list[PiecePull]:
-        """Pieces whose landing is the caller's; of the others the agent says when it is free."""
+        """Pieces whose landing the caller owns; the agent frees the others' landings later."""
         return [p for p, pull in self._pulls if not pull.cancelled() and not pull.exception()]
 
     @staticmethod
@@ -172,7 +171,7 @@ class TogetherPull:
 
     def _on_ended(self, pull: Future[PullResult]) -> None:
         if pull.cancelled() or pull.exception() is not None:
-            self.cancel()  # the others would be of no use
+            self.cancel()  # the others are useless now
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
@@ -181,9 +180,9 @@ class TogetherPull:
 
 
 class Landings:
-    """The landing ranges that may still be written into.
+    """The landing ranges that may still be written to.
 
-    A leg is clear when the last piece of its range is; said once.
+    A leg is clear when the last piece of its range is; this is reported once.
     """
 
     def __init__(self, on_clear: Callable[[int], None]) -> None:
@@ -193,7 +192,10 @@ class Landings:
         self._num_open: dict[int, int] = {}  # by leg
 
     def take(self, leg: int, offsets: Iterable[int]) -> None:
-        """Before anything can write there. What the leg has already is not counted twice."""
+        """Before anything can write there.
+
+        A piece that the leg has already is not counted twice.
+        """
         with self._lock:
             for offset in offsets:
                 if offset not in self._leg_at:

@@ -1,12 +1,11 @@
-"""A draw with a seed depends on the seed and on the token's position in the answer, not on the
-engine that draws it.
+"""A seeded draw depends on the seed and the token's position in the answer, not on the engine.
 
-vLLM's first model runner makes a generator when a request begins and uses it once per step. In the
-mesh an answer goes on in another request, at decode and after a migration, so the generator is put
-where the answer is before each draw. That holds for steps whose draw is discarded, too, which are
-those of a prompt computed in chunks: vLLM takes such a draw back, which ends the engine on a CPU,
-whose generators know no offset. vLLM's second model runner needs none of this: its noise is a
-function of seed and position.
+vLLM's first model runner makes a generator when a request begins and advances it once per step. In
+the mesh an answer continues in another request, at decode and after a migration. So before each
+draw the generator is moved to the position of the answer. That includes steps whose draw is
+discarded, which are those of a prompt computed in chunks. vLLM would rewind such a draw, which ends
+the engine on a CPU, whose generators have no offset. vLLM's second model runner needs none of this:
+its noise is a function of seed and position.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below it per token
 
 
 class SeededDraws(torch.Generator):
-    """One request's noise. `position` counts the draws from the seed on."""
+    """One request's noise. `position` counts the draws since the seed."""
 
     def begin(self, seed: int) -> None:
         self.seed_asked, self.position = seed, 0
         self.manual_seed(seed)
 
     def move_to(self, position: int, row: torch.Tensor, *, is_word: bool) -> None:
-        """Go where token `position` of the answer is drawn.
+        """Move to where token `position` of the answer is drawn.
 
         A draw takes one word, or as many numbers as `row` holds.
         """
         if position != self.position:
             self.manual_seed(self.seed_asked)
             self._skip(position, row, is_word=is_word)
-        self.position = position + 1  # when it is drawn
+        self.position = position + 1  # after the draw
 
     def _skip(self, num_draws: int, row: torch.Tensor, *, is_word: bool) -> None:
         if is_word:
@@ -52,13 +51,15 @@ class SeededDraws(torch.Generator):
         return 0 if self.device.type == "cpu" else int(super().get_offset())
 
     def set_offset(self, offset: int) -> None:
-        """vLLM takes back a discarded draw by it; on a CPU `move_to` does, before the next one."""
+        """vLLM rewinds a discarded draw with it; on a CPU `move_to` does so before the next
+        draw.
+        """
         if self.device.type != "cpu":
             super().set_offset(offset)
 
 
 def draw_by_position() -> None:
-    """From now on, in this process. Idempotent."""
+    """Patch the model runner of this process. Idempotent."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sample = GPUModelRunner._sample
@@ -76,11 +77,11 @@ def draw_by_position() -> None:
 
 
 def put_generators(runner: Any, logits: torch.Tensor) -> None:
-    """Put each seeded request's generator where its next token is drawn.
+    """Move each seeded request's generator to where its next token is drawn.
 
     `runner` is vLLM's own, of no stable type.
 
-    With speculation a step takes another amount of noise, so a generator is only put where its
+    With speculation a step takes another amount of noise, so a generator is only moved when its
     request begins.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler

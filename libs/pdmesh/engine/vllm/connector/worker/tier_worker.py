@@ -1,9 +1,8 @@
-"""One rank's tiers: leases for prompts on their way, and the copies between its pool and vLLM's
-blocks.
+"""One rank's tiers: leases for prompts on their way, and copies between its pool and vLLM's blocks.
 
-Fetches run on a thread and loop of their own; vLLM's blocks are touched by the step's thread alone.
-A lease is pinned until a step has loaded it or its plan says that none will, so a slot never
-changes under a load.
+Fetches run on a thread and loop of their own; only the step's thread touches vLLM's blocks. A lease
+is pinned until a step has loaded it or the plan says that no step will, so a slot never changes
+under a load.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class TierWorker:
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`die` ends the process: its tiers are not what the host takes them for."""
+        """`die` ends the process when its tiers are not in the state that the host assumes."""
         self._config = TierConfig(**config)
         self._caches, self._block_size = caches, block_size
         self._rank, self._num_ranks, self._send = rank, num_ranks, send
@@ -76,7 +75,7 @@ class TierWorker:
             rank=rank,
             num_ranks=num_ranks,
         )
-        self._lock = threading.Lock()  # over the next two
+        self._lock = threading.Lock()  # guards the next two
         self._leases: dict[int, BlockLease] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
@@ -91,7 +90,7 @@ class TierWorker:
         return PoolSource(self.stack.pool, self.stack.counts)
 
     def ask_peers(self, agent: AgentThread) -> None:
-        """Fetch what peers hold over this agent. Before the host's first message."""
+        """Fetch the blocks that peers hold over this agent. Before the host's first message."""
 
         async def fetch(
             *args: Any, **options: Any
@@ -104,13 +103,11 @@ class TierWorker:
     # -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins: what passes until `save` is the model's time."""
+        """The step begins: the time until `save` is the model's."""
         self._step_began = self._clock()
 
     def load(self, plan: TierPlan) -> None:
-        """Before the forward, or after it where no block is to be loaded: leases are closed
-        then.
-        """
+        """Before the forward, or after it if no block is to be loaded: leases are closed then."""
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)
@@ -120,8 +117,8 @@ class TierWorker:
 
     def _load(self, load: TierLoad, lease: BlockLease | None) -> None:
         if lease is None:
-            # Cannot happen while the host submits after `Fetched` and forgets only what it did not
-            # submit.
+            # Cannot happen while the host submits after `Fetched` and forgets only leases that it
+            # did not submit.
             self._failed_blocks.update(load.block_ids)
             return
         if load.block_ids:
@@ -186,7 +183,7 @@ class TierWorker:
                 self.stack.pin(kept)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host has told which peers hold the leg's blocks, or that is no longer waited for."""
+        """The host told which peers hold the leg's blocks, or the wait for it ended."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)
@@ -219,7 +216,7 @@ class TierWorker:
     # ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give what is written the time to be, within bounds. Idempotent."""
+        """Give pending writes time to finish, within bounds. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._is_closing.set)
@@ -253,7 +250,7 @@ class TierWorker:
 def news_of(report: TierReport, rank: int) -> list[TierNews]:
     """The report in messages of bounded size.
 
-    The first rank speaks for all, save for what failed.
+    The first rank reports for all, except what failed.
     """
     faults = [(f.tier.value, f.reason, f.message) for f in report.faults]
     if rank:

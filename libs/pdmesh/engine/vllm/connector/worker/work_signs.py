@@ -1,10 +1,9 @@
-"""What a worker says while it computes, so that a step that takes long is told from an engine that
-hangs.
+"""What a worker reports while it computes, so that a long step is told from an engine that hangs.
 
-vLLM answers a ping between two steps only. A layer of a step is a sign of its own: on a CPU, where
-a step may take seconds, it was computed when it is noted; on a GPU it was only queued there by
-then, and the steps themselves, which are short, are the sign. Time on the processor would say
-nothing: threads that wait for each other burn it too, and a GPU leaves it idle.
+vLLM answers a ping between two steps only, so each layer of a step is a sign too. On a CPU, where a
+step may take seconds, the layer was computed when it is noted. On a GPU it was only queued by then;
+there steps are short and are the signs themselves. CPU time would tell nothing: threads that wait
+for each other use it too, and a GPU leaves the CPU idle.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ EVERY_S: Final = 0.25
 
 
 class WorkSigns:
-    """Of one rank. Called on vLLM's thread, between and within steps."""
+    """The signs of one rank. Called on vLLM's thread, between and within steps."""
 
     def __init__(
         self,
@@ -34,7 +33,8 @@ class WorkSigns:
     def step(self, num_tokens: int) -> None:
         """A step begins.
 
-        One that computes nothing is no sign: vLLM turns while all its requests wait for KV.
+        A step that computes nothing is no sign: vLLM runs such steps while all requests wait for
+        KV.
         """
         if num_tokens:
             self._num_tokens += num_tokens

@@ -1,5 +1,6 @@
-"""The worker's half of the hand-off: carries out each step's plan with the rank's KV agent,
-which has its own thread.
+"""The worker's half of the hand-over: carries out each step's plan with the rank's KV agent.
+
+The agent has its own thread.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class HandoffWorker:
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._num_blocks, self._block_size = num_blocks, block_size
         self._fingerprint = ""
-        self._layers: dict[str, int] = {}  # by vLLM's name, in the order of registration
+        self._layers: dict[str, int] = {}  # by vLLM's name, in order of registration
         self._agent: AgentThread | None = None
         self.outgoing: Outgoing | None = None
         self.incoming: IncomingKv | None = None
@@ -157,7 +158,8 @@ class HandoffWorker:
     def _arena(self, size: str) -> HostArena:
         arena = HostArena(self._config[size])
         if self._config["device"] != "cpu" and arena.size:
-            from pdmesh.kv.device.copies import lock_pages  # Triton, where a GPU is
+            # needs Triton, which only a machine with a GPU has
+            from pdmesh.kv.device.copies import lock_pages
 
             lock_pages(arena.view(ArenaRange(0, arena.size)))
         return arena
@@ -165,7 +167,7 @@ class HandoffWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
-        """Before the forward of so many tokens: drops, pulls and entries of the step's plan."""
+        """Before the forward of so many tokens: the plan's drops, pulls and entries."""
         self.signs.step(num_tokens)
         if self.tiers is not None:
             self.tiers.begin()
@@ -197,7 +199,7 @@ class HandoffWorker:
             self.outgoing.stage(plan.stores)
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """The keys of loads that arrived, and of those that failed."""
+        """The keys of the loads that arrived, and of those that failed."""
         return self.incoming.take_results() if self.incoming is not None else (set(), set())
 
     def take_first_tokens(self) -> dict[int, int]:
@@ -242,7 +244,7 @@ class HandoffWorker:
 
 
 def _die(error: BaseException) -> None:
-    """A part that the host counts on is no more; it notices the end of the process at once."""
+    """A part that the host relies on failed; the host notices the end of the process at once."""
     log.critical("vllm.worker.died", exc_info=error)
     os._exit(1)
 
@@ -250,6 +252,6 @@ def _die(error: BaseException) -> None:
 def _exit() -> None:
     """The host is gone.
 
-    Nothing here is worth keeping, and vLLM may wait for a dead parent for long.
+    Nothing here is worth keeping, and vLLM may wait long for a dead parent.
     """
     os._exit(1)
