@@ -16,10 +16,11 @@ COMPOSE_ENGINE ?= $(wildcard ../shared/tools/compose_engine.sh)
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 # Done steps. Each is newer than what it was made from, and is written last, so a broken step is repeated.
 DONE   := $(VENV)/.done
-PYTEST := $(BIN)/python -m pytest
+# RESULTS is a folder where each suite leaves what its tests did.
+PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix \
-        kv-faults compose-test check format fuzz bench proto proto-check docs docs-check lock lock-images clean
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit kernels e2e chaos faults kill-matrix \
+        kv-faults compose-test check format fuzz bench proto proto-check docs coverage-results docs-check lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -65,9 +66,8 @@ $(DONE)/vllm: $(DONE)/base requirements/vllm.txt requirements/torch.txt requirem
 	@touch $@
 
 $(DONE)/up-sim: $(DONE)/base
-	@touch $@
-
 $(DONE)/up-vllm: $(DONE)/vllm
+$(DONE)/up-%:
 	@touch $@
 
 model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
@@ -81,6 +81,12 @@ test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS g
 unit: $(DONE)/dev ## the fast ones alone
 	@$(PYTEST) tests/unit tests/property $(ARGS)
 
+kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## the GPU kernels: in Triton's interpreter, and compiled for a GPU that need not be there
+	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
+
+.cache/triton: requirements/triton.txt # not in .venv, where torch and vLLM would find it and act as with a GPU
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $< && touch $@
+
 e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 	@$(PYTEST) tests/e2e $(ARGS)
 
@@ -90,16 +96,12 @@ chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders unde
 faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 
-kill-matrix: $(DONE)/dev ## the kill matrix, and its table in docs/kill-matrix.md
-	@rm -rf .cache/kill-matrix && mkdir -p .cache/kill-matrix
-	@KILL_MATRIX_DIR=$(abspath .cache/kill-matrix) $(PYTEST) tests/chaos/test_kill_matrix.py $(ARGS)
-	@$(BIN)/python -m tools.kill_matrix_doc .cache/kill-matrix docs/kill-matrix.md
-
-kv-faults: $(DONE)/dev ## the faults of KV beside their bounds, and their table in docs/kill-matrix.md
-	@rm -rf .cache/kv-faults && mkdir -p .cache/kv-faults
-	@KILL_MATRIX_DIR=$(abspath .cache/kv-faults) $(PYTEST) tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py \
-	  tests/integration/kv/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything $(ARGS)
-	@$(BIN)/python -m tools.kill_matrix_doc .cache/kv-faults docs/kill-matrix.md
+kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## the kill matrix, and its table in docs/kill-matrix.md
+kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py tests/integration/kv/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## the faults of KV beside their bounds, and their table
+kill-matrix kv-faults: $(DONE)/dev
+	@rm -rf .cache/$@ && mkdir -p .cache/$@
+	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)
+	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md
 
 compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
@@ -145,10 +147,13 @@ proto-check: proto ## fail if the generated code is not what proto/ says
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
-docs: $(DONE)/dev ## docs/configuration.md, docs/coverage.md and docs/telemetry.md from the code
+docs: $(DONE)/dev ## docs/configuration.md and docs/telemetry.md from the code, docs/coverage.md from the last results
 	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
-	@$(BIN)/python -m tools.coverage_doc docs/coverage.md
+	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
+
+coverage-results: $(DONE)/dev ## take over what tests did when make ran them with RESULTS=FOLDER; commit what it changes
+	@$(BIN)/python -m tools.coverage_doc $(RESULTS)
 
 docs-check: docs ## fail if the generated pages are not what the code says
 	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }

@@ -37,9 +37,14 @@ def cited(root: Path) -> dict[str, Path]:
     return found
 
 
+def numbers(root: Path) -> list[str]:
+    """All that have a line, in its order."""
+    return _LINE.findall((root / REQUIREMENTS).read_text())
+
+
 def unexplained(root: Path) -> Iterator[str]:
     """Numbers that are cited, and have no line or more than one."""
-    lines = _LINE.findall((root / REQUIREMENTS).read_text())
+    lines = numbers(root)
     for number, path in cited(root).items():
         if number not in lines:
             yield f"{path} cites {number}, which has no line in {REQUIREMENTS}"

@@ -7,9 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-REQUIREMENTS: Final = range(1, 151)
-FAULTS: Final = range(1, 43)
-
 _OVERLAP: Final = (
     "vLLM does it: `async_scheduling` is left at its default, which is on, and off for a decode "
     "that proposes tokens "
@@ -83,9 +80,8 @@ REASONS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def reasons() -> dict[str, str]:
-    """By single number."""
-    return {number: why for key, why in REASONS.items() for number in numbers(key)}
+def by_number(reasons: Mapping[str, str]) -> dict[str, str]:
+    return {number: why for key, why in reasons.items() for number in numbers(key)}
 
 
 def numbers(key: str) -> Iterator[str]:
