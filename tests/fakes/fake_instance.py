@@ -100,6 +100,7 @@ class FakeInstance:
     fail_starts_with: str | None = None
     is_per_layer: bool = True  # opens the ticket with Accepted, where it is asked to
     tokens_per_step: int = 1
+    kv_tail_step: int = 0  # it names beginnings of blocks, each so many tokens
     breaks_at: int | None = None  # once a leg is at this token of its answer
 
     prefills: list[pb.Prefill] = field(default_factory=list)
@@ -141,6 +142,8 @@ class FakeInstance:
             model="tiny",
             model_fingerprint=self.fingerprint,
             block_size=16,
+            kv_tail_start=self.kv_tail_step,
+            kv_tail_step=self.kv_tail_step,
             num_slots=min(self.num_slots, 1 << 20),
             max_model_len=self.max_model_len,
             supports_logprobs=self.supports_logprobs,
@@ -396,9 +399,10 @@ class FakeInstance:
                 self._work.clear()
                 await self._work.wait()
             await asyncio.sleep(self.step_s)
-            self._step()
+            self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One turn of its batch; a test that sets a long `step_s` takes the turns itself."""
         messages: dict[int, tuple[Outbox, pb.SessionResponse]] = {}
         for leg in [leg for leg in self.legs.values() if not leg.awaits_first]:
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))

@@ -10,6 +10,7 @@ from typing import Any
 from pdmesh.errors import Overloaded
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord
 
 
 class FakeMaster:
@@ -36,6 +37,17 @@ class FakeMaster:
 
     async def ListGroups(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
+
+
+def leader_at(port: int) -> InstanceRecord:
+    """What the registry says of the master at this port."""
+    return InstanceRecord(
+        instance_id="master-0",
+        incarnation=1,
+        service="master-scheduler",
+        grpc_address=f"127.0.0.1:{port}",
+        is_leader=True,
+    )
 
 
 @asynccontextmanager

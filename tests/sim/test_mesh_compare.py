@@ -19,8 +19,9 @@ from loadtests.mesh_compare_report import EVEN_OFF, OFF, Run, page
 from loadtests.verdicts import OURS
 
 
-def options(case: str, policy: str) -> argparse.Namespace:
-    return replay.parser().parse_args([*shlex.split(CASES[case].arguments), "--policy", policy])
+def options(case: str, policy: str, seed: int) -> argparse.Namespace:
+    arguments = [*shlex.split(CASES[case].arguments), "--policy", policy, "--seed", str(seed)]
+    return replay.parser().parse_args(arguments)
 
 
 def ran(policy: str, **numbers: float) -> Run:
@@ -30,14 +31,19 @@ def ran(policy: str, **numbers: float) -> Run:
 
 
 @pytest.mark.req("S131")
+@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("case", ["short chats", "long prompts"])
-def test_scheduling_halves_what_is_computed_twice_and_shortens_the_wait(case: str) -> None:
-    """On the virtual clock, where nothing disturbs: else the real meshes of the same cases could
-    show nothing.
+def test_scheduling_takes_thirty_percent_off_the_p95_and_finds_more_of_the_prefixes(
+    case: str, seed: int
+) -> None:
+    """RTP-LLM's two workloads beside a choice at random, on the virtual clock, where nothing disturbs.
+
+    A mean hides the tail: with one prompt in ten placed badly it is hardly higher.
     """
-    ours, off = (mesh_compare.twin_of(options(case, p)) for p in (OURS, OFF))
-    assert ours.hit_percent >= 2 * off.hit_percent
-    assert ours.ttft_ms_mean <= 0.75 * off.ttft_ms_mean
+    ours, off = (mesh_compare.twin_of(options(case, p, seed)) for p in (OURS, OFF))
+    assert ours.ttft_ms_p95 <= 0.70 * off.ttft_ms_p95
+    assert ours.hit_percent >= CASES[case].least_reuse * off.hit_percent
+    assert ours.within_slo_percent >= off.within_slo_percent
 
 
 def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def query(**fields: object) -> PlanQuery:
     return PlanQuery(**(values | fields))  # type: ignore[arg-type]
 
 
-@pytest.mark.req("S71", "S81", "S89")
+@pytest.mark.req("S71")
 async def test_the_leader_ranks_instances_of_one_group(leader: Running) -> None:
     response = await leader.plan(query(model="m"), query(request_id="x", model="other"))
     planned, refused = response.results

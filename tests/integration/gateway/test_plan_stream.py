@@ -14,8 +14,7 @@ import pytest
 from pdmesh.errors import Overloaded, Unavailable
 from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.v1 import scheduler_service_pb2 as pb
-from pdmesh.v1.common_pb2 import InstanceRecord
-from tests.fakes.fake_master import FakeMaster, serving
+from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import gateway_mesh
 
 
@@ -98,16 +97,6 @@ class RefusingMaster(FakeMaster):
 
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
-
-
-def leader_at(port: int) -> InstanceRecord:
-    return InstanceRecord(
-        instance_id="master-0",
-        incarnation=1,
-        service="master-scheduler",
-        grpc_address=f"127.0.0.1:{port}",
-        is_leader=True,
-    )
 
 
 @pytest.mark.fault("F12", "F13")

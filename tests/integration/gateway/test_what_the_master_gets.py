@@ -1,0 +1,230 @@
+"""What a gateway tells the master of a prompt, read from the wire: names of blocks and lengths (S89)."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from google.protobuf.message import Message
+
+from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from pdmesh.v1.instance_service_pb2 import Prefill
+from tests.fakes.fake_instance import FakeInstance
+from tests.fakes.fake_master import FakeMaster, leader_at, serving
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+
+BLOCK = 16  # of a fake instance, in tokens
+CANARY = (
+    "Xylophone-Quartz-"  # longer than a block of the tiny tokenizer, which has a token per byte
+)
+# All that a request may tell. A new field comes in here only if it reveals nothing of a prompt.
+TOLD = {
+    "gateway_id",
+    "region",
+    "queries",
+    "queries.request_id",
+    "queries.attempt",
+    "queries.model",
+    "queries.scenario",
+    "queries.block_hashes",
+    "queries.num_prompt_tokens",
+    "queries.max_tokens",
+    "queries.chat_id",
+    "queries.excluded_instance_ids",
+    "queries.traceparent",
+    "queries.tails",
+    "queries.tails.num_blocks",
+    "queries.tails.num_tokens",
+    "queries.tails.name",
+    "queries.block_size",
+}
+
+
+class ListeningMaster(FakeMaster):
+    """Keeps each request, and ranks the pair of the mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[pb.PlanRequest] = []
+        self.prefills, self.decodes = ["prefill-0"], ["decode-0"]
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        self.heard.append(request)
+        results = [
+            pb.PlanResult(
+                request_id=query.request_id,
+                group_id="default",
+                prefills=[pb.Candidate(instance_id=i, incarnation=1) for i in self.prefills],
+                decodes=[
+                    pb.Candidate(instance_id=i, incarnation=1)
+                    for i in self.decodes
+                    if i not in query.excluded_instance_ids
+                ],
+            )
+            for query in request.queries
+        ]
+        return pb.PlanResponse(epoch=1, results=results)
+
+    def query(self) -> pb.PlanQuery:
+        """The last one."""
+        return self.heard[-1].queries[-1]
+
+
+def fields_of(message: Message, path: str = "") -> set[str]:
+    """Every field that is set, by its path."""
+    found = set()
+    for field, value in message.ListFields():
+        name = f"{path}{field.name}"
+        found.add(name)
+        if field.type == field.TYPE_MESSAGE:
+            for each in value if field.is_repeated else (value,):
+                found |= fields_of(each, f"{name}.")
+    return found
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 127, number >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def spellings(tokens: array[int]) -> list[bytes]:
+    """Eight tokens, as somebody might put token ids into a message."""
+    part = tokens[-8:]
+    text = ",".join(map(str, part))
+    return [
+        tokens_to_bytes(part),
+        b"".join(map(varint, part)),
+        text.encode(),
+        text.replace(",", ", ").encode(),
+    ]
+
+
+def without_names(query: pb.PlanQuery) -> pb.PlanQuery:
+    """What a query says beside the names of blocks and its own name."""
+    rest = pb.PlanQuery()
+    rest.CopyFrom(query)
+    for field in ("request_id", "traceparent", "block_hashes"):
+        rest.ClearField(field)
+    for tail in rest.tails:
+        tail.name = b""
+    return rest
+
+
+async def ask(mesh: GatewayMesh, prompt: str, **more: object) -> None:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **more}
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{mesh.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def last_prefill(mesh: GatewayMesh) -> Prefill:
+    return mesh.instances["prefill-0"].prefills[-1]
+
+
+@pytest.mark.req("S89")
+async def test_a_plan_is_asked_for_with_names_of_blocks_and_lengths_and_no_text(
+    tmp_path: Path,
+) -> None:
+    master = ListeningMaster()
+    async with gateway_mesh(tmp_path) as mesh, serving(master) as port:
+        mesh.register(leader_at(port))
+        await ask(mesh, CANARY * 5, chat_id="chat-" + CANARY, user=CANARY)
+        tokens = mesh.tokenizer._encode(CANARY * 5, add_special_tokens=True)
+        query = master.query()
+        assert query.num_prompt_tokens == len(tokens)
+        assert len(query.block_hashes) == len(tokens) // BLOCK >= 4
+        assert list(query.block_hashes) == list(last_prefill(mesh).block_hashes)
+        assert {len(name) for name in query.block_hashes} == {16}
+        assert query.chat_id
+        async with httpx.AsyncClient(timeout=60) as client:
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": CANARY * 5}]}
+            url = f"{mesh.url}/v1/chat/completions"
+            assert (await client.post(url, json={**chat, "max_tokens": 4})).status_code == 200
+        assert master.query().num_prompt_tokens == len(last_prefill(mesh).prompt_token_ids) // 4
+        assert len(master.heard) == 2
+        for request in master.heard:
+            assert fields_of(request) <= TOLD
+            assert CANARY.encode() not in request.SerializeToString()
+        for spelling in spellings(tokens):
+            assert spelling not in master.heard[0].SerializeToString()
+
+
+@pytest.mark.req("S89")
+async def test_a_query_depends_on_a_prompt_by_the_names_of_its_blocks_and_its_length_alone(
+    tmp_path: Path,
+) -> None:
+    """So whatever else were put into a query, it could not come from the text."""
+    master = ListeningMaster()
+    async with gateway_mesh(tmp_path) as mesh, serving(master) as port:
+        mesh.register(leader_at(port))
+        mine = "a" * (3 * BLOCK + 5)
+        queries = []
+        for prompt in (mine, mine[:-1] + "b", "b" + mine[1:]):
+            await ask(mesh, prompt)
+            queries.append(master.query())
+        same, other_end, other_begin = queries
+        assert list(other_end.block_hashes) == list(same.block_hashes), "no block ends there"
+        assert len(same.block_hashes) >= 3
+        assert not set(other_begin.block_hashes) & set(same.block_hashes), (
+            "each name is of all before"
+        )
+        assert without_names(same) == without_names(other_end) == without_names(other_begin)
+
+
+@pytest.mark.req("S80", "S89")
+async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_salt(
+    tmp_path: Path,
+) -> None:
+    """Or a master could find a text by trying likely ones."""
+    names = []
+    for secret, salt in (("one", ""), ("one", "s"), ("two", "")):
+        master = ListeningMaster()
+        async with (
+            gateway_mesh(tmp_path, hash_secret=secret) as mesh,
+            serving(master) as port,
+        ):
+            mesh.register(leader_at(port))
+            await ask(mesh, CANARY * 5, chat_id="c", cache_salt=salt)
+            names.append({*master.query().block_hashes})
+    assert all(len(each) >= 4 for each in names)
+    assert not names[0] & names[1]
+    assert not names[0] & names[2]
+
+
+@pytest.mark.req("S89", "S103")
+async def test_neither_tails_of_turns_nor_the_tokens_of_a_lost_leg_tell_any_text(
+    tmp_path: Path,
+) -> None:
+    """A second plan is asked for with the tokens that the client has got already: they are text, too."""
+    master = ListeningMaster()
+    async with gateway_mesh(tmp_path, 0, 0) as mesh, serving(master) as port:
+        for role, name in (
+            (ROLE_PREFILL, "prefill-0"),
+            (ROLE_DECODE, "decode-0"),
+            (ROLE_DECODE, "decode-1"),
+        ):
+            await mesh.add(FakeInstance(role, name, kv_tail_step=1))
+        master.decodes = ["decode-0", "decode-1"]
+        mesh.instances["decode-0"].breaks_at = 20
+        mesh.register(leader_at(port))
+        await ask(mesh, f"{CANARY}<eos>say:{CANARY}<eos>say:", max_tokens=40)
+        first, again = (request.queries[0] for request in master.heard)
+        assert first.tails
+        assert again.excluded_instance_ids == ["decode-0"]
+        emitted = again.num_prompt_tokens - first.num_prompt_tokens
+        assert emitted > 0
+        assert again.max_tokens == 40 - emitted
+        sent = last_prefill(mesh).prompt_token_ids
+        tokens = array("I", sent)
+        assert len(tokens) == again.num_prompt_tokens
+        for request in master.heard:
+            assert fields_of(request) <= TOLD
+            assert all(len(tail.name) == 16 for tail in request.queries[0].tails)
+            data = request.SerializeToString()
+            assert CANARY.encode() not in data
+            assert not [s for s in spellings(tokens) if s in data]
