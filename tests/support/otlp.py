@@ -16,11 +16,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
     service: str
+    instance_id: str
     name: str
     trace_id: str
     span_id: str
     parent_id: str
-    duration_s: float
+    started_ns: int
+    ended_ns: int
     kind: str  # SERVER, CLIENT, INTERNAL
     attributes: dict[str, str]
 
@@ -67,13 +69,18 @@ class OtlpCollector:
                 self.spans += [
                     SeenSpan(
                         service=names.get("service.name", ""),
+                        instance_id=names.get("service.instance.id", ""),
                         name=span.name,
                         trace_id=span.trace_id.hex(),
                         span_id=span.span_id.hex(),
                         parent_id=span.parent_span_id.hex(),
                         kind=Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
-                        duration_s=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
-                        attributes={a.key: str(a.value) for a in span.attributes},
+                        started_ns=span.start_time_unix_nano,
+                        ended_ns=span.end_time_unix_nano,
+                        attributes={
+                            a.key: str(getattr(a.value, str(a.value.WhichOneof("value"))))
+                            for a in span.attributes
+                        },
                     )
                     for span in scope.spans
                 ]

@@ -30,10 +30,17 @@ ATTR_STEP: Final = "step"  # assigned, loaded, ...: see docs/events.md
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
+ATTR_PLAN_QUERIES: Final = "pdmesh.plan.queries"  # planned together, of one gateway
+ATTR_PLAN_HOLDERS: Final = "pdmesh.plan.holders"  # instances that hold a beginning of the prompt
+ATTR_MATCHED_TOKENS: Final = "pdmesh.plan.matched_tokens"  # of those, by the best prefill
+ATTR_PREFILL_ID: Final = "pdmesh.prefill.id"  # the best prefill of a plan
 
 # Spans of one request, outermost first.
 SPAN_CALL: Final = "{operation} {model}"  # the whole call, at the gateway (SERVER)
 SPAN_PLAN: Final = "plan"  # the wait at the gateway (CLIENT); the work at the master (SERVER)
+SPAN_PLAN_HASH: Final = "plan.hash"  # names of the prompt's blocks are made, at the gateway
+SPAN_PLAN_MATCH: Final = "plan.match"  # the index is asked who holds them, at the master
+SPAN_PLAN_DECIDE: Final = "plan.decide"  # instances are filtered, scored and picked, at the master
 SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token, at the prefill (SERVER)
 SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start to the KV being usable, at decode (CLIENT)
 SPAN_DECODE: Final = "decode"  # from Start to the last token, at the decode (SERVER)

@@ -288,6 +288,7 @@ class Generation:
         core = self.core
         reference = self._shared.fleet.reference(self._spec.model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
+        self.timings.asked = self.timings.asked or time.monotonic()
         self._shared.planner.ask(self, effect.plan, query)
 
     def _refusal(self) -> Overloaded | None:

@@ -245,13 +245,18 @@ def _finish_spans(report: CallReport) -> None:
         span.set_attribute(names.ATTR_ERROR_TYPE, report.reason)
         span.set_status(StatusCode.ERROR)
     to_unix_ns = _wall_clock()
-    context = trace.set_span_in_context(span)
-    for timings in report.timings:
-        if 0 < timings.submitted <= timings.planned:
-            plan = traces.tracer().start_span(
-                names.SPAN_PLAN, context, SpanKind.CLIENT, start_time=to_unix_ns(timings.submitted)
-            )
-            plan.end(end_time=to_unix_ns(timings.planned))
+
+    def child(name: str, parent: Span, kind: SpanKind, start: float, end: float) -> Span:
+        context, began = trace.set_span_in_context(parent), to_unix_ns(start)
+        made = traces.tracer().start_span(name, context, kind, start_time=began)
+        made.end(end_time=to_unix_ns(end))
+        return made
+
+    for t in report.timings:
+        if 0 < t.submitted <= t.planned:
+            plan = child(names.SPAN_PLAN, span, SpanKind.CLIENT, t.submitted, t.planned)
+            if t.asked:
+                child(names.SPAN_PLAN_HASH, plan, SpanKind.INTERNAL, t.submitted, t.asked)
 
 
 def _wall_clock() -> Callable[[float], int]:

@@ -23,6 +23,7 @@ class Timings:
     """
 
     submitted: float = 0.0
+    asked: float = 0.0  # for a plan: the prompt's blocks have names
     planned: float = 0.0
     accepted: float = 0.0  # by a prefill
     first_token: float = 0.0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import grpc
 import structlog
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from pdmesh.core.groups.observed import GroupChanged, GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.instance import Instance
-from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement
+from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement, Plan
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.errors import InvalidRequest, NotLeader
 from pdmesh.net.registry import RegistryView
@@ -32,6 +33,9 @@ _duration = metrics.histogram(
     "Time to plan one query",
     buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
+
+_Step = Callable[[str], AbstractContextManager[Span]]  # a span by its name
+_UNTRACED: Final = nullcontext(INVALID_SPAN)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,7 +66,7 @@ class SchedulerServicer:
         scenarios = dict.fromkeys(q.scenario or DEFAULT_SCENARIO for q in request.queries)
         return pb.PlanResponse(
             epoch=epoch,
-            results=[self._plan(q, request.region) for q in request.queries],
+            results=[self._plan(q, request) for q in request.queries],
             pressures=[convert.pressure_to(self._backpressure.pressure(s, now)) for s in scenarios],
         )
 
@@ -87,31 +91,38 @@ class SchedulerServicer:
             raise NotLeader("this master stands by")
         return epoch
 
-    def _plan(self, query: pb.PlanQuery, region: str = "") -> pb.PlanResult:
+    def _plan(self, query: pb.PlanQuery, request: pb.PlanRequest) -> pb.PlanResult:
         parent = traces.sampled_context(query.traceparent)
         if parent is None:  # a span that is not recorded costs as much as the plan
-            return self._plan_untraced(query, region)
+            return self._plan_stepwise(query, request.region, lambda name: _UNTRACED)
         with traces.tracer().start_as_current_span(
             names.SPAN_PLAN, parent, SpanKind.SERVER
         ) as span:
             span.set_attribute(names.ATTR_REQUEST_ID, query.request_id)
-            result = self._plan_untraced(query, region)
+            span.set_attribute(names.ATTR_PLAN_QUERIES, len(request.queries))
+            result = self._plan_stepwise(
+                query, request.region, traces.tracer().start_as_current_span
+            )
             span.set_attribute(names.ATTR_GROUP_ID, result.group_id)
             return result
 
-    def _plan_untraced(self, message: pb.PlanQuery, region: str) -> pb.PlanResult:
+    def _plan_stepwise(self, message: pb.PlanQuery, region: str, step: _Step) -> pb.PlanResult:
+        """Match, then decide (S81)."""
         began = time.perf_counter()
         query = convert.query_from(message, region)
-        matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
-        if query.tails:
-            matches = self._index.with_partials(blocks, query.tails, query.block_size)
-        plan = self._placement.plan(
-            query,
-            matches,
-            self._clock(),
-            self._index.peer_runs(query.block_hashes),
-            num_cached=self._index.num_blocks_of,
-        )
+        with step(names.SPAN_PLAN_MATCH) as span:
+            matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
+            if query.tails:
+                matches = self._index.with_partials(blocks, query.tails, query.block_size)
+            peers = self._index.peer_runs(query.block_hashes)
+            span.set_attribute(names.ATTR_PLAN_HOLDERS, len(matches))
+        with step(names.SPAN_PLAN_DECIDE) as span:
+            plan = self._placement.plan(
+                query, matches, self._clock(), peers, num_cached=self._index.num_blocks_of
+            )
+            if isinstance(plan, Plan):
+                span.set_attribute(names.ATTR_PREFILL_ID, plan.prefills[0].instance_id)
+                span.set_attribute(names.ATTR_MATCHED_TOKENS, plan.prefills[0].num_matched_tokens)
         result = convert.result_to(message.request_id, plan)
         _duration.record(time.perf_counter() - began)
         if isinstance(plan, NoPlan):

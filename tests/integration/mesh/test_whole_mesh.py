@@ -5,7 +5,9 @@ operators see of them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -68,7 +70,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield running
 
 
-@pytest.mark.req("S1", "S13", "S39", "S47", "S49", "S69", "S73", "S79", "S81")
+@pytest.mark.req("S1", "S13", "S47", "S49", "S73", "S79")
 async def test_every_length_and_pair_gives_the_text_of_one_model(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
@@ -200,6 +202,51 @@ async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
     roots = [s for s in mine() if not s.parent_id]
     assert [s.service for s in roots] == ["gateway"]
     assert "pdmesh" in roots[0].attributes["gen_ai.provider.name"]
+
+
+@pytest.mark.req("S81")
+async def test_the_steps_of_a_plan_are_spans_of_its_trace(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    """Names of blocks, who holds them, who shall compute: each says what came of it, and what followed was that."""
+    body = {"model": "default", "prompt": prompt_of(450), "max_tokens": 4, "ignore_eos": True}
+    asked: list[str] = []
+
+    async def num_cached() -> int:
+        asked.append(secrets.token_hex(16))
+        headers = {"traceparent": f"00-{asked[-1]}-00f067aa0ba902b7-01"}
+        answer = await client.post(f"{mesh.http_url}/v1/completions", json=body, headers=headers)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def is_cached() -> bool:
+        return await num_cached() == 448  # 7 full blocks of 64
+
+    await until(is_cached)
+
+    def found() -> dict[tuple[str, str], SeenSpan]:
+        return {(s.service, s.name): s for s in collector.spans if s.trace_id == asked[-1]}
+
+    steps = [
+        ("gateway", "plan.hash"),
+        ("master-scheduler", "plan.match"),
+        ("master-scheduler", "plan.decide"),
+        ("prefill", "prefill"),
+        ("decode", "decode"),
+    ]
+    plans = [("gateway", "plan"), ("master-scheduler", "plan")]
+    await until(lambda: {*steps, *plans} <= set(found()))
+    spans = found()
+    hashing, matching, deciding, prefill, _ = (spans[step] for step in steps)
+    for before, after in itertools.pairwise((hashing, matching, deciding, prefill)):
+        assert before.started_ns <= before.ended_ns <= after.started_ns
+    waiting, planning = (spans[plan] for plan in plans)
+    assert hashing.parent_id == waiting.span_id
+    assert matching.parent_id == deciding.parent_id == planning.span_id
+    assert int(planning.attributes["pdmesh.plan.queries"]) >= 1
+    assert int(matching.attributes["pdmesh.plan.holders"]) >= 1
+    assert deciding.attributes["pdmesh.plan.matched_tokens"] == "448"
+    assert deciding.attributes["pdmesh.prefill.id"] == prefill.instance_id
+    assert planning.attributes["pdmesh.group.id"]
 
 
 async def test_every_service_sends_its_metrics_to_the_collector(
