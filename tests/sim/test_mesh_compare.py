@@ -36,9 +36,9 @@ def ran(policy: str, **numbers: float) -> Run:
 def test_scheduling_takes_thirty_percent_off_the_p95_and_finds_more_of_the_prefixes(
     case: str, seed: int
 ) -> None:
-    """RTP-LLM's two workloads beside a choice at random, on the virtual clock, where nothing disturbs.
+    """RTP-LLM's two workloads beside a choice at random, on the virtual clock: nothing disturbs.
 
-    A mean hides the tail: with one prompt in ten placed badly it is hardly higher.
+    A mean hides the tail: with one prompt in twenty placed at random it is hardly higher.
     """
     ours, off = (mesh_compare.twin_of(options(case, p, seed)) for p in (OURS, OFF))
     assert ours.ttft_ms_p95 <= 0.70 * off.ttft_ms_p95

@@ -1,4 +1,4 @@
-"""A gateway keeps nothing that an answer depends on, encodes each text once and passes each token on."""
+"""A gateway keeps no state of its own, encodes a text once, and passes each token on at once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
-from services.gateway.gateway import Gateway
-from services.gateway.settings import Settings
-from services.gateway.text.tokenizer import Tokenizer
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
@@ -103,7 +103,7 @@ def path_of(body: Any) -> str:
 async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
     tmp_path: Path, client: httpx.AsyncClient, name: str
 ) -> None:
-    """One of them has served others before: nothing of that is in an answer, nor in what instances are asked for."""
+    """One has served others before: neither an answer nor what instances are asked for shows it."""
     body = ASKED[name]
     async with gateway_mesh(tmp_path) as mesh, second_gateway(mesh, tmp_path) as other:
         for _ in range(3):
@@ -155,7 +155,7 @@ class CountingEncoder:
 async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
     tmp_path: Path, client: httpx.AsyncClient, text: str
 ) -> None:
-    """Both phases, and whoever goes on after a death, take the tokens that were made at the beginning."""
+    """Both phases, and legs that go on after a death, take the tokens of the first encoding."""
     async with gateway_mesh(tmp_path, 2, 2) as mesh:
         tokenizer = mesh.tokenizer
         encoder = tokenizer._inner = CountingEncoder(tokenizer._inner)  # type: ignore[assignment]  # counts
@@ -180,9 +180,10 @@ async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
 async def test_each_token_is_with_the_client_before_the_next_is_computed(
     tmp_path: Path, client: httpx.AsyncClient, path: str
 ) -> None:
-    """The decode takes a step when the client has read the token before: whoever gathers tokens on the way waits for ever.
+    """The decode takes a step once the client has read the token before.
 
-    What the way costs in time is in loadtests/results/overhead-2026-11-22.md.
+    So a gateway that gathers tokens waits for ever. What the way costs in time is in
+    loadtests/results/overhead-2026-11-22.md.
     """
     num_tokens = 24
     async with gateway_mesh(tmp_path, num_decodes=0) as mesh:

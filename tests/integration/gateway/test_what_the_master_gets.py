@@ -1,4 +1,4 @@
-"""What a gateway tells the master of a prompt, read from the wire: names of blocks and lengths (S89)."""
+"""What a gateway tells the master of a prompt, read from the wire: block names, lengths (S89)."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_s
 async def test_neither_tails_of_turns_nor_the_tokens_of_a_lost_leg_tell_any_text(
     tmp_path: Path,
 ) -> None:
-    """A second plan is asked for with the tokens that the client has got already: they are text, too."""
+    """The tokens that a client has got already are a part of the second plan, and text, too."""
     master = ListeningMaster()
     async with gateway_mesh(tmp_path, 0, 0) as mesh, serving(master) as port:
         for role, name in (

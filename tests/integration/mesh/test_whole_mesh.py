@@ -208,7 +208,7 @@ async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
 async def test_the_steps_of_a_plan_are_spans_of_its_trace(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """Names of blocks, who holds them, who shall compute: each says what came of it, and what followed was that."""
+    """Hash, match, decide: each says what came of it, and the prefill that follows is that one."""
     body = {"model": "default", "prompt": prompt_of(450), "max_tokens": 4, "ignore_eos": True}
     asked: list[str] = []
 
