@@ -1,11 +1,11 @@
-"""What an engine is to the mesh: it takes jobs, and yields what happened in batches, one per step.
+"""What an engine is to the mesh: it takes jobs and yields what happened in batches, one per step.
 
-An engine never queues: the instance's admission core has reserved a slot and the bytes before a job
+An engine never queues. The instance's admission core reserves a slot and the bytes before a job
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
-every job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that
-carries a ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more
-is emitted for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`). An
-end that was emitted before and not read yet is still read: it says that no `TicketClosed` follows.
+every job the engine emits exactly one terminal output: `Finished`, `Failed`, or a `Prefilled` that
+carries a ticket or a finish reason. An aborted job has none: after `abort` returns, only the end of
+its ranges is emitted for that leg (`TicketClosed`, `LandingFreed`). A terminal output that was
+emitted before the abort is still read: it says that no `TicketClosed` follows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class FinishReason(Enum):
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
 
-    A draw with a seed depends on the seed and on the token's position in the answer, not on the
-    engine that draws it: `num_drawn` tokens of the answer were drawn before this job, wherever that
-    was.
+    A seeded draw depends on the seed and on the token's position in the answer, not on the engine:
+    `num_drawn` tokens of the answer were drawn before this job, on any engine.
     """
 
     max_tokens: int
@@ -64,7 +63,7 @@ class PrefillJob:
     each layer is staged as it is computed. Otherwise the prompt is staged whole, in time for
     `Prefilled`.
 
-    `staging` is None when the job is local (fusion): the engine goes on decoding it and emits
+    `staging` is None when the job is local (fusion): the engine continues with decoding and emits
     `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
     """
 
@@ -83,13 +82,14 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from
+    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and continue from
     `first_token`.
 
     `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for
-    the pull's turn, and the pull from its turn on; `stall_s` the sender's silence within it once
-    prefill is done. `first_token` is None while prefill computes still: `join` will say it, no turn
-    is waited for, and the job begins to draw when it and the KV are there.
+    the pull's turn, and again the pull itself. `stall_s` bounds the sender's silence during the
+    pull, once prefill is done. `first_token` is None while prefill still computes: then the pull
+    does not wait for a turn, `join` brings the token, and the job begins to draw when it has the
+    token and the KV.
     """
 
     leg: int
@@ -110,7 +110,7 @@ class DecodeJob:
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
     """Whether the job's KV goes elsewhere.
 
-    One that ends with its first token for sure stages nothing.
+    A job that surely ends with its first token stages nothing.
     """
     has_room = len(job.prompt) + 1 < max_model_len
     return job.staging is not None and job.sampling.max_tokens > 1 and has_room
@@ -120,7 +120,7 @@ def hands_on(job: PrefillJob, max_model_len: int) -> bool:
 class TicketOpened:
     """The KV of a per-layer job may be pulled from now on; it comes as it is computed.
 
-    Before anything else of the leg.
+    It precedes every other output of the leg.
     """
 
     leg: int
@@ -141,9 +141,9 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class KvPulling:
-    """The job's turn to pull its KV has come: the pull ends within its deadline.
+    """The job begins to pull its KV; the pull ends within its deadline.
 
-    Not for a job that finds its KV here already.
+    Not emitted for a job that finds its KV here already.
     """
 
     leg: int
@@ -151,9 +151,9 @@ class KvPulling:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The pull has ended well, and the job waits for a place in a step.
+    """The pull ended well, and the job waits for a place in a step.
 
-    Left out where `KvReceived` says so at once.
+    Left out if `KvReceived` follows at once.
     """
 
     leg: int
@@ -161,11 +161,10 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvReceived:
-    """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of
-    pulled.
+    """The job's KV is in its blocks, verified; `num_computed_tokens` were computed, not pulled.
 
-    For `waited_s` of `duration_s` it waited for bytes alone: prefill was done, and its turn to pull
-    had come.
+    For `waited_s` of `duration_s` the job only waited for bytes: prefill was done, and its pull had
+    begun.
     """
 
     leg: int
@@ -186,8 +185,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One token of each of many jobs: what `Tokens` says for each, in parallel sequences of equal
-    length.
+    """One token of each of many jobs: `Tokens` for each, as parallel sequences of equal length.
 
     For engines that draw thousands of tokens per second; the same `legs` object may serve many
     steps.
@@ -205,11 +203,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means
-    elsewhere.
+    """The job failed and holds nothing any more.
 
-    `cause`: of a KV transfer that failed, what the KV agent says of it
-    (`core.kv.transfer.ticket.PullFailure`).
+    `reason` as in errors.py; retryable means elsewhere. `cause`: the KV agent's reason for a failed
+    KV transfer (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int
@@ -221,12 +218,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TicketClosed:
-    """A staged KV was taken, released, or its lease ended: its slot and arena range are free.
+    """Staged KV was taken, released, or its lease ended: its slot and arena range are free.
 
-    Emitted exactly once for each job that was given a `staging` range, aborted ones included (then
-    the only output after `abort`), unless the job ended by `Failed` or with its first token. One
-    that `TicketOpened` told of is closed whatever the job's end, perhaps before it: decode may have
-    taken the KV by then.
+    Emitted exactly once for each job that got a `staging` range, unless the job ended by `Failed`
+    or with its first token. For an aborted job it is the only output after `abort`. A ticket that
+    `TicketOpened` announced is closed however the job ends, perhaps earlier: decode may have taken
+    the KV by then.
     """
 
     ticket_id: str
@@ -237,8 +234,7 @@ class TicketClosed:
 class LandingFreed:
     """No late write can reach the job's landing range any more; the host may reserve it again.
 
-    Emitted exactly once for each DecodeJob, aborted and failed ones included (it may then come
-    last).
+    Emitted exactly once for each DecodeJob, also for aborted and failed ones (possibly last).
     """
 
     leg: int
@@ -258,8 +254,8 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class TiersReported:
-    """What the tiers below the engine's blocks did since the last report; see `BlocksChanged`
-    for the blocks.
+    """What the tiers below the engine's blocks did since the last report, except
+    `BlocksChanged`.
     """
 
     report: TierReport
@@ -284,7 +280,7 @@ Output = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine turned out to be once loaded; published in the instance's registry record."""
+    """The loaded engine, as published in the instance's registry record."""
 
     engine: str  # vllm or sim
     model: str
@@ -303,8 +299,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """One incarnation of an instance that KV may come from, with the KV transport address of
-    each rank, in rank order.
+    """One incarnation of an instance that KV may come from.
+
+    It has the KV transport address of each rank, in rank order.
     """
 
     instance_id: str
@@ -314,8 +311,9 @@ class KvPeer:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` grows while the engine computes, within a long step too, and stands still
-    while it is idle or hangs.
+    """`num_signs` grows while the engine computes, also within a long step.
+
+    It stands still while the engine is idle or hangs.
     """
 
     num_running: int = 0
@@ -331,7 +329,7 @@ class Engine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model and open the KV transport.
 
-        Raises EngineFailed with a cause a person can act on.
+        Raises EngineFailed with a cause that an operator can act on.
         """
         ...
 
@@ -346,7 +344,7 @@ class Engine(Protocol):
     def join(self, leg: int, first_token: int) -> None:
         """Token 1 of a decode that was started without it.
 
-        Unknown legs, and those that know it, are ignored.
+        Ignored for a leg that is unknown or has its token.
         """
         ...
 
@@ -369,14 +367,13 @@ class Engine(Protocol):
         ...
 
     def forget_peer(self, peer: KvPeer) -> None:
-        """The peer left: drop the connections to it, as soon as nothing is pulled over them
-        (S26).
-        """
+        """The peer left: drop the connections to it as soon as no pull uses them (S26)."""
         ...
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Evict no block of these from the tiers below the engine's own blocks, in place of
-        those of the last call.
+        """Evict no block of these from the tiers below the engine's own blocks.
+
+        They replace those of the last call.
         """
         ...
 
@@ -390,7 +387,7 @@ class Engine(Protocol):
     async def ping(self) -> None:
         """Returns once the engine's own loop has come by, busy or idle.
 
-        Never returns from one that hangs.
+        It never returns if the engine hangs.
         """
         ...
 

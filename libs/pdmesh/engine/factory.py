@@ -1,4 +1,4 @@
-"""Makes the engine that an instance hosts. vLLM is imported only where it is chosen."""
+"""Makes the engine that an instance hosts. vLLM is imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pdmesh.kv.transport.base import KvTransport
 class EngineSettings:
     """What the host knows before the engine is loaded.
 
-    Bytes are per rank; 0 means by size of the rest.
+    Bytes are per rank; 0: derived from the other sizes.
     """
 
     engine: str  # sim or vllm
@@ -47,14 +47,14 @@ class EngineSettings:
     ticket_lease_s: float
     sends_kv: bool
     receives_kv: bool
-    kv_host: str = "127.0.0.1"  # a loopback one keeps KV to this machine
+    kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
-    # vLLM: SHA-256 of files of the model's folder, by name, that were verified already.
+    # vLLM: SHA-256 of files of the model's folder by name, if they were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = 64  # of KV, at once
@@ -76,9 +76,9 @@ class BuiltEngine:
 
 
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
-    """Not started yet.
+    """An engine that is not started yet. Raises EngineFailed if the settings name no engine.
 
-    Raises EngineFailed if the settings name no engine. None: peers are not asked.
+    None: peers are not asked.
     """
     match settings.engine:
         case "sim":
@@ -90,7 +90,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
 
 def sim_fingerprint(params: SimParams) -> str:
-    """Equal where KV may be exchanged: everything that changes its bytes or their layout."""
+    """Equal if KV may be exchanged: it covers all that changes KV's bytes or their layout."""
     identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 

@@ -1,8 +1,8 @@
-"""How long an engine takes: prefill and decode step times as laws of what is in the batch.
+"""How long an engine takes: step times of prefill and decode as laws of what is in the batch.
 
-Pure, so that the sim engine waits them out in real time and the simulator adds them up in virtual
-time. The terms are those a transformer has: fixed cost per step, per token, and attention over the
-context.
+The laws are pure: the sim engine waits them out in real time, and the simulator adds them up in
+virtual time. The terms are those of a transformer: fixed cost per step, cost per token, and
+attention over the context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Coefficients in seconds. All zero is the law for measuring the mesh alone."""
+    """Coefficients in seconds. If all are zero, only the mesh costs time."""
 
     name: str
     prefill_fixed_s: float = 0.0
@@ -28,8 +28,9 @@ class Law:
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
-        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached`
-        tokens each had already; `longest` of them belong to one.
+        """Time to compute `num_tokens` in total, of `batch` prompts.
+
+        Each prompt had `num_cached` tokens before; the longest computes `longest` tokens.
         """
         if num_tokens <= 0:
             return 0.0
@@ -48,7 +49,7 @@ class Law:
 
 
 ZERO = Law("zero")
-# A mesh that feels alive in a terminal: 100 tokens of prompt in 12 ms, 50 tokens/s.
+# A mesh that feels alive in a terminal: 100 prompt tokens in 12 ms, 50 tokens/s.
 DEMO = Law(
     "demo", prefill_fixed_s=0.004, prefill_token_s=0.00008, step_fixed_s=0.02, step_sequence_s=2e-5
 )
@@ -64,18 +65,18 @@ SMOLLM2_CPU = Law(
     step_context_s=2e-7,
 )
 
-# The same where prompts of a batch are padded to the longest.
+# The same with the prompts of a batch padded to the longest.
 PADDED_CPU = replace(SMOLLM2_CPU, name="smollm2-padded", pads=True)
 
-# The same in a number format that the processor has no instructions for: 39 tokens/s of prefill
-# (bf16 without AVX-512, measured). A step of one full chunk takes 13 s.
+# The same in a number format that the processor has no instructions for (bf16 without AVX-512,
+# measured): 39 tokens/s of prefill. A step of one full chunk takes 13 s.
 SLOW_CPU = replace(
     SMOLLM2_CPU, name="slow-cpu", prefill_token_s=1 / 39, step_fixed_s=0.2, step_sequence_s=0.02
 )
 
 # A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace
-# compare with its own. 12,000 tokens of prompt in 260 ms, 6 ms for a step. Its decode is a
-# polynomial of the used share of 16,384 blocks of 64 tokens; its first two terms are here.
+# are comparable: 12,000 prompt tokens in 260 ms, 6 ms for a step. Its decode is a polynomial of the
+# used share of 16,384 blocks of 64 tokens; its first two terms are here.
 MOCKER = Law(
     "mocker",
     prefill_fixed_s=0.0165,

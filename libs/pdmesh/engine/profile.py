@@ -1,6 +1,4 @@
-"""Profiles an instance kind in advance, from its law: what formula (1) needs of one kind of
-request (S27, S30).
-"""
+"""Profiles an instance kind in advance from its law: the input of formula (1) (S27, S30)."""
 
 from __future__ import annotations
 

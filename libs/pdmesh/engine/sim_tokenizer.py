@@ -1,8 +1,7 @@
-"""Writes the sim model as a Hugging Face style folder, so that whoever loads models needs no
-special case.
+"""Writes the sim model as a Hugging Face folder, so that loading a model needs no special case.
 
-A byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and what the sim
-draws decodes to words. There are no weights: the sim engine computes without any.
+It has a byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and what the
+sim draws decodes to words. It has no weights: the sim engine computes without any.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_sim_model(folder: Path, max_model_len: int = 4096) -> None:
-    """Write tokenizer.json, tokenizer_config.json, config.json and generation_config.json;
-    overwrites them.
+    """Write tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+
+    Overwrites them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()

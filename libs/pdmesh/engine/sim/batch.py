@@ -1,7 +1,7 @@
 """The running decode batch: every sequence draws one token per step, all at once in numpy.
 
-One column per sequence in a matrix of 64-bit words, kept dense: whoever leaves is replaced by the
-last column. A step costs some tens of microseconds for the whole batch, whatever its size.
+One column per sequence in a matrix of 64-bit words, kept dense: the last column replaces a sequence
+that leaves. A step costs some tens of microseconds for the whole batch, whatever its size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _ONE: Final = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A sequence as it joins: the KV of `num_tokens` tokens is in memory, token `last` is
-    drawn but not computed.
+    """A sequence as it joins: the KV of `num_tokens` tokens is in memory.
+
+    Token `last` is drawn but not computed.
     """
 
     leg: int
@@ -52,7 +53,7 @@ class DecodeBatch:
         self._history = np.zeros((capacity, model.params.max_model_len), np.uint32)
         self._legs: list[int] = []
         self._column_of: dict[int, int] = {}
-        self._stops: dict[int, frozenset[int]] = {}  # of legs that stop at more than EOS
+        self._stops: dict[int, frozenset[int]] = {}  # of legs that have stop tokens besides EOS
         self._snapshot: tuple[int, ...] = ()
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
+"""The KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
-A block in use has references; a full one may also have a hash, and the beginning of one, or of a
-partial one, may have names (`core.kv.prefix.partial_blocks`). Without references it stays findable
-until it is the least recently used and its memory is needed. Pure bookkeeping, no bytes.
+A block in use has references. A full one may also have a hash, and the beginning of any block may
+have names (`core.kv.prefix.partial_blocks`). A block without references can be found until it is
+the least recently used one and its memory is needed. Pure bookkeeping, no bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pdmesh.core.kv.prefix.partial_blocks import PartialBlocks
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The request's own block, which holds `num_tokens` tokens once they are copied from
-    `source`, if that is set.
+    """The request's own block; it holds `num_tokens` tokens once they are copied from `source`.
+
+    No `source`: they are there already.
     """
 
     block: int
@@ -29,7 +30,7 @@ class Tail:
 
 @dataclass(slots=True)
 class BlockPool:
-    """`block_size` matters for the names of beginnings alone, which `sampling` turns on."""
+    """`block_size` matters only for the names of beginnings, which `sampling` turns on."""
 
     num_blocks: int
     block_size: int = 0
@@ -50,11 +51,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, those kept for their prefix included."""
+        """Blocks that `allocate` can hand out, including those kept for their prefix."""
         return len(self._free) + len(self._idle)
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest stored prefix of `hashes`; takes nothing."""
+        """Blocks of the longest stored prefix of `hashes`; takes no reference."""
         held = (block_hash in self._block_of for block_hash in hashes)
         return sum(1 for _ in itertools.takewhile(bool, held))
 
@@ -74,8 +75,8 @@ class BlockPool:
         self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; forgets the least recently used prefixes if
-        it must.
+        """`count` blocks with one reference each; evicts the least recently used prefixes if
+        needed.
         """
         assert count <= self.num_free, "admission reserves blocks before a job allocates them"
         blocks: list[int] = []
@@ -110,8 +111,8 @@ class BlockPool:
     def store(self, block: int, block_hash: bytes) -> None:
         """Make a full block findable. A second block of the same content stays anonymous.
 
-        Beginnings of it that were kept are no more to be appended to: `keep_tail` may name them
-        anew.
+        Beginnings of it that were kept can no longer be appended to: `keep_partial` may name them
+        again.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -124,11 +125,10 @@ class BlockPool:
     # -- beginnings of blocks ---------------------------------------------------------------------
 
     def keep_partial(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
-        """`block`, which the caller holds, has the tokens `data` after those of `parent`: they may
-        be continued.
+        """`block`, which the caller holds, has the tokens `data` after those of `parent`.
 
-        In place of what was kept of the block before. A beginning that another block has already is
-        not kept twice.
+        From now on the block may be continued. This replaces what was kept of the block before. A
+        beginning that another block has already is not kept twice.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -137,11 +137,11 @@ class BlockPool:
             self._learn_names(self._partials.keep(block, root, parent, data))
 
     def claim_partial(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
-        """A block with the most tokens of the beginning of `data`, with one reference, to be
-        appended to.
+        """A block with the most tokens of the beginning of `data`, with one reference, to append
+        to.
 
-        None: there is none, or no room for the copy that it takes where another uses the block or
-        has more in it.
+        None: there is none, or there is no room for a copy. A copy is needed if another request
+        uses the block or if it holds more tokens.
         """
         found = self._partials.find(root, parent, data)
         if found is None:
@@ -149,7 +149,7 @@ class BlockPool:
         if self._references[found.block] == 0 and self._partials.may_append(found):
             self._refer(found.block)
             return Tail(found.block, found.num_tokens)
-        self._refer(found.block)  # not to be the block that makes room for its own copy
+        self._refer(found.block)  # or the block might be evicted to make room for its own copy
         target = self.allocate(1)[0] if self.num_free else None
         self.release([found.block])
         if target is None:
@@ -159,7 +159,7 @@ class BlockPool:
     # -- giving back ------------------------------------------------------------------------------
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each. The tail of a prefix is forgotten before its head."""
+        """Drop one reference to each. The end of a prefix is evicted before its beginning."""
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             assert self._references[block] >= 0

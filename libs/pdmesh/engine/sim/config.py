@@ -1,4 +1,4 @@
-"""What one sim engine is made of."""
+"""The parts of one sim engine."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     partial_sampling: PartialSampling = NO_PARTIALS
-    fail_every: int = 0  # prompts: one in so many fails; 0: none
+    fail_every: int = 0  # one prompt in so many fails; 0: none

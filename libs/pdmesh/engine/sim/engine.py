@@ -1,10 +1,9 @@
-"""The sim engine: real KV bytes over the real transport, tokens from the sim model, time from a
-law.
+"""The sim engine: real KV bytes over the real transport, tokens of the sim model, time by a law.
 
-One loop runs steps as a continuous-batching engine does: whoever is ready joins, the step takes the
-time its law says, then every running sequence draws a token and the prompts' chunk counts as
-computed. Pulls run beside the loop and join at the next step (S52). At the zero law steps follow
-each other without sleeping.
+One loop runs steps as a continuous-batching engine does. Requests that are ready join, the step
+takes the time that the law says, every running sequence draws a token, and the prompts' chunk
+counts as computed. Pulls run beside the loop and join at the next step (S52). With the zero law,
+steps follow each other without sleep.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # a long step shows that it goes on this often, as a worker does after a layer
+_SIGN_S: Final = 0.1  # a long step gives a sign this often, as a worker does after a layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One that decodes here: its blocks and, if they are worth keeping, its prompt.
+    """A sequence that decodes here: its blocks and, if they are worth keeping, its prompt.
 
     `first` is token 1.
     """
@@ -248,7 +247,7 @@ class SimEngine:
         )
 
     def check_idle(self) -> None:
-        """Everything was given back: called by tests when no job is left."""
+        """Everything was given back: tests call it when no job is left."""
         self._pool.check_invariants()
         held = self._arrivals, self._sequences, self._joining, self._stager, self._lane, self._batch
         assert not any(len(part) for part in held)
@@ -290,9 +289,9 @@ class SimEngine:
         self._pings.clear()
 
     async def _wait_out(self, duration: float) -> None:
-        """A step's time.
+        """Wait for a step's time.
 
-        Prompts that are handed on per layer have a share of it per layer, and go on as they get it.
+        A prompt that is handed on per layer gets its layers in equal shares of that time.
         """
         prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
@@ -325,7 +324,7 @@ class SimEngine:
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(PromptUnderWay(job, blocks, num_cached))
         self._arrivals.clear()
-        # A retrieved sequence takes the place of one that ended, in the step after that (S53).
+        # A retrieved sequence takes the slot of one that ended, in the step after that (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
@@ -339,7 +338,9 @@ class SimEngine:
             self._emit(Finished(leg, reason))
 
     def _complete(self, prompt: PromptUnderWay) -> None:
-        """Write the prompt's KV, draw token 1 from what memory then holds, and stage or go on."""
+        """Write the prompt's KV, draw token 1 from what memory then holds, and stage or
+        continue.
+        """
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
         states = self._model.states(np.frombuffer(job.prompt, np.uint32))
@@ -359,7 +360,7 @@ class SimEngine:
         if reason is None and job.staging is not None:
             ticket = self._stager.complete(job, blocks)
         elif job.staging is not None:
-            self._stager.release(job.ticket_id)  # opened for nothing
+            self._stager.release(job.ticket_id)  # opened in vain
         self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
         if reason is None and ticket is None:
             running = Running(

@@ -1,7 +1,7 @@
-"""Keeping the KV of drawn tokens for the next turn of a chat.
+"""Keeps the KV of drawn tokens for the next turn of a chat.
 
-A draw updates the digest without touching memory; only when a sequence ends are its full blocks
-written, hashed on from the prompt's chain, and made findable.
+A draw updates the digest without touching memory. Only when a sequence ends are its full blocks
+written, hashed from the end of the prompt's chain, and made findable.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def keep_answer(
     blocks: list[int],
     answer: list[int],
 ) -> tuple[bytes, ...]:
-    """Store the full blocks that the answer completed, and add them to `blocks`, which the caller
-    releases.
+    """Store the full blocks that the answer completed, and add them to `blocks`.
 
     Returns the names of all full blocks now stored, the prompt's included; none if no block was
-    completed.
+    completed. The caller releases `blocks`.
 
     The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full
     blocks. A block that is not full is kept if the pool names beginnings.

@@ -1,6 +1,6 @@
 """The sim engine's paged KV memory: one array of whole blocks per layer, as a real engine has it.
 
-Block order in memory says nothing; a sequence's KV is found through its list of blocks. The digest
+Block order in memory means nothing; a sequence's KV is found through its list of blocks. The digest
 of a sequence is always taken from these bytes, never from its tokens.
 """
 
@@ -42,7 +42,7 @@ class PagedMemory:
         data = self.model.kv_words(states[start:], layers).view(np.uint8)
         caches = self._bytes[layers]
         first, within = divmod(start, size)
-        if within:  # what lies in the block before `start` stays as it is
+        if within:  # the block's content before `start` stays
             count = min(size - within, data.shape[1])
             head = data[:, :count].reshape(len(caches), count * width)
             caches[:, blocks[first], within * width : (within + count) * width] = head
@@ -56,12 +56,14 @@ class PagedMemory:
             caches[:, blocks[first + full], : tail * width] = rest
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, into another."""
+        """Copy the first tokens of one block into another."""
         end = num_tokens * self.model.params.token_bytes
         self._bytes[:, target, :end] = self._bytes[:, source, :end]
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
-        """Of the KV of the first `num_tokens` tokens of a sequence that lies in `blocks`."""
+        """The digest of the KV of the first `num_tokens` tokens of a sequence that lies in
+        `blocks`.
+        """
         params = self.model.params
         used = list(blocks[: -(-num_tokens // params.block_size)])
         words = self._bytes[:, used].view(np.uint64)

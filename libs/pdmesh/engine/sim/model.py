@@ -1,7 +1,6 @@
-"""The sim model: KV bytes and tokens as functions, such that a wrong byte of KV changes what
-follows.
+"""The sim model: KV bytes and tokens as functions; one wrong byte of KV changes what follows.
 
-Each token has a state (a weighted sum over the whole prefix), its KV is words made from the mixed
+Each token has a state (a weighted sum over the whole prefix). Its KV is words made from the mixed
 state, and the next token is drawn from a digest of all KV words as they lie in memory. All sums are
 mod 2^64 with odd weights, so a change of any one byte changes the digest, and appending a token
 updates it in O(1).
@@ -26,9 +25,9 @@ _C1, _C2, _GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class SimParams:
-    """What the sim model is.
+    """The sim model's parameters.
 
-    Two instances agree on outputs and KV bytes only if all of it is equal.
+    Two instances agree on outputs and KV bytes only if all parameters are equal.
     """
 
     seed: int = 1
@@ -40,7 +39,7 @@ class SimParams:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in one layer."""
+        """The bytes of one block in one layer."""
         return self.block_size * self.token_bytes
 
 
@@ -64,7 +63,7 @@ def mix_words(x: Words) -> Words:
 
 
 def draw_key(temperature: float, seed: int | None, random_seed: int) -> int:
-    """What of the sampling parameters enters a draw: nothing when greedy."""
+    """The sampling parameters that enter a draw: none when greedy."""
     if temperature == 0:
         return 0
     return mix((random_seed if seed is None else seed) * 2 + 1 & MASK) ^ mix(int(temperature * 1e6))
@@ -109,7 +108,7 @@ class SimModel:
 
     @cached_property
     def makers(self) -> Words:
-        """[layer, word]: what a token's mixed state is multiplied with to make its KV words."""
+        """[layer, word]: the factors that turn a token's mixed state into its KV words."""
         layers, words = self._shape
         return self._weights(3, layers * words).reshape(layers, words)
 
@@ -143,15 +142,18 @@ class SimModel:
         return words
 
     def digest(self, words: Words) -> int:
-        """Of the KV of a sequence from position 0 on, [layer, num_tokens, token_bytes / 8]."""
+        """The digest of the KV of a sequence from position 0 on, [layer, num_tokens,
+        token_bytes / 8].
+        """
         per_token = (words @ self.readers[:, :, None])[:, :, 0]
         return int((per_token @ self.position_weights[: words.shape[1]]).sum(dtype=np.uint64))
 
     def draw(
         self, digests: Words, keys: Words, last: Words, may_end: npt.NDArray[np.bool_]
     ) -> Words:
-        """The next token of each sequence, from its digest, draw key, last token and whether
-        EOS is allowed.
+        """The next token of each sequence.
+
+        It depends on the digest, the draw key, the last token and whether EOS is allowed.
         """
         drawable, follow = self._draw_tables
         drawn = mix_words(digests + keys)

@@ -1,5 +1,5 @@
-"""The sim engine's way with blocks that are not full, or whose beginning alone is wanted
-(S103, S104).
+"""Blocks of the sim engine that are not full, or of which only the beginning is used (S103,
+S104).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class PartialBlockLane:
         self._size = memory.model.params.block_size
 
     def claim(self, job: PrefillJob, num_blocks: int) -> Tail | None:
-        """What is held of the job's tokens after its first `num_blocks` blocks, but for the
-        last, which is computed.
+        """What is held of the job's tokens after its first `num_blocks` blocks.
+
+        The last token does not count: it is computed.
         """
         if not (self._pool.sampling and _is_named(job, job.block_hashes, self._size)):
             return None
@@ -39,15 +40,16 @@ class PartialBlockLane:
         tokens: array[int],
         hashes: Sequence[bytes],
     ) -> None:
-        """`blocks` hold `tokens`, whose full blocks are named `hashes`: what follows may
-        continue within a block too.
+        """`blocks` hold `tokens`, whose full blocks are named `hashes`.
+
+        From now on a prompt may also continue within a block.
         """
         sampling, size = self._pool.sampling, self._size
         if not (sampling and _is_named(job, job.block_hashes, size)):
             return
         root = bytes.fromhex(job.cache_salt)
         num_full = len(tokens) // size
-        first = 0 if sampling.start < size else num_full  # full blocks have no names but their own
+        first = 0 if sampling.start < size else num_full  # full blocks have only their own names
         for index in range(first, -(-len(tokens) // size)):
             data = tokens_to_bytes(tokens[index * size : (index + 1) * size])
             parent = hashes[index - 1] if index else b""

@@ -1,6 +1,4 @@
-"""Prompts being computed: chunks of a bounded number of tokens, shared by the prompts in
-order of arrival.
-"""
+"""Prompts under way: chunks of a bounded number of tokens, shared in order of arrival."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class PromptUnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step computes, as the law wants to know it."""
+    """What one step computes, in the terms of the law."""
 
     num_tokens: int = 0
     num_before: int = 0  # tokens of context before the chunk, mean over its prompts
@@ -48,7 +46,7 @@ class PrefillLane:
         return self._prompts.get(prompt.job.leg) is prompt
 
     def in_chunk(self) -> list[PromptUnderWay]:
-        """Prompts of which the step under way computes something."""
+        """Prompts of which the current step computes something."""
         return [prompt for prompt in self._prompts.values() if prompt.num_in_chunk]
 
     def add(self, prompt: PromptUnderWay) -> None:

@@ -1,9 +1,8 @@
-"""Handing KV on at the sim engine's prefill half: gather blocks into the staging range, whole or
-layer by layer (S48).
+"""The sim engine's prefill half: gathers blocks into the staging range, whole or per layer (S48).
 
-A whole prompt is gathered when it is complete. One that is handed on per layer has its ticket open
-from the start: each layer's part of each chunk is gathered as soon as it is computed, and a layer
-is ready when its last chunk is.
+A whole prompt is gathered when it is complete. A prompt that is handed on per layer has its ticket
+open from the start: each layer's part of each chunk is gathered as soon as it is computed, and a
+layer is ready when its last chunk is.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Stager:
         return job.is_per_layer and hands_on(job, self._config.params.max_model_len)
 
     def open(self, job: PrefillJob) -> Ticket:
-        """The ticket may be pulled from now on; what is computed follows by `put`."""
+        """The ticket may be pulled from now on; `put` adds what is computed."""
         self._legs[job.ticket_id] = job.leg
         self._writing.add(job.ticket_id)
         self._agent.open(
@@ -49,8 +48,8 @@ class Stager:
         return self._ticket(job)
 
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
-        """Write and gather what the chunk under way adds to a layer; it is ready once that is
-        the last of it.
+        """Write and gather what the current chunk adds to a layer; with the last chunk it is
+        ready.
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
@@ -73,7 +72,7 @@ class Stager:
             self._writing.discard(job.ticket_id)
 
     def complete(self, job: PrefillJob, blocks: list[int]) -> Ticket:
-        """The prompt is computed and goes on elsewhere."""
+        """The prompt is computed and continues elsewhere."""
         if not self.is_per_layer(job):
             self._stage(job, blocks)
         failpoints.hit("prefill.staged")
@@ -89,7 +88,7 @@ class Stager:
             self.release(ticket_id)
 
     def closed(self, ticket_id: str) -> bool:
-        """The agent has closed it; False if it was none of ours."""
+        """The agent has closed the ticket; False if it was none of ours."""
         self._writing.discard(ticket_id)
         return self._legs.pop(ticket_id, None) is not None
 

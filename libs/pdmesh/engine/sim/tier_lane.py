@@ -1,8 +1,7 @@
-"""The sim engine's way through the tiers: prompts wait here, bounded, while blocks the engine lacks
-are fetched.
+"""The sim engine's way to the tiers: prompts wait here, bounded, while missing blocks are fetched.
 
-What is fetched is copied into the engine's paged memory when the prompt joins a step, and what a
-step completes is copied out, block by block, at memory speed (S76, S77).
+Fetched blocks are copied into the engine's paged memory when the prompt joins a step. The blocks
+that a step completes are copied out, one by one, at memory speed (S76, S77).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ REPORT_EVERY_S = 0.05
 
 
 class TierLane:
-    """`on_ready` gets a prompt whose blocks have been fetched, or could not be."""
+    """`on_ready` gets a prompt whose blocks were fetched, or could not be."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class TierLane:
     # -- in a step --------------------------------------------------------------------------------
 
     def load(self, job: PrefillJob, num_local: int) -> list[int]:
-        """Fresh engine blocks that hold what was fetched after the first `num_local` blocks;
+        """New engine blocks with what was fetched after the first `num_local` blocks,
         findable by name.
         """
         if (lease := self._leases.pop(job.leg, None)) is None:
@@ -127,8 +126,8 @@ class TierLane:
             lease.close()
 
     def save(self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy what the pool lacks of a chain of full blocks, from its start, which a
-        sequence still holds.
+        """Copy the blocks of a chain that the pool lacks, from its start; a sequence still
+        holds it.
         """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
@@ -157,8 +156,9 @@ class TierLane:
                 self._emit(BlocksChanged(report.stored, report.removed, tier=Tier.HOST))
 
     def _names(self, job: PrefillJob) -> Sequence[bytes]:
-        """Of the blocks that need not be computed; the last token is, since the first draw
-        needs it.
+        """The names of the blocks that need not be computed.
+
+        The last token always is computed, since the first draw needs it.
         """
         if not job.cache_salt:
             return ()

@@ -1,8 +1,8 @@
 """The sim model's tokens: bytes, words and halves of characters, and which may follow which.
 
-Output reads as words and is valid UTF-8, yet some characters are split over two tokens, so that
-whoever decodes the stream token by token must hold back the first half. A half is always followed
-by its other half.
+Output reads as words and is valid UTF-8. Some characters are split over two tokens, so a client
+that decodes the stream token by token must hold back the first half. A half is always followed by
+its other half.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def byte_alphabet() -> list[str]:
 @dataclass(slots=True)
 class Vocabulary:
     """`tokens[id]` is the token's bytes; `merges` build each longer token from its prefix and
-    one byte.
+    a byte.
     """
 
     tokens: list[bytes] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Vocabulary:
         return self._ids[token]
 
     def add_split(self, character: str) -> None:
-        """Make `character`, after a space, two tokens: a half that is drawn and the half that
-        must follow.
+        """Split `character`, after a space, into two tokens: one is drawn, the other must
+        follow.
         """
         data = character.encode()
         cut = len(data) - 1
