@@ -3,7 +3,7 @@
 It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
 A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer one
 adds one META and one payload per further part of a few MiB. `sender.py` sends and `receiver.py`
-receives; here are the public methods, and what the two share.
+receives. This file has the public methods and what the two halves share.
 """
 
 from __future__ import annotations
@@ -138,20 +138,21 @@ class KvAgent:
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are
+        """Serve pulls of a prompt whose layers are still to come; each waits until its bytes are
         `ready`.
 
-        Without `chunk_bytes` it is cut so that little is left to move after the last layer. Until
-        all layers are ready, the caller writes the range. It must end the ticket: by the last layer
-        or by `release`. Raises ValueError if the ticket is open already, the range is too short or
-        the layout is not ours.
+        Without `chunk_bytes` the prompt is cut so that little is left to move after the last layer.
+        The caller writes the range until all layers are ready, and must end the ticket: by the last
+        layer or by `release`. Raises ValueError if the ticket is open already, the range is too
+        short or the layout is not ours.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """Thread-safe: whether `ready` of these layers lets a pull of everything go on.
+        """Thread-safe: whether `ready` of these layers lets a pull of all heads and blocks
+        continue.
 
         Pulls of other parts can wait for that.
         """
@@ -177,7 +178,7 @@ class KvAgent:
         self.ready(ticket_id, layout.num_layers)
 
     def release(self, ticket_id: str) -> None:
-        """No peer should pull it any more, and nothing writes it.
+        """No peer should pull the ticket any more, and nothing writes its range.
 
         TicketClosed follows, at once or when the last send has ended.
         """
@@ -200,8 +201,8 @@ class KvAgent:
     async def keep(self, ticket: Ticket, for_s: float) -> None:
         """Renew a ticket's lease while it waits here for its turn.
 
-        It is renewed until its pull, until `let_go`, or for `for_s`. Opens the connection, so that
-        the pull finds it. Raises KvTransferFailed.
+        It is renewed until its pull, until `let_go`, or for `for_s`. The connection is opened too,
+        so that the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -230,14 +231,14 @@ class KvAgent:
         """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify
         them.
 
-        The bytes lie there as in the sender's buffer, each layer without its first blocks. `heads`
-        = (first, number) picks some heads of a layout that tells heads apart. `num_takers` ranks of
-        this instance pull the ticket from that rank for the same `leg`. `on_range` takes verified
-        bytes while others are on their way.
+        The bytes are laid out as in the sender's buffer, each layer without its first blocks.
+        `heads` = (first, number) selects some heads, if the layout tells heads apart. `num_takers`
+        ranks of this instance pull the ticket from that rank for the same `leg`. `on_range` gets
+        verified bytes while others are still on their way.
 
         A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
-        been silent for a while, and the link is free for others. Afterwards the landing range is
-        the caller's again. Raises KvTransferFailed; then, and if cancelled, the range is the
+        been silent for a while: then the link is free for others. After the return the landing
+        range is the caller's. Raises KvTransferFailed; then, and if cancelled, the range stays the
         agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
@@ -261,9 +262,7 @@ class KvAgent:
         return await self._run(order, address, started, deadline_s, stall_s)
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """The ticket's sender has all bytes: from now on pulls fail if nothing comes for
-        `stall_s`.
-        """
+        """The ticket's sender has all bytes: pulls now fail after `stall_s` without bytes."""
         self._receiver.expect(ticket_id, stall_s)
 
     async def fetch(
@@ -277,12 +276,11 @@ class KvAgent:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Sequence[bytes]:
-        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns their
-        checksums, all verified.
+        """Fetch the blocks that a peer's pool holds of the beginning of `names`.
 
-        Block i goes to `targets[i]`. `on_freed` is called once, when no late write can reach the
-        targets: before the return, or after the failure. `source` is the peer's instance id. Raises
-        KvTransferFailed.
+        Returns their checksums, all verified. Block i goes to `targets[i]`. `on_freed` is called
+        once, when no late write can reach the targets: before the return, or after the failure.
+        `source` is the peer's instance id. Raises KvTransferFailed.
         """
         started = time.monotonic()
         try:
@@ -304,11 +302,12 @@ class KvAgent:
     async def probe(
         self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
     ) -> float:
-        """Verify the connection to a peer by a nonce that comes back as KV would (S16); seconds it
-        took.
+        """Verify the connection to a peer: a nonce comes back the way KV would (S16).
 
-        Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if
-        it is not who is meant.
+        Returns seconds.
+
+        Raises KvTransferFailed; with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if
+        another instance answers.
         """
         probe = KvProbe(incarnation, self._fingerprint_hash, source)
         result = await self._run(probe.order, address, time.monotonic(), deadline_s)
@@ -316,7 +315,7 @@ class KvAgent:
         return result.duration_s
 
     def disconnect(self, address: str) -> None:
-        """The peer left: drop our connection to it, as soon as no pull is under way on it (S26)."""
+        """The peer left: drop our connection to it, as soon as no pull uses it (S26)."""
         self._pool.leave(address)
         self._ticker.keep_going()
 
@@ -335,7 +334,7 @@ class KvAgent:
                 connection = await self._receiver.opening(
                     order, lambda: self.connect(address, deadline_s), stall_s
                 )
-            self._peers.add(connection)  # who opened it may not have run again yet
+            self._peers.add(connection)  # its opener may not have run again yet
         except BaseException:
             order.on_freed()  # nothing was asked for yet
             raise
@@ -350,7 +349,7 @@ class KvAgent:
     # -- both -------------------------------------------------------------------------------------
 
     def post(self, what: Callable[[], None]) -> None:
-        """Thread-safe: do `what` on the loop, before any message that arrives from now on."""
+        """Thread-safe: call `what` on the loop, before any message that arrives from now on."""
         self._posted.append(what)
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
             self._loop.call_soon_threadsafe(self._do_posted)
@@ -360,7 +359,7 @@ class KvAgent:
             what = self._posted.popleft()
             try:
                 what()
-            except Exception as error:  # others' wait behind it
+            except Exception as error:  # the calls of others wait behind it
                 log.error("kv.posted.died", exc_info=error)
 
     async def close(self) -> None:
@@ -392,7 +391,7 @@ class KvAgent:
         return self._receiver.peers_in_use()
 
     def _has_work(self) -> bool:
-        """Whether there is something that time ends."""
+        """Whether there is anything that time ends."""
         return bool(self._sender.num_tickets or self._receiver.has_work or self._pool.is_leaving)
 
     def _on_tick(self) -> None:

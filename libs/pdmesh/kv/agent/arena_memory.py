@@ -1,7 +1,7 @@
 """Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
 
-The seam for a GPU: another `ArenaMemory` whose views are device memory; the agent only slices,
-sends, receives and checksums what `view` returns.
+A GPU would be another `ArenaMemory` whose views are device memory: the agent only slices, sends,
+receives and checksums what `view` returns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pdmesh.kv.transport.base import ByteArray
 
 
 class ArenaMemory(Protocol):
-    """`size` contiguous bytes that the transport may read and write; who owns which is
-    `core.instance.arena`'s.
+    """`size` contiguous bytes that the transport may read and write.
+
+    `core.instance.arena` decides who owns which of them.
     """
 
     @property
@@ -39,7 +40,7 @@ class HostArena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # gather, checksum and scatter take 5 to 20 % less time; the kernel may not have it
+            # gather, checksum and scatter take 5 to 20 % less time; the kernel may not support it
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: ByteArray = np.frombuffer(self._map, np.uint8)
@@ -54,5 +55,5 @@ class HostArena:
         return self._bytes[r.offset : r.offset + r.length]
 
     def close(self) -> None:
-        """Let go of the mapping; it is unmapped when the last view is gone."""
+        """Release the mapping; it is unmapped when the last view is gone."""
         self._bytes = np.empty(0, np.uint8)

@@ -1,6 +1,6 @@
 """xxh3_128 of ranges of bytes.
 
-More than INLINE_BYTES at once are hashed beside the event loop (xxhash lets go of the GIL).
+More than INLINE_BYTES at once are hashed beside the event loop (xxhash releases the GIL).
 """
 
 from __future__ import annotations

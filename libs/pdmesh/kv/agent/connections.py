@@ -1,7 +1,7 @@
-"""One connection per peer, opened when first needed, shared by all pulls, dropped when least
-recently used.
+"""One connection per peer, opened when needed, shared by all pulls, least recently used dropped
+first.
 
-`ConnectionPool` has those we opened, by address; `Peers` all that are open, by key.
+`ConnectionPool` has the connections that we opened, by address; `Peers` all that are open, by key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONNECT_S = 5.0
 class ConnectionPool:
     """Outgoing connections by address, at most `max_peers`.
 
-    A connection whose key is `in_use` is never dropped for another.
+    A connection whose key is `in_use` is never dropped to make room.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ConnectionPool:
         self._in_use = in_use
         self._wanted: Counter[str] = (
             Counter()
-        )  # by address: who waits for it, and has not run since
+        )  # by address: callers that wait for it and have not run since
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
-        self._ended_early: set[int] = set()  # keys that ended before their opening was heard of
+        self._ended_early: set[int] = set()  # keys that ended before their opening was reported
         self._leaving: dict[str, None] = {}  # addresses to disconnect from when idle
 
     def __len__(self) -> int:
@@ -54,8 +54,8 @@ class ConnectionPool:
     async def get(self, address: str, timeout_s: float) -> KvConnection:
         """The open connection to an address, or a new one.
 
-        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT, with which
-        another caller's attempt may go on.
+        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT; after a
+        timeout another caller's attempt may continue.
         """
         if (connection := self.find(address)) is not None:
             return connection
@@ -75,13 +75,13 @@ class ConnectionPool:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
-            # Its end was told before we ran again, and is not told twice: a pull on it would never
-            # end.
+            # Its end was reported before we ran again, and is not reported twice: a pull on it
+            # would never end.
             raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         return connection
 
     def remove(self, connection: KvConnection) -> None:
-        """It is closed; the next `get` opens another."""
+        """The connection is closed; the next `get` opens another."""
         if self._opening:
             self._ended_early.add(connection.key)
         for address, other in list(self._open.items()):
@@ -90,11 +90,11 @@ class ConnectionPool:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether a connection waits for its last pull, to be dropped."""
+        """Whether the connection is to be dropped after its last pull."""
         return bool(self._leaving)
 
     def leave(self, address: str) -> None:
-        """Drop the connection to it as soon as it is not in use."""
+        """Drop the connection to the address as soon as it is not in use."""
         self._leaving[address] = None
         self.drop_left()
 
@@ -128,7 +128,7 @@ class ConnectionPool:
         if not self._opening:
             self._ended_early.clear()
         if not task.cancelled():
-            task.exception()  # whoever waited has seen it
+            task.exception()  # its waiters have seen it
 
     def _make_room(self) -> None:
         if len(self._open) + len(self._opening) < self._max_peers:
@@ -148,7 +148,7 @@ class Peers:
     def __init__(
         self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`on_change` is told how many there are, whenever one comes or goes."""
+        """`on_change` is called with their number, whenever one opens or closes."""
         self._pool, self._on_change = pool, on_change
         self._by_key: dict[int, KvConnection] = {}
         self._num_sent: Counter[type] = Counter()
@@ -162,7 +162,7 @@ class Peers:
         return {kind.__name__.lower(): count for kind, count in self._num_sent.items()}
 
     def add(self, connection: KvConnection) -> None:
-        """Idempotent: each pull says so of the connection that it is on."""
+        """Idempotent: each pull adds the connection that it uses."""
         if connection.key not in self._by_key:
             self._by_key[connection.key] = connection
             self._on_change(len(self))
@@ -176,14 +176,14 @@ class Peers:
         return self._by_key.get(key)
 
     def tell(self, key: int, message: wire.Message) -> None:
-        """Send a message. Nothing happens if the peer is gone: its end is told elsewhere."""
+        """Send a message. Does nothing if the peer is gone: its end is reported elsewhere."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._num_sent[type(message)] += 1
             connection.send(wire.encode(message))
 
     def retire(self, key: int) -> None:
-        """The next pull opens another; those on this one go on."""
+        """The next pull opens another connection; the pulls on this one continue."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._pool.remove(connection)

@@ -1,8 +1,7 @@
-"""What an agent does with what its transport tells it: each message goes to the half that it is
-for.
+"""Dispatches what the transport reports: each message goes to the half that it is for.
 
-A peer that says what is no message, or meets a bug of ours, loses its connection; others' messages
-wait behind it and must not suffer.
+A peer that sends what is no message, or meets a bug of ours, loses its connection: the messages of
+other peers wait behind it and must not suffer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = structlog.get_logger(__name__)
 class AgentHandler:
     """`ConnectionHandler` of an agent.
 
-    `catch_up` comes before each message; `lent` after one that made a ticket.
+    `catch_up` is called before each message; `lent` after one that made a ticket.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The probe that tells a connection that moves KV from one that merely opens (P/D-Serve 3.2, S16).
 
-The receiver sends a nonce, and the sender answers with bytes that follow from it, by the lane and
-the code that KV takes. They also follow from the sender's incarnation and the KV's fingerprint, so
-that no other process's answer passes for its own.
+The receiver sends a nonce. The sender answers with bytes derived from it, over the lane and the
+code that KV takes. They also depend on the sender's incarnation and the KV's fingerprint, so that
+no other process's answer is accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.transport.base import ByteArray
 
-PROBE_BYTES = 2 * wire.MAX_INLINE  # too long to ride in a message: it goes from memory to memory
+# too long to go inline in a message: it goes from memory to memory
+PROBE_BYTES = 2 * wire.MAX_INLINE
 
 
 def probe_bytes(nonce: bytes, incarnation: int, fingerprint_hash: int) -> ByteArray:
@@ -39,7 +40,7 @@ class KvProbe:
         )
 
     def check(self) -> None:
-        """Raises KvTransferFailed if the bytes are intact, but not the answer."""
+        """Raises KvTransferFailed if the bytes are intact but are not the answer."""
         if not np.array_equal(self._answer, probe_bytes(self._nonce, *self._asked)):
             raise KvTransferFailed("a probe came back changed", reason=PullFailure.CORRUPT)
 

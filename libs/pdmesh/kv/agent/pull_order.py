@@ -22,7 +22,7 @@ class PullOrder:
     max_bytes: int
     on_freed: Callable[[], None]
     on_range: OnRange | None = None
-    on_silent: Callable[[], None] = lambda: None  # nothing comes of it, for a while at least
+    on_silent: Callable[[], None] = lambda: None  # nothing arrives, at least for a while
     ticket: Ticket | None = None
     source: str = ""  # instance, for the quarantine
 
@@ -41,12 +41,12 @@ class PullOrder:
 
 
 def bad_ticket(what: str) -> KvTransferFailed:
-    """`what` begins with the field."""
+    """`what` begins with the name of the field."""
     return KvTransferFailed(f"ticket.{what}", reason=PullFailure.BAD_TICKET)
 
 
 def check_ticket(ticket: Ticket) -> None:
-    """Raises KvTransferFailed (KV_BAD_TICKET) for one that cannot be asked for."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) for a ticket that cannot be asked for."""
     if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID:
         raise bad_ticket(f"ticket_id: not 1 to {MAX_TICKET_ID} bytes")
 
@@ -64,9 +64,7 @@ def order_ticket(
     on_silent: Callable[[], None],
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit, or the ticket cannot
-    be named.
-    """
+    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit or the ticket has no name."""
     check_ticket(ticket)
     is_whole = first_block == 0 and heads is None
     if is_whole and ticket.kv_bytes > landing.size:
@@ -88,7 +86,7 @@ def order_ticket(
             decode,
         )
 
-    # How many bytes a part of it has follows from the sender's layout, which the ticket does not
+    # How many bytes of it a part has depends on the sender's layout, which the ticket does not
     # tell.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
@@ -114,7 +112,7 @@ def order_blocks(
     source: str,
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises ValueError for too many names, or blocks of different sizes."""
+    """Raises ValueError for too many names, or for blocks of different sizes."""
     if not 0 < len(names) <= min(len(targets), wire.MAX_NAMES):
         raise ValueError(f"{len(names)} names for {len(targets)} targets")
     size = targets[0].size

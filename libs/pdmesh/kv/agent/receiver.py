@@ -1,8 +1,7 @@
-"""The receiving half of a KV agent: pulls of tickets into the landing arena, and fetches of blocks
-into a pool.
+"""The receiving half of a KV agent: pulls tickets into the landing arena, and blocks into a pool.
 
 `core.kv.transfer.receiver` decides when a pull ends and when its bytes are safe. This shell posts
-receives, compares checksums, hands verified parts on, renews leases, and asks nothing of a source
+receives, compares checksums, hands verified parts on and renews leases. It asks nothing of a source
 in quarantine.
 """
 
@@ -128,7 +127,7 @@ class ReceiverHalf:
         return bool(not self._book.is_idle or len(self._leases) or len(self._quarantine))
 
     def peers_in_use(self) -> set[int]:
-        """Connections that a pull is on, or a lease is renewed over."""
+        """Connections that a pull uses, or over which a lease is renewed."""
         pulling = {pull.connection.key for pull in self._pulls.values()}
         return pulling | {connection.key for _, connection in self._kept.values()}
 
@@ -187,7 +186,9 @@ class ReceiverHalf:
         connect: Callable[[], Coroutine[None, None, KvConnection]],
         stall_s: float,
     ) -> KvConnection:
-        """Open the connection for a pull: silence of the sender that has all bytes counts here too.
+        """Open the connection for a pull.
+
+        The silence of a sender that has all bytes counts here too.
 
         Raises KvTransferFailed.
         """
@@ -214,7 +215,9 @@ class ReceiverHalf:
         return min(stall_s, self._stalls.get(order.ticket.ticket_id, math.inf))
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """Of pulls that are under way, that wait for their connection, and that begin later."""
+        """Applies to pulls under way, to those that wait for their connection, and to later
+        ones.
+        """
         self._stalls[ticket_id] = stall_s
         if len(self._stalls) > MAX_EXPECTED:
             self._stalls.popitem(last=False)
@@ -267,13 +270,13 @@ class ReceiverHalf:
         offset, length = meta.offset, meta.length
         pull = self._pulls.get(meta.pull_id)
         if pull is not None and failpoints.hit("decode.hearing", pull.order.source) == "drop":
-            return  # as a link does that loses what comes back
+            return  # acts as a link that loses every answer
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
             is_ours = meta.question == pull.question  # and not an answer to another pull
             buffers = pull.order.place(meta.ranges) if is_ours else None
             if buffers is None:
-                length = -1  # the book takes it for the nonsense that it is
+                length = -1  # the core rejects it
             else:
                 checksums = [r.checksum for r in meta.ranges]
                 part = _Part(offset, length, buffers, checksums, meta.inline, len(buffers))
@@ -286,9 +289,9 @@ class ReceiverHalf:
     # -- effects ----------------------------------------------------------------------------------
 
     def handle(self, event: rx.ReceiverEvent) -> None:
-        """Tell the book, and do what it says.
+        """Pass the event to the core and carry out its effects.
 
-        A part that was checked at once is news of its own.
+        A part that was checked at once is an event of its own.
         """
         events = [event]
         for event in events:  # grows meanwhile
@@ -300,7 +303,7 @@ class ReceiverHalf:
     def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
         if failpoints.hit("decode.asking", pull.order.source) == "drop":
-            return  # as a link does that loses everything
+            return  # acts as a link that loses everything
         self._peers.tell(pull.connection.key, pull.message)
 
     def _ack(self, effect: rx.SendAck) -> None:
@@ -317,7 +320,7 @@ class ReceiverHalf:
 
     def _complete(self, effect: rx.CompletePull) -> None:
         pull = self._pulls.pop(effect.pull_id)
-        if pull.done.done():  # cancelled, and the news of it has not reached the book
+        if pull.done.done():  # cancelled, and the core has not been told yet
             pull.order.on_freed()
         else:
             pull.done.set_result(None)
@@ -330,7 +333,7 @@ class ReceiverHalf:
 
     def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
         if self._peers.get(effect.peer) is None:
-            return rx.PeerLost(effect.peer)  # its end was told before the pull began
+            return rx.PeerLost(effect.peer)  # its end was reported before the pull began
         self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
         return None
 

@@ -1,8 +1,7 @@
-"""The sending half of a KV agent: tickets over the staging arena, and blocks of a pool, served part
-by part.
+"""The sending half of a KV agent: serves tickets of the staging arena, and blocks of a pool.
 
 `core.kv.transfer.sender` decides which peer may read what, and when bytes are free. This shell
-hashes, announces and sends.
+hashes, announces and sends, part by part.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ log = structlog.get_logger(__name__)
 MAX_FETCHES = 64  # and probes, served at once
 _FETCH_LEASE_S = 10.0
 
-_SLOW_S: Final = 0.5  # per part, where the failpoint says that the link is slow
+_SLOW_S: Final = 0.5  # per part, if the failpoint says that the link is slow
 
 
 class SenderHalf:
@@ -116,7 +115,7 @@ class SenderHalf:
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """From any thread: whether a part of a pull of everything ends with these layers.
+        """From any thread: whether a part of a pull of all heads and blocks ends with these layers.
 
         True also for a ticket that is not known yet.
         """
@@ -129,7 +128,7 @@ class SenderHalf:
             return
         staged.num_written = min(num_layers, staged.layout.num_layers)
         if staged.hashing is not None:
-            return  # it goes on with these
+            return  # the task under way includes these
         todo = staged.parts[len(staged.checksums) :][: staged.num_to_hash]
         if sum(part.length for part in todo) > INLINE_BYTES and not staged.has_failed:
             self._start_hashing(ticket_id, staged)
@@ -151,7 +150,7 @@ class SenderHalf:
         staged.hashing.add_done_callback(self._hashing.discard)
 
     async def _hash_aside(self, ticket_id: str, staged: StagedRange) -> None:
-        """Hash part by part, so that the first parts are on the wire while the last are hashed."""
+        """Hash part by part, so that the first parts are sent while the last are hashed."""
         while staged.num_to_hash and self._staged.get(ticket_id) is staged:
             await asyncio.to_thread(staged.hash_next)
             if self._staged.get(ticket_id) is staged:
@@ -203,7 +202,7 @@ class SenderHalf:
         )
 
     def on_fetch(self, peer: int, message: wire.Fetch) -> None:
-        """Serve what is held of the beginning of the names."""
+        """Serve the blocks that are held of the beginning of the names."""
         refusal = self._refusal(message)
         if refusal is not None or self._blocks is None:
             refused = wire.PullRefusal(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
@@ -219,8 +218,8 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes that no other process makes of the nonce, sent as blocks of a
-        pool are.
+        """Answer with bytes that only this process can derive from the nonce, sent like
+        blocks of a pull.
         """
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
@@ -241,7 +240,7 @@ class SenderHalf:
     def _lend(
         self, peer: int, message: wire.Fetch | wire.Probe, ticket_id: str, pinned: LentBlocks
     ) -> None:
-        """Lend blocks with a ticket that only this process knows."""
+        """Lend blocks under a ticket that only this process knows."""
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
         chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
@@ -265,9 +264,9 @@ class SenderHalf:
     # -- effects ----------------------------------------------------------------------------------
 
     def handle(self, event: tx.SenderEvent) -> None:
-        """Tell the book, and do what it says.
+        """Pass the event to the core and carry out its effects.
 
-        Parts that were sent by being copied are news of their own.
+        A part that was sent by copying is an event of its own.
         """
         events = [event]
         for event in events:  # grows meanwhile
@@ -285,7 +284,7 @@ class SenderHalf:
                         self._close_ticket(ticket_id, reason)
 
     def _send_part(self, effect: tx.SendPart) -> bool:
-        """True if it is sent already."""
+        """True if it is already sent."""
         if delay := self._delay_s(effect):
             timer = asyncio.get_running_loop().call_later(delay, self._send_late, effect)
             self._late[_late_key(effect)] = timer
@@ -293,7 +292,7 @@ class SenderHalf:
         return self._send_now(effect)
 
     def _delay_s(self, effect: tx.SendPart) -> float:
-        """What a test makes of the link."""
+        """A test's delay of the link."""
         if self._hooks is not None:
             return self._hooks.part_delay_s(effect.pull_id, effect.part.offset)
         return _SLOW_S if failpoints.hit("prefill.link") == "slow" else 0.0
@@ -319,7 +318,7 @@ class SenderHalf:
             self._announce(effect, ranges, inline)
             return True  # the transport has copied it
         self._announce(effect, ranges, None)
-        if fault == "cut":  # the bytes that were announced never come
+        if fault == "cut":  # the announced bytes never come
             asyncio.get_running_loop().call_soon(self._peers.abort, effect.peer, "a failpoint")
             return False
         self._send_payloads(effect.peer, effect.pull_id, [data for data, _ in pieces])
@@ -334,7 +333,7 @@ class SenderHalf:
     def _send_late(self, effect: tx.SendPart) -> None:
         """After a test's delay.
 
-        The part counts as being sent meanwhile, so its ticket is still there with its peer.
+        The part counts as being sent meanwhile, so its ticket and its peer are still there.
         """
         del self._late[_late_key(effect)]
         if self._peers.get(effect.peer) is not None and self._send_now(effect):
@@ -357,7 +356,7 @@ class SenderHalf:
                 self.handle(tx.PartSent(peer, pull_id))
 
         connection = self._peers.get(peer)
-        if connection is not None:  # else its end is about to be told
+        if connection is not None:  # else its end is about to be reported
             for piece in pieces:
                 connection.send_payload(pull_id, piece, on_sent)
 

@@ -1,6 +1,4 @@
-"""Bytes that a ticket is for, as the sender reads them: part by part, each piece with its
-checksum.
-"""
+"""The bytes of a ticket, as the sender reads them: part by part, each piece with its checksum."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class StagedRange:
 
     data: ByteArray
     layout: KvLayout
-    parts: tuple[KvPart, ...]  # of a pull of everything
+    parts: tuple[KvPart, ...]  # of a pull of all heads and blocks
     checksums: list[bytes] = field(default_factory=list)
     num_written: int = 0  # layers
     hashing: asyncio.Task[None] | None = None
@@ -39,15 +37,15 @@ class StagedRange:
 
     @property
     def num_ready(self) -> int:
-        """Layers in place, with the checksums of all parts they complete."""
+        """Layers in place, with the checksums of all parts that they complete."""
         if self.has_failed or not self.num_to_hash:
             return self.num_written
         return self.parts[len(self.checksums)].first_layer
 
     def completes_part(self, num_layers: int) -> bool:
-        """Whether one of them ends with these layers.
+        """Whether a part ends with these layers.
 
-        So near the end each layer counts as one: it may end a part of another pull.
+        Near the end each layer counts as one: it may end a part of another pull.
         """
         is_near_end = num_layers * 8 > self.layout.num_layers * 7
         return is_near_end or any(part.end_layer == num_layers for part in self.parts)

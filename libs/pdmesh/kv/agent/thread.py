@@ -1,9 +1,8 @@
-"""A KvAgent on a thread and loop of its own, for hosts whose loop is busy or that have none (an
-engine's worker).
+"""A KvAgent on a thread and loop of its own, for a host whose loop is busy or that has none.
 
-Calls may come from any thread. Results are `concurrent.futures.Future`s: wait for them, or
-`asyncio.wrap_future` them; cancelling one cancels the pull. Events are called back on the agent's
-thread and must only hand over.
+The latter is an engine's worker. Calls may come from any thread. Results are
+`concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future` them; cancelling one cancels
+the pull. Events are called back on the agent's thread and must only hand over.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 
 class AgentThread:
-    """`make_agent` runs on the new thread, so that all of UCX is used there alone.
+    """`make_agent` runs on the new thread, so that only that thread uses UCX.
 
     `die` is called if the thread ends without having been closed.
     """
@@ -85,7 +84,7 @@ class AgentThread:
     def ready(self, ticket_id: str, num_layers: int) -> None:
         """As `KvAgent.ready`, in the order of the calls.
 
-        The thread is woken for layers that complete a part, not for each.
+        Only layers that complete a part wake the thread.
         """
         agent = self._running()
         if agent.completes_part(ticket_id, num_layers):
@@ -146,7 +145,7 @@ class AgentThread:
     ) -> Future[PullResult]:
         """As `KvAgent.pull`, errors included.
 
-        Cancelling the future cancels the pull, and LandingFreed follows, however early or late.
+        Cancelling the future cancels the pull at any time; AgentLandingFreed follows.
         """
         agent = self._made()
 
@@ -178,8 +177,8 @@ class AgentThread:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Future[Sequence[bytes]]:
-        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that is
-        no more.
+        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that has
+        ended.
         """
         agent = self._made()
 
@@ -301,11 +300,11 @@ class AgentThread:
 
 
 class _HandedPull(Generic[T]):
-    """A pull asked for by another thread. Its landing range is the caller's with the result, or
-    else given back.
+    """A pull that another thread asked for. With the result its landing range becomes the caller's.
 
-    A task that is cancelled before its first step runs none of its code, and one that is done
-    cannot be cancelled: in both cases the agent itself says nothing.
+    Otherwise the range is given back. A task that is cancelled before its first step runs none of
+    its code, and a task that is done cannot be cancelled: in both cases the agent itself reports
+    nothing.
     """
 
     def __init__(
@@ -319,11 +318,11 @@ class _HandedPull(Generic[T]):
         self._work, self._loop, self._give_back = work, loop, give_back
         self._is_freed_by_result = is_freed_by_result
         self._has_begun = False
-        self._refusing = threading.Lock()  # held for good by who refuses it
+        self._refusing = threading.Lock()  # never released after a refusal
 
     def refuse(self) -> None:
-        """The agent's loop is no more: nothing was asked for, or it was given back as the
-        agent ended.
+        """The agent's loop has ended: nothing was asked for, or the agent gave it back as it
+        ended.
         """
         if not self._refusing.acquire(blocking=False):
             return

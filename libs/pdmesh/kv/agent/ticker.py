@@ -1,6 +1,4 @@
-"""A timer that runs only while there is something that time ends: an agent at rest costs
-nothing.
-"""
+"""A timer that runs only while there is something that time ends: an idle agent costs nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +35,8 @@ class Ticker:
         self._timer = None
         try:
             self._on_tick()
-        except Exception as error:  # time ends what a bug has left behind, so it must go on
+        # time ends what a bug has left behind, so the timer must continue
+        except Exception as error:
             log.error("kv.tick.died", exc_info=error)
         finally:
             self.keep_going()

@@ -1,6 +1,4 @@
-"""What the users of a KV agent see of it: events, results, counters, and the pool that peers
-may fetch blocks from.
-"""
+"""The agent's interface for its users: events, results, counters, and the pool for fetches."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ class AgentLandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class SourceQuarantined:
-    """Pulls from this instance were corrupt too often (F34): none is asked for during the
-    next `hold_s` seconds.
+    """Pulls from this instance were corrupt too often (F34): it is not asked for `hold_s`
+    seconds.
     """
 
     instance_id: str
@@ -106,7 +104,7 @@ class AgentHooks:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks of a pool that stay where they are until they are closed.
+    """Blocks of a pool that stay in place until they are closed.
 
     All views have the same length.
     """
@@ -119,7 +117,7 @@ class BlockSource(Protocol):
     """A pool whose blocks peers may fetch by name. Called on the agent's loop; must be quick."""
 
     def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
-        """Pin the longest beginning of `names` that is held. None, or no views: nothing of it."""
+        """Pin the longest beginning of `names` that is held. None, or no views: nothing is held."""
         ...
 
     def close(self, pinned: PinnedBlocks) -> None:

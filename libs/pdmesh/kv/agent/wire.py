@@ -1,18 +1,17 @@
-"""What two KV agents say to each other: fixed little-endian headers, every length checked, no
-pickle.
+"""The messages between two KV agents: fixed little-endian headers, checked lengths, no pickle.
 
 One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks
-(S49), and one ack ends it. Small parts ride behind META in the same message. `parse` takes any
-bytes: the result is a message or WireError, nothing else.
+(S49), and one ACK ends it. Small parts follow META in the same message. `parse` takes any bytes and
+returns a message or raises WireError, nothing else.
 
-Each message is sealed by a checksum over all of it but an inline payload, which has checksums of
-its own in META: a changed bit in a ticket id, a pull id or a flag would ask for, answer, end or
-renew another request's. META also says what it answers (`question`), so that a sound answer to
-another pull is none. The seal has no key: it is against faults, not against forgers. The handshake
-of the transport and unguessable ticket ids keep those out.
+Each message is sealed by a checksum over all of it except an inline payload, which has checksums of
+its own in META. Without the seal, a changed bit in a ticket id, a pull id or a flag would ask for,
+answer, end or renew another request's transfer. META also names what it answers (`question`), so
+that a sound answer to another pull is not taken. The seal has no key: it is against faults, not
+forgers. The transport's handshake and unguessable ticket ids keep forgers out.
 
-Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that
-would add a tenth to its cost.
+Messages and core events are not `frozen`: a small pull makes 25 of them, and that would add a tenth
+to its cost.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pdmesh.errors import KvTransferFailed
 MAGIC = b"PDKV"
 VERSION = 3
 
-MAX_INLINE = INLINE_BYTES  # of payload that ride behind META
+MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
 MAX_RANGES = MAX_SPANS
 MAX_NAMES = 1024
 NAME_BYTES = 16
@@ -39,7 +38,7 @@ MAX_PULL_BYTES = 1 << 44
 CHECKSUM_BYTES = 16  # xxh3_128
 
 _HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message bytes, pull id
-_SEAL = struct.Struct("<Q")  # behind the head: xxh3_64 of the head and of what follows the seal
+_SEAL = struct.Struct("<Q")  # after the head: xxh3_64 of the head and of what follows the seal
 BODY_AT = _HEAD.size + _SEAL.size
 _KIND_AT = 5
 # attempt, incarnation, fingerprint, first block, first head, heads, takers, decode, ticket id bytes
@@ -70,8 +69,9 @@ class Kind(IntEnum):
 
 @dataclass(slots=True)
 class Pull:
-    """Receiver to sender: send me this ticket's blocks from `first_block` on, of `num_heads`
-    heads (0: of all).
+    """Receiver to sender: send this ticket's blocks from `first_block` on.
+
+    `num_heads`: of so many heads; 0: of all.
     """
 
     pull_id: int
@@ -83,13 +83,13 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
-    decode: int = 0  # tells the takers of one decode from those of another
+    decode: int = 0  # distinguishes the takers of one decode from those of another
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Receiver to sender: send me those blocks of your pool that you hold of the beginning of
-    these names.
+    """Receiver to sender: send those of your pool's blocks that are the beginning of these
+    names.
     """
 
     pull_id: int
@@ -100,9 +100,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class Probe:
-    """Receiver to sender: send me what `checksums.probe_bytes` makes of this nonce, as you
-    would send KV (S16).
-    """
+    """Receiver to sender: send `probes.probe_bytes` of this nonce, as you would send KV (S16)."""
 
     pull_id: int
     incarnation: int
@@ -121,10 +119,10 @@ class Range:
 
 @dataclass(slots=True)
 class Meta:
-    """Sender to receiver: this part of a pull is coming, one payload per range, or `inline` behind
-    the ranges.
+    """Sender to receiver: this part of a pull is coming.
 
-    The ranges follow each other, and the parts of a pull do.
+    It has one payload per range, or `inline` after the ranges. The ranges are consecutive, and so
+    are the parts of a pull.
     """
 
     pull_id: int
@@ -175,12 +173,12 @@ Question = Pull | Fetch | Probe
 
 
 def question(message: Question) -> int:
-    """Both ends make it of what they hold, not of the bytes that went over the wire."""
+    """Both ends compute it from what they hold, not from the bytes on the wire."""
     return xxhash.xxh3_64_intdigest(_plain(message))
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message in parts, to be sent one behind the other."""
+    """The message in parts, to be sent one after the other."""
     plain = _plain(message)
     seal = _SEAL.pack(xxhash.xxh3_64_intdigest(plain))
     sealed = plain[: _HEAD.size] + seal + plain[_HEAD.size :]
@@ -230,7 +228,7 @@ def _plain(message: Message) -> bytes:
 
 
 def parse(data: memoryview) -> Message:
-    """One whole message. Views into `data` are kept by `Meta.inline`. Raises WireError."""
+    """One whole message. `Meta.inline` keeps views of `data`. Raises WireError."""
     if len(data) < BODY_AT:
         raise WireError(f"a message of {len(data)} bytes is too short")
     magic, version, kind, reserved, size, pull_id = _HEAD.unpack_from(data)
@@ -247,10 +245,10 @@ def parse(data: memoryview) -> Message:
 
 
 def seal_of(data: memoryview) -> int:
-    """What the seal of these bytes must be, which are at least BODY_AT many."""
+    """What the seal of these bytes must be; there are at least BODY_AT of them."""
     body = data[BODY_AT:]
     if data[_KIND_AT] == Kind.META and len(body) >= _META.size:
-        num_ranges: int = _META.unpack_from(body)[2]  # believed once the seal fits
+        num_ranges: int = _META.unpack_from(body)[2]  # checked by the seal
         body = body[: _META.size + num_ranges * _RANGE.size]
     return xxhash.xxh3_64_intdigest(bytes(data[: _HEAD.size]) + body)
 
@@ -342,9 +340,9 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
 
 
 def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
-    """They follow each other within the pull, so no byte can land outside or twice.
+    """The length of the ranges together.
 
-    Returns their length.
+    They are consecutive within the pull, so no byte can land outside or twice.
     """
     start = end = ranges[0].offset if ranges else 0
     for r in ranges:

@@ -1,10 +1,9 @@
-"""Between a device's paged blocks and a page-locked arena in host memory, beside the model's stream
-(S50).
+"""Copies between a device's paged blocks and a page-locked host arena, beside the model (S50).
 
 A side stream gathers into a scratch buffer on the device and copies from there by the copy engine,
 which leaves the compute units to the model. The streams wait for each other on the device, by
-events: the thread that asks queues the work and goes on. A thread of its own waits for the copies'
-ends and calls back.
+events: the calling thread queues the work and returns. Another thread waits for the ends of the
+copies and calls back.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _Waiting = tuple[Any, Callable[[], None]]  # Any: torch's Event
 
 
 class DeviceCopies:
-    """One per cache, made on the model's thread. Callbacks come from a thread of this.
+    """One per cache, made on the model's thread. Callbacks come from a thread of its own.
 
-    What waits is bounded by the ranges of the arena, each of which has one copy at most.
+    The waiting copies are bounded by the arena's ranges: each has one copy at most.
     """
 
     def __init__(self, blocks: DeviceBlocks, device: Any) -> None:
@@ -40,7 +39,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        self._lock = threading.Lock()  # of the scratch buffer's order
+        self._lock = threading.Lock()  # guards the order in the scratch buffer
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="pdmesh-copies", daemon=True)
         self._thread.start()
@@ -48,8 +47,9 @@ class DeviceCopies:
     def gather(
         self, block_ids: Sequence[int], out: ByteArray, layers: _Span, on_done: OnDone
     ) -> None:
-        """What the model's stream has written so far; its next work waits until that is
-        gathered, not until it is copied.
+        """Gather what the model's stream has written so far.
+
+        The stream's next work waits until the gather is done, but not for the copy.
         """
         model = torch.cuda.current_stream(self._device)
         with self._lock, torch.cuda.stream(self._stream):
@@ -67,7 +67,7 @@ class DeviceCopies:
     def scatter(
         self, source: ByteArray, block_ids: Sequence[int], heads: _Span, on_done: OnDone
     ) -> None:
-        """Complete on the device before anything the model's stream is given afterwards."""
+        """Complete on the device before anything that the model's stream is given afterwards."""
         scattered = self._queue_scatter(source, block_ids, (0, self._blocks.num_layers), heads)
         torch.cuda.current_stream(self._device).wait_event(scattered)
         self._at_end(scattered, on_done)
@@ -85,7 +85,7 @@ class DeviceCopies:
         self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span
     ) -> Any:
         with self._lock, torch.cuda.stream(self._stream):
-            # Blocks may still be read by a step under way, for a request that had them before.
+            # A current step may still read the blocks, for the request that had them before.
             self._stream.wait_stream(self._model)
             ids, landed = self._ids(block_ids), torch.from_numpy(source)
             for part, start, size in self._parts(len(block_ids), layers, heads[1]):
@@ -110,7 +110,7 @@ class DeviceCopies:
         self, num_blocks: int, layers: _Span, num_heads: int
     ) -> list[tuple[_Span, int, int]]:
         """(layers, begin in the buffer, bytes) of as many layers as the scratch buffer holds
-        at once, which is at least one.
+        at once, at least one.
         """
         layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
         if layer_bytes > self._scratch.numel():
@@ -140,12 +140,12 @@ class DeviceCopies:
             try:
                 event.synchronize()
                 on_done()
-            except Exception:  # other copies' ends wait behind it
+            except Exception:  # the ends of other copies wait behind it
                 log.exception("kv.copy.died")
 
 
 def lock_pages(memory: ByteArray) -> None:
-    """Make an arena's pages known to the device, so that it copies to and from them by itself.
+    """Register an arena's pages with the device, so that it copies to and from them by itself.
 
     Raises OSError.
     """

@@ -1,5 +1,5 @@
-"""The Triton kernel behind `operators`: one program moves one tile of one block of one head
-of one layer.
+"""The Triton kernel behind `operators`: one program moves a tile of one block of a head of a
+layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
 def _compiled(arithmetic: Callable[..., Any]) -> Any:
-    """Triton compiles functions of its own kind only, and its interpreter calls any."""
+    """Triton compiles only functions of its own kind; its interpreter calls any."""
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 
 
@@ -30,8 +30,8 @@ _WORDS = {
 }
 
 
-# No annotations but Triton's own: it reads them too, and finds nothing in this module's imports for
-# typing.
+# No annotations but Triton's own: Triton reads them too, and finds no typing names among this
+# module's imports.
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     pointers,

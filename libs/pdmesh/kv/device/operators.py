@@ -1,10 +1,9 @@
-"""Gather and RecvScatter as operators on a device's stream (S50): all layers of a prompt in one
-launch.
+"""Gather and RecvScatter as operators on a device's stream (S50): all layers in one launch.
 
-The buffer is [layer][head][block][head's bytes], a layer's heads cut to those asked for. What each
-program of the kernels moves follows from `cache_word` and `buffer_word` alone: plain arithmetic
-that Triton compiles and that the tests run on arrays where there is no Triton. Memory is addressed
-in words, the widest that divide every stride; torch and Triton are imported where a device is.
+The buffer is [layer][head][block][head's bytes], with only the heads asked for. `cache_word` and
+`buffer_word` alone decide what each program of the kernels moves: plain arithmetic that Triton
+compiles and that tests run on arrays without Triton. Memory is addressed in words, the widest that
+divide every stride. torch and Triton are imported only if there is a device.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
 
 
 class DeviceBlocks:
-    """The layers' paged caches on one device, all laid out alike.
+    """The layers' paged caches on one device, all with one layout.
 
-    Calls return when the launch is queued.
-
-    Everything runs on the caller's current stream; ids and buffers are tensors on the caches'
-    device.
+    Calls return when the launch is queued. Everything runs on the caller's current stream; ids and
+    buffers are tensors on the caches' device.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
@@ -55,7 +52,7 @@ class DeviceBlocks:
     ) -> None:
         """Copy blocks into `out` (uint8), of the layers and heads (first, count) or of all.
 
-        ValueError unless sizes match.
+        Raises ValueError unless sizes match.
         """
         self._move(block_ids, out, layers, heads, is_gather=True)
 

@@ -1,10 +1,9 @@
-"""Between discrete blocks and the contiguous buffer: gather at the sender, RecvScatter at the
-receiver (S50).
+"""Between discrete blocks and the contiguous buffer: gather at the sender, RecvScatter after (S50).
 
-Blocks that follow each other in the cache are one copy; else numpy selects rows of 8-byte words,
-its fast path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies
-nothing. One thread: a second one would take a core from the step that runs beside it, and memory is
-the limit.
+Consecutive blocks in the cache are one copy; otherwise numpy selects rows of 8-byte words, its fast
+path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies nothing.
+One thread: a second one would take a core from the step that runs beside it, and memory is the
+limit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of one block of one layer),
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Run = tuple[int, int, int]  # first block in the cache, first place in the buffer, number of blocks
 
-# From here on a copy per run beats one selection of all rows: measured on 64 MiB in pieces of 4 to
+# From here on, a copy per run beats one selection of all rows: measured on 64 MiB in pieces of 4 to
 # 96 KiB.
 _RUN_BYTES = 128 << 10
 
@@ -38,7 +37,8 @@ def runs_of(ids: npt.NDArray[np.intp]) -> list[Run]:
 class HostBlocks:
     """The layers' blocks in host memory, prepared once for any number of copies.
 
-    Raises ValueError for layers whose rows are not contiguous. A layer may have its own block size.
+    Raises ValueError if the rows of a layer are not contiguous. A layer may have its own block
+    size.
     """
 
     def __init__(self, caches: Sequence[ByteMatrix]) -> None:
@@ -83,7 +83,7 @@ class HostBlocks:
         ids = np.asarray(block_ids, dtype=np.intp)
         start = 0  # of the layer, in the whole buffer
         end = offset + data.size
-        planned, runs = (0, 0), list[Run]()  # layers that are wholly in the part have the same
+        planned, runs = (0, 0), list[Run]()  # equal for all layers that are wholly in the part
         for rows in self._rows:
             block_bytes = rows.shape[1] * rows.itemsize
             stop = start + len(ids) * block_bytes
@@ -102,7 +102,7 @@ class HostBlocks:
             raise ValueError(f"bytes {offset} to {end} of a buffer of {start}")
 
     def _runs(self, ids: npt.NDArray[np.intp]) -> list[Run]:
-        """`runs_of`, checked: by run, as numpy's min and max cost more than a small copy."""
+        """`runs_of` with a check per run: numpy's min and max cost more than a small copy."""
         runs = runs_of(ids)
         if any(first < 0 or first + count > self._num_blocks for first, _, count in runs):
             raise ValueError(f"block ids outside 0..{self._num_blocks - 1}")
@@ -111,7 +111,7 @@ class HostBlocks:
     def _plan(
         self, block_ids: BlockIds, buffer: ByteArray
     ) -> tuple[npt.NDArray[np.intp], list[Run] | None]:
-        """The ids, checked, and their runs where copying those is the faster way."""
+        """The checked ids, and their runs if copying runs is faster."""
         ids = np.asarray(block_ids, dtype=np.intp)
         expected = len(ids) * self._block_bytes
         if buffer.size != expected:

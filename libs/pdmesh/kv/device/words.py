@@ -1,5 +1,5 @@
-"""Where each word of a block lies, in the cache and in the buffer: arithmetic that Triton
-compiles and tests run on arrays.
+"""Where each word of a block lies, in the cache and in the buffer: arithmetic for Triton and
+arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_OUTER = 2  # K or V, and token
 _WORD_BYTES = (8, 4, 2, 1)
 
 
-# Ints, arrays or Triton's values, and without annotations: Triton would look for their names.
+# Ints, arrays or Triton's values, without annotations: Triton would look up their names.
 def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
     """Where word `word` of a head's block lies, from the block's begin in the cache."""
     run = word // run_words
@@ -36,7 +36,7 @@ def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-
 
 @dataclass(frozen=True, slots=True)
 class WordPlan:
-    """A layer's cache in words of `word_bytes`; what a kernel is told besides pointers and ids."""
+    """A layer's cache in words of `word_bytes`; what a kernel gets besides pointers and ids."""
 
     word_bytes: int
     head_words: int
@@ -54,7 +54,7 @@ class WordPlan:
 
 
 def word_plan(where: HeadBlocks) -> WordPlan:
-    """Raises ValueError for a cache with more axes than a block of attention has."""
+    """Raises ValueError for a cache with more axes than an attention block has."""
     if len(where.outer) > _MAX_OUTER:
         raise ValueError(f"{len(where.outer)} axes around the runs of a head's block")
     strides = [where.blocks.stride, where.heads.stride, *(axis.stride for axis in where.outer)]

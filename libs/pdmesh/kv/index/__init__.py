@@ -1,1 +1,1 @@
-"""The block index: kept true by deltas and snapshots, and mirrored in Redis."""
+"""The block index: kept up to date by deltas and snapshots, and mirrored in Redis."""

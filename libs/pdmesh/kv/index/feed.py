@@ -1,10 +1,9 @@
-"""Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever
-deltas are missing.
+"""Keeps a PrefixIndex equal to what the instances hold: deltas over NATS, snapshots to fill gaps.
 
-Only instances that the registry knows, under the incarnation it knows, are listened to. Besides
-gaps, one instance in turn is asked for a snapshot every so often, since the loss of the last delta
-of all shows by nothing else. An instance that cannot be asked waits its turn without a place among
-the fetches in flight, so that it delays no other.
+Only instances in the registry, under their registered incarnation, are followed. Besides gaps, one
+instance in turn is asked for a snapshot periodically, since nothing else reveals the loss of an
+instance's last delta. An instance that cannot be asked waits without a place among the fetches in
+flight, so that it delays no other.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ _delay = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks of one incarnation after its delta `sequence`: the engine's, and those of
-    its host pool.
+    """All blocks of one incarnation after its delta `sequence`: the engine's and the host
+    pool's.
     """
 
     incarnation: int
@@ -103,10 +102,9 @@ class IndexFeed:
         return not self._repairs
 
     def age_s(self) -> float:
-        """For how long the instance known worst has been without deltas that were missed; 0 if
-        nothing is missing (S100).
+        """How long the worst instance has had missing deltas; 0 if nothing is missing (S100).
 
-        A routine comparison with a snapshot is no doubt, and does not count.
+        A routine comparison with a snapshot does not count as missing.
         """
         doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
         return self._clock() - min(doubted) if doubted else 0.0
@@ -122,8 +120,9 @@ class IndexFeed:
                 self._mark(record.instance_id)
 
     async def run(self) -> None:
-        """Repair until cancelled; raises what a bug raises, since an index that is not
-        repaired must not look well.
+        """Repair until cancelled.
+
+        Raises what a bug raises: an index that is not repaired must not look healthy.
         """
         try:
             await together(self._repair(), self._resync())
@@ -135,7 +134,7 @@ class IndexFeed:
             await self._subscription.unsubscribe()
 
     def resync_all(self) -> None:
-        """Ask everyone for a snapshot."""
+        """Ask every instance for a snapshot."""
         for record in tuple(self._view.records.values()):
             if _has_blocks(record):
                 self._mark(record.instance_id)
@@ -176,7 +175,7 @@ class IndexFeed:
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
-            else:  # it brought waiting ones in, cleared all, or began a new life
+            else:  # it brought in waiting deltas, cleared all, or began a new incarnation
                 self._follower.on_replaced(delta.instance_id)
         self._pass_on_forgotten()
 
@@ -190,7 +189,7 @@ class IndexFeed:
             num_blocks = self.index.remove_instance(instance_id)
             log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
             if change.is_lease_end:
-                self.index.forget_history(instance_id)  # it may live, and register again
+                self.index.forget_history(instance_id)  # it may be alive and register again
             if self._follower is not None:
                 self._follower.on_removed(instance_id)
         elif _has_blocks(record):
@@ -203,7 +202,7 @@ class IndexFeed:
                 self._mark(instance_id)
 
     def _pass_on_forgotten(self) -> None:
-        """Copies follow what this one let go for lack of room."""
+        """Report to followers what the index dropped for lack of room."""
         for delta in self.index.take_forgotten():
             if self._follower is not None:
                 self._follower.on_delta(delta)
@@ -231,7 +230,7 @@ class IndexFeed:
                     await self._wake.wait()
 
     async def _load_snapshot(self, instance_id: str) -> bool:
-        """True when done: loaded without a hole behind it, or the instance is gone."""
+        """True when done: loaded without a later gap, or the instance is gone."""
         record = self._view.records.get(instance_id)
         if record is None:
             return True
@@ -256,8 +255,8 @@ class IndexFeed:
         if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
         self._pass_on_forgotten()
-        # A stale one is older than deltas that came meanwhile: those are complete, unless a hole
-        # says otherwise.
+        # A stale snapshot is older than deltas that came meanwhile: those are complete unless there
+        # is a gap.
         return self.index.is_whole(instance_id)
 
     async def _resync(self) -> None:
@@ -277,5 +276,5 @@ def _host_part(event: KvBlocks) -> TierDelta | None:
 
 
 def _has_blocks(record: InstanceRecord) -> bool:
-    """Whether it can be asked: an instance that still loads has a role, but no address."""
+    """Whether it can be asked: an instance that still loads has a role but no address."""
     return record.role in _ROLES and bool(record.grpc_address)

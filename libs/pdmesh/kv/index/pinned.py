@@ -1,7 +1,6 @@
-"""Pinned prefixes as whoever keeps blocks, or an index of them, follows them: names, and nothing of
-the prompts.
+"""Follows pinned prefixes for processes that keep blocks or an index of them: only block names.
 
-The leading master writes the list; it may be old while NATS is away, which costs nothing but room.
+The leading master writes the list. While NATS is away the list may be old, which only costs room.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from pdmesh.v1.admin_service_pb2 import Pin
 
 
 def all_names(pins: Iterable[Pin]) -> frozenset[bytes]:
-    """Of blocks under any fingerprint."""
+    """Names of blocks under any fingerprint."""
     return frozenset(name for pin in pins for blocks in pin.blocks for name in blocks.names)
 
 
 def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[PinnedPrefix]:
-    """What an instance keeps, the oldest pin first: where there is no room for all, the later
-    ones wait.
-    """
+    """What an instance keeps, the oldest pin first: without room for all, the later pins wait."""
     mine = [pin for pin in pins if pin.scenario in ("", scenario)]
     return [
         PinnedPrefix(tuple(blocks.names), blocks.owner, pin.until.ToMicroseconds() / 1e6)
@@ -32,7 +29,7 @@ def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[P
 
 
 class PinFollower:
-    """Hands on all pins whenever one comes or goes, until closed."""
+    """Passes all pins on whenever one comes or goes, until closed."""
 
     def __init__(self, board: Board[Pin], on_change: Callable[[Sequence[Pin]], None]) -> None:
         self._on_change = on_change

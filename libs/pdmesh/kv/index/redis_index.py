@@ -1,5 +1,4 @@
-"""The block index in Redis: shared truth between index processes, and what a restarted one starts
-from.
+"""The block index in Redis: shared by index processes, and the start of a restarted one.
 
 Everything here may be wiped at any time; the epoch key tells (F14, F15). Calls end within about a
 quarter of a second and raise Unavailable, never redis-py's own errors, whose defaults would retry
@@ -59,7 +58,7 @@ class RedisIndex:
             await self._redis.aclose()
 
     async def epoch(self, proposed: str) -> str:
-        """The store's epoch; `proposed` becomes it if the store has none, as when it was wiped."""
+        """The store's epoch; `proposed` becomes it if the store has none, e.g. after a wipe."""
         async with self._answering():
             await self._redis.set(keys.EPOCH, proposed, nx=True)
             value = await self._redis.get(keys.EPOCH)
@@ -89,7 +88,7 @@ class RedisIndex:
     async def apply(self, delta: IndexDelta, model_fingerprint: str) -> None:
         """Add a delta to what the store has of this incarnation, in one transaction.
 
-        Not for cleared ones.
+        Not for a delta that clears.
         """
         assert not delta.clears
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
@@ -104,7 +103,7 @@ class RedisIndex:
             await pipe.execute()
 
     async def replace(self, instance_id: str, instance: StoredInstance) -> None:
-        """Make the store hold exactly this of the instance. Costs the difference."""
+        """Make the store hold exactly this of the instance. The cost is the difference."""
         async with self._answering():
             fingerprint = instance.model_fingerprint
             before = await self._redis.hget(keys.instance_version(instance_id), "fingerprint")
@@ -130,7 +129,7 @@ class RedisIndex:
                 await pipe.execute()
 
     async def remove(self, instance_id: str) -> None:
-        """Forget an instance. Costs its blocks."""
+        """Forget an instance. The cost is its blocks."""
         async with self._answering():
             value = await self._redis.hget(keys.instance_version(instance_id), "fingerprint")
             fingerprint = value.decode() if value else ""

@@ -12,11 +12,11 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 _PREFIX: Final = "pdmesh:v1"
 
 INSTANCES: Final = f"{_PREFIX}:instances"  # set of the ids that own keys
-EPOCH: Final = f"{_PREFIX}:index:epoch"  # there as long as the store was not wiped
+EPOCH: Final = f"{_PREFIX}:index:epoch"  # exists until the store is wiped
 
 
 def block(model_fingerprint: str, block_hash: bytes) -> str:
-    """Set of who holds the block: `holder`s."""
+    """Set of the block's holders, see `holder`."""
     return f"{_PREFIX}:block:{model_fingerprint}:{block_hash.hex()}"
 
 
@@ -26,14 +26,14 @@ def holder(instance_id: str, tier: Tier) -> str:
 
 
 def instance_of(holder: bytes, tier: Tier) -> str | None:
-    """The instance in a member of a block's set, None if it holds the block in another tier."""
+    """The instance in a member of a block's set; None if it holds the block in another tier."""
     instance_id, _, held_in = holder.decode().rpartition("/")
     return instance_id if held_in == tier else None
 
 
 def instance_blocks(instance_id: str, tier: Tier) -> str:
-    """Set of the blocks (16 bytes each) that the instance holds in the tier: what to forget
-    when it dies.
+    """Set of the blocks (16 bytes each) that the instance holds in the tier, to forget when
+    it dies.
     """
     return f"{_PREFIX}:instance:{instance_id}:{tier}-blocks"
 

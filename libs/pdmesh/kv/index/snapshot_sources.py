@@ -1,6 +1,4 @@
-"""Where a snapshot of an instance's blocks comes from: the instance itself, or the
-kv-cache-index, which spares it the work.
-"""
+"""Where a snapshot of an instance's blocks comes from: the instance, or the kv-cache-index."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _ASK_INSTANCE_WITHIN_S: Final = 2.0
 
 
 class _Channels:
-    """Channels to who is in the registry; others are closed when a new one opens."""
+    """Channels to registered processes; opening one closes those that have left the registry."""
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
@@ -63,7 +61,9 @@ class InstanceSource:
 
 
 class IndexSource:
-    """Asks the kv-cache-index, and the instance if there is none, it does not know, or its
+    """Asks the kv-cache-index first, to spare the instance the work.
+
+    It asks the instance if there is no index, if the index does not know it, or if the index's
     answer did not help.
     """
 
@@ -101,7 +101,7 @@ class IndexSource:
 
 
 async def _gather(parts: Any) -> Snapshot:
-    """Any: a grpc.aio call of either message; both carry incarnation, sequence, tier and
+    """Any: a grpc.aio call of either message; both have incarnation, sequence, tier and
     block_hashes.
     """
     by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
