@@ -148,7 +148,7 @@ class DayOnMesh:
         watch = self._watch
         statuses = sorted({a.status for a in self.answers if not a.is_answered})
         steps = ", ".join(watch.upgraded) or "none"
-        alone = [v for v in self._victims if v not in watch.replaced | watch.held]
+        alone = [v for v in self._victims if v not in watch.replaced | watch.ejected]
         late = [a.lag_s for a in self.answers if a.lag_s > _MAX_LAG_S]
         came_about = {
             (

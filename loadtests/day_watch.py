@@ -38,7 +38,7 @@ class Watch:
     actions: list[Action] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     replaced: set[str] = field(default_factory=set)  # instances that another took the place of
-    held: set[str] = field(default_factory=set)  # those that a fault keeps out
+    ejected: set[str] = field(default_factory=set)
     upgraded: list[str] = field(default_factory=list)  # steps
     moves: list[tuple[int, int]] = field(default_factory=list)  # prefills and decodes more
     num_lent: int = 0
@@ -87,10 +87,10 @@ class Watch:
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
         """What plans have changed since the last look, and whom faults keep out."""
-        for hold in states.holds:
-            if hold.instance_id not in self.held:
-                self.held.add(hold.instance_id)
-                self.act("fault", f"{hold.instance_id} is taken out: {hold.reason}")
+        for entry in states.out_of_service:
+            if entry.instance_id not in self.ejected:
+                self.ejected.add(entry.instance_id)
+                self.act("fault", f"{entry.instance_id} is taken out: {entry.reason}")
         adjusted = {a.group_id: (a.num_prefill, a.num_decode, a.pool) for a in states.adjustments}
         reasons = {a.group_id: a.reason for a in states.adjustments}
         wanted = {

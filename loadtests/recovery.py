@@ -58,8 +58,8 @@ time. Each cell is the time in seconds from the fault to the event that reports 
 2 s) or the health-monitor. `judged`: dead, replaced by its own restart, or faulty at a level.
 `taken out`: the group counts without it. `first request`: the end of the first request that the
 substitute took part in. A fault of level 1 is only reported. At level 2 the instance restarts
-itself and a spare takes its place meanwhile. From level 3 on, a hold keeps it out: levels 3 and 4
-drain it, level 5 isolates it. The health-monitor is restarted between device faults, since it
+itself and a spare takes its place meanwhile. From level 3 on, the leader ejects it: in order at
+levels 3 and 4, at once at level 5. The health-monitor is restarted between device faults, since it
 ejects at most one instance of a role per minute.
 **errors**: requests that ended without their whole text. **wrong**: requests whose text differs
 from that of a single sim model. **gap**: the longest silence that any client saw. SIGSTOP: a frozen
@@ -178,16 +178,18 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        for hold in states.holds:  # again, if it came before the device was seen to be well
+        for (
+            entry
+        ) in states.out_of_service:  # again, if it came before the device was seen to be well
             with suppress(InvalidRequest):
-                await self._operator.release(hold.instance_id, hold.kind)
+                await self._operator.uncordon(entry.instance_id)
         members = [m for group in states.groups for m in group.members]
         return (
             [group.state for group in states.groups] == ["serving"]
             and len(members) == 4
             and all(m.phase == INSTANCE_PHASE_READY for m in members)
             and len(states.blank_instance_ids) >= _MIN_SPARE
-            and not states.holds
+            and not states.out_of_service
         )
 
     def _judge(self, repair: Repair, began: float) -> Repair:

@@ -33,7 +33,7 @@ STEPS: Final = (
     "noticed", "judged", "taken out", "assigned", "loaded", "connected", "serving", "ready",
     "first request",
 )  # fmt: skip
-_TAKEN_OUT: Final = frozenset({"lost", "held", "failed", "draining"})
+_TAKEN_OUT: Final = frozenset({"lost", "taken_out", "failed", "draining"})
 _LEASE_S: Final = 3.0  # only to watch
 
 

@@ -12,7 +12,7 @@ from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.loopback import join
-from pdmesh.net.nats.board import fault_board, hold_board
+from pdmesh.net.nats.board import fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
@@ -24,7 +24,7 @@ from pdmesh.services.gateway.path_proof import PathProof
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
 from pdmesh.services.gateway.routing.fleet import gateway_name
-from pdmesh.services.gateway.routing.out_of_service import KeptOut
+from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -44,12 +44,12 @@ async def serve(settings: Settings, app: App) -> None:
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
-    kept_out = KeptOut()
-    kept_out.watch(hold_board(bus), fault_board(bus))
+    out_of_service = OutOfServiceView()
+    out_of_service.watch(out_of_service_board(bus), fault_board(bus))
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
     gateway = Gateway(
-        settings, view, tokenizer, publisher, app.not_ready, access, kept_out, canaries
+        settings, view, tokenizer, publisher, app.not_ready, access, out_of_service, canaries
     )
     slos = DesiredSlos(gateway.slos)
     slos.watch(desired_store(bus))
@@ -73,7 +73,7 @@ async def serve(settings: Settings, app: App) -> None:
         await end([registering, proving])
         await presence.stop()
         await gateway.stop()
-        await kept_out.close()
+        await out_of_service.close()
         await canaries.close()
         await slos.close()
         await view.close()

@@ -27,7 +27,7 @@ from pdmesh.services.gateway.request.observer import Observer, Publisher
 from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.fleet import FleetView
-from pdmesh.services.gateway.routing.out_of_service import KeptOut
+from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
@@ -49,7 +49,7 @@ class Gateway:
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
         access: AccessControl | None = None,
-        kept_out: KeptOut | None = None,
+        out_of_service: OutOfServiceView | None = None,
         canaries: CanaryShares | None = None,
     ) -> None:
         self._access = access or OpenAccess()
@@ -60,7 +60,7 @@ class Gateway:
             settings.model,
             time.monotonic,
             settings.region,
-            kept_out,
+            out_of_service,
             gateway_id,
             canaries,
         )

@@ -14,7 +14,7 @@ from pdmesh.core.health.liveness import Health
 from pdmesh.lifecycle import App, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.nats.board import fault_board, health_board, hold_board
+from pdmesh.net.nats.board import fault_board, health_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end, together
@@ -47,7 +47,7 @@ async def serve(settings: Settings, app: App) -> None:
         forget_s=settings.forget_s,
     )
     faults = FaultWatch(
-        bus, view, publisher, fault_board(bus), hold_board(bus), lease_s=settings.lease_s
+        bus, view, publisher, fault_board(bus), out_of_service_board(bus), lease_s=settings.lease_s
     )
     canary = CanaryRunner(faults, view, app.instance_id, period_s=settings.canary_period_s)
     _observe(monitor)

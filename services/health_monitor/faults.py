@@ -42,7 +42,7 @@ from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
-from pdmesh.v1.admin_service_pb2 import Hold
+from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
@@ -68,7 +68,7 @@ class FaultWatch:
         view: RegistryView,
         publisher: EventPublisher,
         board: Board[FaultReport],
-        holds: Board[Hold],
+        out_of_service: Board[OutOfService],
         *,
         lease_s: float,
         policy: JudgePolicy | None = None,
@@ -77,7 +77,7 @@ class FaultWatch:
         self.judge = FaultJudge(policy or JudgePolicy())
         self._vitals = VitalsBook()
         self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
-        self._holds = holds
+        self._out_of_service = out_of_service
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
         self._unwritten: dict[str, FaultReport | None] = {}  # None: to be forgotten
@@ -96,7 +96,7 @@ class FaultWatch:
             self._bus.on_restored(self._on_restored),
         )
         known = self._board.watch(lambda _: None)
-        holds = self._holds.watch(lambda _: None, self._on_hold_lifted)
+        out_of_service = self._out_of_service.watch(lambda _: None, self._on_put_back)
         self._view.on_change(self._on_record)
         try:
             for record in tuple(self._view.records.values()):
@@ -109,7 +109,7 @@ class FaultWatch:
             for each in undo:
                 each()
             await known.close()
-            await holds.close()
+            await out_of_service.close()
             for subscription in subscriptions:
                 await subscription.unsubscribe()
 
@@ -156,7 +156,7 @@ class FaultWatch:
                 )
             )
 
-    def _on_hold_lifted(self, instance_id: str) -> None:
+    def _on_put_back(self, instance_id: str) -> None:
         """Else the restarts that led to it would lead to the next one."""
         self._feed(Healed(instance_id))
 

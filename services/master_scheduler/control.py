@@ -1,4 +1,4 @@
-"""What a master does beside placement: groups, plans, upgrades, holds, pins, usage, and the
+"""What a master does beside placement: groups, plans, upgrades, cordons, pins, usage, and the
 operators' door to all of them.
 
 Every part works at the leader alone, and asks `leadership` before it writes.
@@ -14,7 +14,7 @@ from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.assignments import NatsAssignments
-from pdmesh.net.nats.board import hold_board, pin_board
+from pdmesh.net.nats.board import out_of_service_board, pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
@@ -23,7 +23,7 @@ from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
-from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
@@ -51,11 +51,14 @@ class Control:
         page_url: Callable[[], str],
     ) -> None:
         self._assignments, self._store = NatsAssignments(bus), desired_store(bus)
-        store, holds = self._store, Holds(hold_board(bus), fleet, leadership)
+        store = self._store
+        out_of_service = OutOfServiceBook(out_of_service_board(bus), fleet, leadership)
         secret = settings.hash_secret.get_secret_value().encode()
         self.pins = Pins(pin_board(bus), index, view, publisher, secret, leadership)
         self.windows = ScenarioWindows()
-        self.groups = GroupLoop(fleet, view, self._assignments, store, holds, publisher, leadership)
+        self.groups = GroupLoop(
+            fleet, view, self._assignments, store, out_of_service, publisher, leadership
+        )
         self._plans = PlanLoop(
             fleet, self.groups, store, self.windows, leadership, window_s=settings.ratio_window_s
         )
@@ -70,7 +73,7 @@ class Control:
             self._upgrades,
             self._plans,
             store,
-            holds,
+            out_of_service,
             self.pins,
             view,
             leadership,

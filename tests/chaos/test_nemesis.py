@@ -98,7 +98,7 @@ class Run:
         await self._world.mesh.wait_ready(
             [n for n in self._world.mesh.names if not n.startswith("gateway")], _READY_S
         )
-        await self._world.release_automatic_holds()
+        await self._world.uncordon_the_ejected()
         if missing := await within(invariants.SETTLE_S, lambda: invariants.settled(self._world)):
             return [Violation("I8", f"not settled after {invariants.SETTLE_S} s: {missing}")]
         await self._world.mesh.wait_ready(timeout_s=_READY_S)

@@ -84,8 +84,8 @@ class World:
     processes: dict[str, Process] = field(default_factory=dict)
     records: dict[str, Seen] = field(default_factory=dict)
     given: dict[str, Assignment] = field(default_factory=dict)
-    drained: set[str] = field(default_factory=set)
-    isolated: set[str] = field(default_factory=set)
+    to_drain: set[str] = field(default_factory=set)
+    out_at_once: set[str] = field(default_factory=set)
     steps: list[AnnounceStep] = field(default_factory=list)
     incarnations: int = 0
     upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(KV))
@@ -180,8 +180,8 @@ class World:
             wanted_of(self.desired, KV, self.num_lent, self.upgrades),
             dict(self.records),
             dict(self.given),
-            frozenset(self.drained),
-            frozenset(self.isolated),
+            frozenset(self.to_drain),
+            frozenset(self.out_at_once),
         )
 
     def round(self, num_written: int | None = None) -> list[GiveAssignment | ForgetAssignment]:

@@ -238,11 +238,12 @@ def _add_admin(
             "--allow-empty", action="store_true", help="also if no group is left: all instances go"
         )
     _add_ratio(add("ratio", "decisions about the ratio of prefills to decodes; changes by hand"))
-    drain = add("drain", "take an instance out of service, in order")
-    isolate = add("isolate", "take a faulty instance out of service, at once")
-    for parser in (drain, isolate, add("undrain", "end drain"), add("heal", "end isolate")):
+    drain = add("drain", "cordon an instance once it has finished what runs and is replaced")
+    cordon = add("cordon", "take an instance out of service at once: its requests move to others")
+    uncordon = add("uncordon", "put a cordoned, drained or ejected instance back into service")
+    for parser in (drain, cordon, uncordon):
         parser.add_argument("instance", help="as pdmesh status shows it")
-    for parser in (apply, rollback, drain, isolate):
+    for parser in (apply, rollback, drain, cordon):
         parser.add_argument("--reason", default="", help="kept with the change")
     pins = add("pins", "prefixes whose KV is not to be evicted")
     _add_pins(pins, _admin_options(common, is_first=False))

@@ -22,27 +22,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _HoldKind:
+class _LeaveMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _HoldKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldKind.ValueType], _builtins.type):
+class _LeaveModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaveMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    HOLD_KIND_UNSPECIFIED: _HoldKind.ValueType  # 0
-    HOLD_KIND_DRAIN: _HoldKind.ValueType  # 1
+    LEAVE_MODE_UNSPECIFIED: _LeaveMode.ValueType  # 0
+    LEAVE_MODE_DRAIN: _LeaveMode.ValueType  # 1
     """in order: it finishes what runs, and is replaced first where the scenario needs it"""
-    HOLD_KIND_ISOLATE: _HoldKind.ValueType  # 2
-    """at once: it is faulty"""
+    LEAVE_MODE_AT_ONCE: _LeaveMode.ValueType  # 2
+    """its requests move to other instances"""
 
-class HoldKind(_HoldKind, metaclass=_HoldKindEnumTypeWrapper):
-    """How an instance leaves."""
+class LeaveMode(_LeaveMode, metaclass=_LeaveModeEnumTypeWrapper):
+    """How an instance goes out of service."""
 
-HOLD_KIND_UNSPECIFIED: HoldKind.ValueType  # 0
-HOLD_KIND_DRAIN: HoldKind.ValueType  # 1
+LEAVE_MODE_UNSPECIFIED: LeaveMode.ValueType  # 0
+LEAVE_MODE_DRAIN: LeaveMode.ValueType  # 1
 """in order: it finishes what runs, and is replaced first where the scenario needs it"""
-HOLD_KIND_ISOLATE: HoldKind.ValueType  # 2
-"""at once: it is faulty"""
-Global___HoldKind: _TypeAlias = HoldKind  # noqa: Y015
+LEAVE_MODE_AT_ONCE: LeaveMode.ValueType  # 2
+"""its requests move to other instances"""
+Global___LeaveMode: _TypeAlias = LeaveMode  # noqa: Y015
 
 @_typing.final
 class DesiredVersion(_message.Message):
@@ -521,39 +521,41 @@ class EngineOptions(_message.Message):
 Global___EngineOptions: _TypeAlias = EngineOptions  # noqa: Y015
 
 @_typing.final
-class Hold(_message.Message):
-    """Why an instance is kept out of service, whatever it says of itself. Kept in the registry, written by the leading master."""
+class OutOfService(_message.Message):
+    """An instance that an operator cordoned or that was ejected for a fault, whatever it says of itself. Kept in the registry,
+    written by the leading master.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
-    IS_AUTOMATIC_FIELD_NUMBER: _builtins.int
+    IS_EJECTED_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    kind: Global___HoldKind.ValueType
+    mode: Global___LeaveMode.ValueType
     reason: _builtins.str
-    is_automatic: _builtins.bool
-    """by a fault, without an operator's word; how many of them may stand is bounded"""
+    is_ejected: _builtins.bool
+    """for a fault, without an operator's word: their number is bounded; else it is cordoned"""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
-        kind: Global___HoldKind.ValueType = ...,
+        mode: Global___LeaveMode.ValueType = ...,
         reason: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
-        is_automatic: _builtins.bool = ...,
+        is_ejected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "is_automatic", b"is_automatic", "kind", b"kind", "reason", b"reason", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "is_ejected", b"is_ejected", "mode", b"mode", "reason", b"reason", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hold: _TypeAlias = Hold  # noqa: Y015
+Global___OutOfService: _TypeAlias = OutOfService  # noqa: Y015
 
 @_typing.final
 class GetDesiredRequest(_message.Message):
@@ -1063,7 +1065,7 @@ class ListGroupStatesResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     BLANK_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
-    HOLDS_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     UPGRADES_FIELD_NUMBER: _builtins.int
@@ -1083,7 +1085,7 @@ class ListGroupStatesResponse(_message.Message):
         """without a role, and free to get one"""
 
     @_builtins.property
-    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]: ...
+    def out_of_service(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfService]: ...
     @_builtins.property
     def adjustments(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupAdjustment]:
         """by plans, since the desired state was applied"""
@@ -1103,7 +1105,7 @@ class ListGroupStatesResponse(_message.Message):
         version: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupState] | None = ...,
         blank_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
-        holds: _abc.Iterable[Global___Hold] | None = ...,
+        out_of_service: _abc.Iterable[Global___OutOfService] | None = ...,
         adjustments: _abc.Iterable[Global___GroupAdjustment] | None = ...,
         paused: _builtins.str = ...,
         upgrades: _abc.Iterable[Global___UpgradeState] | None = ...,
@@ -1112,7 +1114,7 @@ class ListGroupStatesResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "decisions", b"decisions", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "page_url", b"page_url", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "decisions", b"decisions", "epoch", b"epoch", "groups", b"groups", "out_of_service", b"out_of_service", "page_url", b"page_url", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1365,88 +1367,88 @@ class UsageAccount(_message.Message):
 Global___UsageAccount: _TypeAlias = UsageAccount  # noqa: Y015
 
 @_typing.final
-class HoldInstanceRequest(_message.Message):
+class CordonInstanceRequest(_message.Message):
     """Sent by operators."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    kind: Global___HoldKind.ValueType
+    mode: Global___LeaveMode.ValueType
     reason: _builtins.str
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
-        kind: Global___HoldKind.ValueType = ...,
+        mode: Global___LeaveMode.ValueType = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kind", b"kind", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HoldInstanceRequest: _TypeAlias = HoldInstanceRequest  # noqa: Y015
+Global___CordonInstanceRequest: _TypeAlias = CordonInstanceRequest  # noqa: Y015
 
 @_typing.final
-class HoldInstanceResponse(_message.Message):
-    """It stands, and is acted upon as far as it can be."""
+class CordonInstanceResponse(_message.Message):
+    """It is written, and acted upon as far as it can be."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HOLD_FIELD_NUMBER: _builtins.int
+    OUT_OF_SERVICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hold(self) -> Global___Hold: ...
+    def out_of_service(self) -> Global___OutOfService: ...
     def __init__(
         self,
         *,
-        hold: Global___Hold | None = ...,
+        out_of_service: Global___OutOfService | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["out_of_service", b"out_of_service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["out_of_service", b"out_of_service"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HoldInstanceResponse: _TypeAlias = HoldInstanceResponse  # noqa: Y015
+Global___CordonInstanceResponse: _TypeAlias = CordonInstanceResponse  # noqa: Y015
 
 @_typing.final
-class ReleaseInstanceRequest(_message.Message):
-    """Sent by operators: undrain, heal."""
+class UncordonInstanceRequest(_message.Message):
+    """Sent by operators. It ends an ejection, too."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    kind: Global___HoldKind.ValueType
-    """of the hold that is meant"""
+    mode: Global___LeaveMode.ValueType
+    """refused if the instance left in another one; unspecified: whichever it is"""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
-        kind: Global___HoldKind.ValueType = ...,
+        mode: Global___LeaveMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "mode", b"mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseInstanceRequest: _TypeAlias = ReleaseInstanceRequest  # noqa: Y015
+Global___UncordonInstanceRequest: _TypeAlias = UncordonInstanceRequest  # noqa: Y015
 
 @_typing.final
-class ReleaseInstanceResponse(_message.Message):
+class UncordonInstanceResponse(_message.Message):
     """The instance may get a role again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FAULT_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
-    """that was held against it until now; it is judged anew, and found again it holds the instance again"""
+    """for which it was ejected until now; it is judged anew, and ejected again if this is found again"""
     def __init__(
         self,
         *,
@@ -1458,7 +1460,7 @@ class ReleaseInstanceResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseInstanceResponse: _TypeAlias = ReleaseInstanceResponse  # noqa: Y015
+Global___UncordonInstanceResponse: _TypeAlias = UncordonInstanceResponse  # noqa: Y015
 
 @_typing.final
 class Pin(_message.Message):

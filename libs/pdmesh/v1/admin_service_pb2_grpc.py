@@ -76,15 +76,15 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
-        self.HoldInstance = channel.unary_unary(
-                '/pdmesh.v1.AdminService/HoldInstance',
-                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceRequest.SerializeToString,
-                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceResponse.FromString,
+        self.CordonInstance = channel.unary_unary(
+                '/pdmesh.v1.AdminService/CordonInstance',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceResponse.FromString,
                 _registered_method=True)
-        self.ReleaseInstance = channel.unary_unary(
-                '/pdmesh.v1.AdminService/ReleaseInstance',
-                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.SerializeToString,
-                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.FromString,
+        self.UncordonInstance = channel.unary_unary(
+                '/pdmesh.v1.AdminService/UncordonInstance',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceResponse.FromString,
                 _registered_method=True)
         self.AddPin = channel.unary_unary(
                 '/pdmesh.v1.AdminService/AddPin',
@@ -164,14 +164,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HoldInstance(self, request, context):
-        """Take one instance out of service, or let it back.
+    def CordonInstance(self, request, context):
+        """Take one instance out of service, or put it back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReleaseInstance(self, request, context):
+    def UncordonInstance(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,15 +240,15 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.SerializeToString,
             ),
-            'HoldInstance': grpc.unary_unary_rpc_method_handler(
-                    servicer.HoldInstance,
-                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceRequest.FromString,
-                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceResponse.SerializeToString,
+            'CordonInstance': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonInstance,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceResponse.SerializeToString,
             ),
-            'ReleaseInstance': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseInstance,
-                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.FromString,
-                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.SerializeToString,
+            'UncordonInstance': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonInstance,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceResponse.SerializeToString,
             ),
             'AddPin': grpc.unary_unary_rpc_method_handler(
                     servicer.AddPin,
@@ -495,7 +495,7 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
-    def HoldInstance(request,
+    def CordonInstance(request,
             target,
             options=(),
             channel_credentials=None,
@@ -508,9 +508,9 @@ class AdminService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdmesh.v1.AdminService/HoldInstance',
-            pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceRequest.SerializeToString,
-            pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceResponse.FromString,
+            '/pdmesh.v1.AdminService/CordonInstance',
+            pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.CordonInstanceResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -522,7 +522,7 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
-    def ReleaseInstance(request,
+    def UncordonInstance(request,
             target,
             options=(),
             channel_credentials=None,
@@ -535,9 +535,9 @@ class AdminService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdmesh.v1.AdminService/ReleaseInstance',
-            pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.SerializeToString,
-            pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.FromString,
+            '/pdmesh.v1.AdminService/UncordonInstance',
+            pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.UncordonInstanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

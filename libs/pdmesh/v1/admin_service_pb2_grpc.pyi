@@ -51,9 +51,9 @@ class AdminServiceStub:
     """The groups: wanted, members and how far they are."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
     """For how long instances were used, by whom (S22)."""
-    HoldInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]
-    """Take one instance out of service, or let it back."""
-    ReleaseInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]
+    CordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]
+    """Take one instance out of service, or put it back."""
+    UncordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]
     AddPin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]
     """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
     ListPins: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]
@@ -83,9 +83,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """The groups: wanted, members and how far they are."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
     """For how long instances were used, by whom (S22)."""
-    HoldInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]  # type: ignore[assignment]
-    """Take one instance out of service, or let it back."""
-    ReleaseInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]  # type: ignore[assignment]
+    CordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]  # type: ignore[assignment]
+    """Take one instance out of service, or put it back."""
+    UncordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]  # type: ignore[assignment]
     AddPin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]  # type: ignore[assignment]
     """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
     ListPins: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]  # type: ignore[assignment]
@@ -162,19 +162,19 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """For how long instances were used, by whom (S22)."""
 
     @_abc_1.abstractmethod
-    def HoldInstance(
+    def CordonInstance(
         self,
-        request: _admin_service_pb2.HoldInstanceRequest,
+        request: _admin_service_pb2.CordonInstanceRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.HoldInstanceResponse, _abc.Awaitable[_admin_service_pb2.HoldInstanceResponse]]:
-        """Take one instance out of service, or let it back."""
+    ) -> _typing.Union[_admin_service_pb2.CordonInstanceResponse, _abc.Awaitable[_admin_service_pb2.CordonInstanceResponse]]:
+        """Take one instance out of service, or put it back."""
 
     @_abc_1.abstractmethod
-    def ReleaseInstance(
+    def UncordonInstance(
         self,
-        request: _admin_service_pb2.ReleaseInstanceRequest,
+        request: _admin_service_pb2.UncordonInstanceRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_service_pb2.ReleaseInstanceResponse, _abc.Awaitable[_admin_service_pb2.ReleaseInstanceResponse]]: ...
+    ) -> _typing.Union[_admin_service_pb2.UncordonInstanceResponse, _abc.Awaitable[_admin_service_pb2.UncordonInstanceResponse]]: ...
 
     @_abc_1.abstractmethod
     def AddPin(

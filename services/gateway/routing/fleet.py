@@ -17,7 +17,7 @@ from pdmesh.errors import ModelNotFound, shortened
 from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.out_of_service import KeptOut
+from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
@@ -57,13 +57,13 @@ class FleetView:
         model: str,
         clock: Callable[[], float],
         region: str = "",
-        kept_out: KeptOut | None = None,
+        out_of_service: OutOfServiceView | None = None,
         gateway_id: str = "",
         canaries: CanaryShares | None = None,
     ) -> None:
         self._gateway_id = gateway_id
         self._ties: dict[str, bytes] = {}
-        self.region, self._kept_out = region, kept_out or KeptOut()
+        self.region, self._kept_out = region, out_of_service or OutOfServiceView()
         self._canaries = canaries or CanaryShares()
         self._view = view
         self._clock = clock
@@ -184,11 +184,11 @@ class FleetView:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """None if it is gone or isolated, so that a late plan never reaches it or a successor."""
+        """None if it is gone or out of service: no late plan reaches it or a successor."""
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _SERVING or not takes_requests(record):
             return None
-        if self._kept_out.is_isolated(instance_id):
+        if self._kept_out.is_out(instance_id):
             return None
         is_local = is_local or record.role == ROLE_FUSION
         exclusions = self._exchange.exclusions(instance_id) if self._exchange else NO_EXCLUSIONS
@@ -213,13 +213,13 @@ class FleetView:
         scenario = (
             scenario or DEFAULT_SCENARIO
         )  # as at the master: scenarios share no instances (S4)
-        doubtful = [
+        avoided = [
             r.instance_id
             for r in (*self._prefills, *self._decodes, *self._fusions)
-            if self._kept_out.is_last_resort(r.instance_id, r.incarnation)
+            if self._kept_out.is_avoided(r.instance_id, r.incarnation)
         ]
         drawn = self._canaries.draw(scenario)
-        for left_out in ([*excluded, *doubtful], excluded) if doubtful else (excluded,):
+        for left_out in ([*excluded, *avoided], excluded) if avoided else (excluded,):
             able = self._able(model, scenario, left_out)
             if drawn is not None:
                 group_id, is_its_turn = drawn

@@ -1,4 +1,4 @@
-"""AdminService: the desired state, holds and pins, changed by operators at the leading master."""
+"""AdminService: the desired state, cordons and pins, changed by operators at the leading master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
 from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
 from pdmesh.services.master_scheduler.groups.group_state import group_states
-from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.groups.upgrade_convert import state_to
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.ratio_convert import moves_from, profile_from
@@ -56,14 +56,15 @@ class AdminServicer:
         upgrades: UpgradeLoop,
         plans: PlanLoop,
         store: DesiredStore,
-        holds: Holds,
+        out_of_service: OutOfServiceBook,
         pins: Pins,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
         usage: Callable[[], pb.UsageBook],
         page_url: Callable[[], str] = str,
     ) -> None:
-        self._access, self._loop, self._store, self._holds = access, loop, store, holds
+        self._access, self._loop, self._store = access, loop, store
+        self._out_of_service = out_of_service
         self._upgrades, self._plans, self._pins, self._view = upgrades, plans, pins, view
         self._leadership, self._usage, self._page_url = leadership, usage, page_url
         self._texts = TextWorker()
@@ -159,7 +160,7 @@ class AdminServicer:
         response = pb.ListGroupStatesResponse(
             epoch=epoch,
             version=desired.version if desired else 0,
-            holds=self._holds.known,
+            out_of_service=self._out_of_service.known,
             adjustments=self._loop.adjustments.groups,
             paused=self._loop.paused,
             upgrades=map(state_to, self._upgrades.reports),
@@ -169,11 +170,11 @@ class AdminServicer:
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
             response.groups.extend(group_states(observed, reports.values()))
-        held = {hold.instance_id for hold in self._holds.known}
+        out = {entry.instance_id for entry in self._out_of_service.known}
         response.blank_instance_ids.extend(
             instance_id
             for instance_id, record in sorted(self._view.records.items())
-            if record.phase == INSTANCE_PHASE_BLANK and instance_id not in held
+            if record.phase == INSTANCE_PHASE_BLANK and instance_id not in out
         )
         return response
 
@@ -183,26 +184,25 @@ class AdminServicer:
         self._enter(context)
         return pb.GetUsageResponse(book=self._usage())
 
-    async def HoldInstance(  # noqa: N802
-        self, request: pb.HoldInstanceRequest, context: Context
-    ) -> pb.HoldInstanceResponse:
+    async def CordonInstance(  # noqa: N802
+        self, request: pb.CordonInstanceRequest, context: Context
+    ) -> pb.CordonInstanceResponse:
         epoch = self._enter(context)
-        _check_kind(request.kind)
-        self._check_can_be_held(request.instance_id, request.kind)
+        _check_mode(request.mode)
+        self._check_can_leave(request.instance_id, request.mode)
         reason = _words(request.reason, "reason") or "asked for by an operator"
-        hold = pb.Hold(instance_id=request.instance_id, kind=request.kind, reason=reason)
-        await self._holds.hold(hold, epoch)
-        log.info("admin.held", instance_id=request.instance_id, kind=request.kind, reason=reason)
-        return pb.HoldInstanceResponse(hold=hold)
+        entry = pb.OutOfService(instance_id=request.instance_id, mode=request.mode, reason=reason)
+        await self._out_of_service.take_out(entry, epoch)
+        log.info("admin.cordoned", instance_id=entry.instance_id, mode=entry.mode, reason=reason)
+        return pb.CordonInstanceResponse(out_of_service=entry)
 
-    async def ReleaseInstance(  # noqa: N802
-        self, request: pb.ReleaseInstanceRequest, context: Context
-    ) -> pb.ReleaseInstanceResponse:
+    async def UncordonInstance(  # noqa: N802
+        self, request: pb.UncordonInstanceRequest, context: Context
+    ) -> pb.UncordonInstanceResponse:
         epoch = self._enter(context)
-        _check_kind(request.kind)
-        fault = await self._holds.release(request.instance_id, request.kind, epoch)
-        log.info("admin.released", instance_id=request.instance_id, fault=fault)
-        return pb.ReleaseInstanceResponse(fault=fault)
+        fault = await self._out_of_service.put_back(request.instance_id, request.mode, epoch)
+        log.info("admin.uncordoned", instance_id=request.instance_id, fault=fault)
+        return pb.UncordonInstanceResponse(fault=fault)
 
     async def AddPin(  # noqa: N802
         self, request: pb.AddPinRequest, context: Context
@@ -239,7 +239,7 @@ class AdminServicer:
             raise NotLeader(f"this master does not lead{where}")
         return epoch
 
-    def _check_can_be_held(self, instance_id: str, kind: int) -> None:
+    def _check_can_leave(self, instance_id: str, mode: int) -> None:
         """Raises InvalidRequest."""
         is_assigned = self._loop.is_assigned(instance_id)  # also between two lives
         record = self._view.records.get(instance_id)
@@ -249,7 +249,7 @@ class AdminServicer:
             raise InvalidRequest(
                 f"{instance_id} is no instance but a {record.service}", field="instance_id"
             )
-        if record is None or is_assigned or kind != pb.HOLD_KIND_DRAIN:
+        if record is None or is_assigned or mode != pb.LEAVE_MODE_DRAIN:
             return
         current = self._loop.current
         is_named = current is not None and record.group_id in current[0].groups
@@ -257,7 +257,7 @@ class AdminServicer:
             raise InvalidRequest(
                 f"{instance_id} has its role by its own settings and no desired group names it, "
                 "so nobody would"
-                " drain it: stop it, or isolate it so that it gets no new requests",
+                " drain it: stop it, or cordon it so that it gets no new requests",
                 field="instance_id",
             )
 
@@ -352,9 +352,9 @@ def _change_to(change: Change) -> pb.DesiredChange:
     return pb.DesiredChange(path=change.path, before=change.before, after=change.after)
 
 
-def _check_kind(kind: int) -> None:
-    if kind not in (pb.HOLD_KIND_DRAIN, pb.HOLD_KIND_ISOLATE):
-        raise InvalidRequest(f"hold kind {kind} is not known", field="kind")
+def _check_mode(mode: int) -> None:
+    if mode not in (pb.LEAVE_MODE_DRAIN, pb.LEAVE_MODE_AT_ONCE):
+        raise InvalidRequest(f"the mode {mode} is not known", field="mode")
 
 
 def _words(text: str, field: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs the group controller while this master leads: registry in, assignments, holds and step
+"""Runs the group controller while this master leads: registry in, assignments, ejections and step
 events out.
 
 A round is decided from one look at the registry and written at once. A write that fails ends the
@@ -35,7 +35,7 @@ from pdmesh.core.groups.revisions import NO_UPGRADES, Upgrades
 from pdmesh.core.groups.round import Round
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.model import Assignment
-from pdmesh.core.placement.fleet import Fleet, IsolationSeen
+from pdmesh.core.placement.fleet import Fleet, OutOfServiceSeen
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.instance.incarnation.assignment import assignment_from
@@ -48,12 +48,12 @@ from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from
 from pdmesh.services.master_scheduler.groups.desired_reader import DesiredReader
 from pdmesh.services.master_scheduler.groups.group_convert import assignment_to, seen_from
-from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_from
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.admin_service_pb2 import (
-    HOLD_KIND_DRAIN,
-    HOLD_KIND_ISOLATE,
+    LEAVE_MODE_AT_ONCE,
+    LEAVE_MODE_DRAIN,
     DesiredVersion,
 )
 from pdmesh.v1.admin_service_pb2 import Adjustments as AdjustmentsMessage
@@ -75,13 +75,13 @@ class GroupLoop:
         view: RegistryView,
         assignments: Assignments,
         store: DesiredStore,
-        holds: Holds,
+        out_of_service: OutOfServiceBook,
         publisher: EventPublisher,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet, self._view, self._assignments = fleet, view, assignments
-        self._store, self._holds, self._publisher = store, holds, publisher
+        self._store, self._out_of_service, self._publisher = store, out_of_service, publisher
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
         self.observed: Observed | None = None  # of the last round
@@ -113,7 +113,7 @@ class GroupLoop:
         """Returns when all is known that a round looks at."""
         self._view.on_change(self._on_record)
         self._desired = self._store.watch(self._wake.set)
-        await self._holds.watch(self._on_holds)
+        await self._out_of_service.watch(self._on_out_of_service)
         self._book = await self._assignments.book()
         self._book.on_change(self._wake.set)
         await self._desired.until_loaded()
@@ -121,7 +121,7 @@ class GroupLoop:
     async def close(self) -> None:
         if self._desired is not None:
             await self._desired.close()
-        await self._holds.close()
+        await self._out_of_service.close()
         if self._book is not None:
             await self._book.close()
 
@@ -192,10 +192,10 @@ class GroupLoop:
     def _on_record(self, change: RecordChanged) -> None:
         self._wake.set()
 
-    def _on_holds(self) -> None:
+    def _on_out_of_service(self) -> None:
         """Every master knows them, not the leader alone: it may plan the next moment."""
-        held = self._holds.held(HOLD_KIND_ISOLATE)
-        self._fleet.handle(IsolationSeen(held), self._clock())
+        out = self._out_of_service.left(LEAVE_MODE_AT_ONCE)
+        self._fleet.handle(OutOfServiceSeen(out), self._clock())
         self._wake.set()
 
     async def _until_woken(self) -> None:
@@ -223,7 +223,7 @@ class GroupLoop:
         try:
             self._check_leadership(epoch)
             await self._store.restore(self._desired)
-            await self._holds.restore(epoch)
+            await self._out_of_service.restore(epoch)
             if self._desired.current is None:
                 self._pause("", "")
             else:
@@ -240,7 +240,7 @@ class GroupLoop:
             self._pause("unreadable", self._reader.problem)
             return
         self._pause("", "")
-        await self._holds.hold_faulty(epoch)
+        await self._out_of_service.eject_faulty(epoch)
         self.observed = self._look(epoch, version, desired)
         effects = self.controller.handle(self.observed, self._clock())
         await self._carry_out(effects, self._book, epoch)
@@ -251,7 +251,7 @@ class GroupLoop:
             "instances": self._view.is_connected,
             "assignments": book.is_current,
             "desired state": desired.is_current,
-            "holds": self._holds.is_current,
+            "instances out of service": self._out_of_service.is_current,
         }
         return next(
             (f"the {what}" for what, is_current in are_current.items() if not is_current), ""
@@ -286,8 +286,9 @@ class GroupLoop:
 
         known = adjustments_from(self._desired.adjustments)
         wanted = wanted_now(desired, known, self.upgrades)
-        drained, isolated = self._holds.held(HOLD_KIND_DRAIN), self._holds.held(HOLD_KIND_ISOLATE)
-        return Observed(epoch, version.version, wanted, seen, given, drained, isolated)
+        book = self._out_of_service
+        to_drain, out_at_once = book.left(LEAVE_MODE_DRAIN), book.left(LEAVE_MODE_AT_ONCE)
+        return Observed(epoch, version.version, wanted, seen, given, to_drain, out_at_once)
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
         """Steps are told of what was written, and of what was merely seen."""

@@ -102,25 +102,22 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class Cordon:
     target: str
-    kind: Literal["drain", "isolate"]
+    kind: Literal["drain", "cordon"]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.target}"
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Undrain or heal: `kind` is that of the hold."""
-
+class Uncordon:
     target: str
-    kind: Literal["drain", "isolate"]
 
     def __str__(self) -> str:
-        return f"{'undrain' if self.kind == 'drain' else 'heal'} {self.target}"
+        return f"uncordon {self.target}"
 
 
 Fault = Signal | Freeze | Outage | Cut | Slow | DeviceFault
-Order = Apply | Rollback | Hold | Release
+Order = Apply | Rollback | Cordon | Uncordon
 Action = Fault | Order

@@ -22,19 +22,19 @@ from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, DesiredVersion
+from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, DesiredVersion
 from tests.chaos.nemesis.actions import (
     Action,
     Apply,
+    Cordon,
     Cut,
     DeviceFault,
     Freeze,
-    Hold,
     Outage,
-    Release,
     Rollback,
     Signal,
     Slow,
+    Uncordon,
 )
 from tests.chaos.nemesis.plan import FIRST, LINKED, NUM_INSTANCES
 from tests.support.attack.link import Link
@@ -46,7 +46,7 @@ TENANTS: Final = ("acme", "umbrella")
 _FAILPOINT: Final = "PDMESH_INSTANCE_FAILPOINT"
 _ORDER_S: Final = 30.0  # until an order is taken, by whoever leads then
 _MESH: Final = "master-scheduler"  # the author of desired states that it restores
-_KINDS: Final = {"drain": HOLD_KIND_DRAIN, "isolate": HOLD_KIND_ISOLATE}
+_KINDS: Final = {"drain": LEAVE_MODE_DRAIN, "cordon": LEAVE_MODE_AT_ONCE}
 _ENV: Final = {
     "PDMESH_INSTANCE_NUM_SLOTS": "24",  # room for all clients on one instance
     "PDMESH_TRANSFER_TIMEOUT_S": "2.0",
@@ -69,7 +69,7 @@ class Arena:
     keys: dict[str, str]  # of each tenant
     say: Callable[[str], None]
     texts: dict[int, str] = field(default_factory=lambda: {0: FIRST})  # desired states, by version
-    held: dict[str, str] = field(default_factory=dict)  # by an operator's order: instance, kind
+    cordoned: dict[str, str] = field(default_factory=dict)  # instance, kind of order
     num_wipes: int = 0
 
     @property
@@ -108,18 +108,18 @@ class Arena:
                 self.links[target].delay_s = 0.0
             case DeviceFault():
                 await self._device_fault(action)
-            case Apply() | Rollback() | Hold() | Release():
+            case Apply() | Rollback() | Cordon() | Uncordon():
                 await self._order(action)
 
-    async def release_automatic_holds(self) -> None:
+    async def uncordon_the_ejected(self) -> None:
         """What the operator of a real mesh does when the hardware is mended: the mesh lets nobody
         back by itself.
         """
-        for hold in (await self.operator.groups()).holds:
-            if hold.instance_id not in self.held:
-                self.say(f"the operator lets {hold.instance_id} back ({hold.reason})")
+        for entry in (await self.operator.groups()).out_of_service:
+            if entry.instance_id not in self.cordoned:
+                self.say(f"the operator lets {entry.instance_id} back ({entry.reason})")
                 with contextlib.suppress(InvalidRequest):
-                    await self.operator.release(hold.instance_id, hold.kind)
+                    await self.operator.uncordon(entry.instance_id)
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Arena:
 
     # --- an operator's orders --------------------------------------------------------------------
 
-    async def _order(self, action: Apply | Rollback | Hold | Release) -> None:
+    async def _order(self, action: Apply | Rollback | Cordon | Uncordon) -> None:
         """An order whose answer was lost is given again: that it was carried out already is no
         error then.
         """
@@ -175,12 +175,12 @@ class Arena:
                     self.texts[(await self.operator.apply(text)).version] = text
                 case Rollback():
                     await self._roll_back()
-                case Hold(target, kind):
-                    self.held[target] = kind
-                    await self.operator.hold(target, _KINDS[kind])
-                case Release(target, kind):
-                    self.held.pop(target, None)
-                    await self.operator.release(target, _KINDS[kind])
+                case Cordon(target, kind):
+                    self.cordoned[target] = kind
+                    await self.operator.cordon(target, _KINDS[kind])
+                case Uncordon(target):
+                    self.cordoned.pop(target, None)
+                    await self.operator.uncordon(target)
         except (InvalidRequest, VersionConflict) as exc:
             self.say(f"refused: {action}: {exc.message}")
 

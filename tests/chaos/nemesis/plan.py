@@ -20,17 +20,17 @@ from typing import Final, Literal
 from tests.chaos.nemesis.actions import (
     Action,
     Apply,
+    Cordon,
     Cut,
     DeviceFault,
     Fault,
     Freeze,
-    Hold,
     Order,
     Outage,
-    Release,
     Rollback,
     Signal,
     Slow,
+    Uncordon,
 )
 
 NUM_INSTANCES: Final = 8
@@ -126,9 +126,9 @@ _FAULTS: Final[Sequence[Draw]] = (
     lambda draw, _: Outage("valkey", _seconds(draw), is_wiped=draw.random() < 0.5),
 )
 
-OrderKind = Literal["apply", "rollback", "drain", "isolate", "none"]
+OrderKind = Literal["apply", "rollback", "drain", "cordon", "none"]
 _ORDERS: Final[tuple[OrderKind, ...]] = (
-    "apply", "apply", "apply", "rollback", "drain", "isolate", "none", "none",
+    "apply", "apply", "apply", "rollback", "drain", "cordon", "none", "none",
 )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ class Plan:
         self._random = random.Random(f"nemesis {seed}")
         self._faults: list[Draw] = []
         self._orders: list[OrderKind] = []
-        self._held: Hold | None = None
+        self._cordoned: Cordon | None = None
         self._release_at = 0
         self._release = 1
 
@@ -171,7 +171,7 @@ class Plan:
         for number in itertools.count(1):
             orders = self._draw_orders(number)
             faults = self._draw_faults(
-                {order.target for order in orders if isinstance(order, Hold)}
+                {order.target for order in orders if isinstance(order, Cordon)}
             )
             begins = sorted(self._begins() for _ in orders)
             actions: list[tuple[float, Action]] = list(zip(begins, orders, strict=True))
@@ -184,43 +184,43 @@ class Plan:
     # --- an operator's orders --------------------------------------------------------------------
 
     def _draw_orders(self, number: int) -> list[Order]:
-        if self._held is not None and number >= self._release_at:
-            held, self._held = self._held, None
-            return [Release(held.target, held.kind)]
+        if self._cordoned is not None and number >= self._release_at:
+            ended, self._cordoned = self._cordoned, None
+            return [Uncordon(ended.target)]
         self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
         match self._orders.pop():
             case "apply":  # a second one finds the first half done
                 num = self._random.choice((1, 1, 2))
                 return [self._draw_desired() for _ in range(num)]
-            case "rollback" if self._held is None:  # it may be one to another release
+            case "rollback" if self._cordoned is None:  # it may be one to another release
                 return [Rollback()]
             case "drain":
-                return self._draw_hold("drain", number)
-            case "isolate":
-                return self._draw_hold("isolate", number)
+                return self._draw_cordon("drain", number)
+            case "cordon":
+                return self._draw_cordon("cordon", number)
             case _:
                 return []
 
     def _draw_desired(self) -> Apply:
         """Now and then with another release: then every instance is replaced."""
-        if self._random.random() < 0.4 and self._held is None:
+        if self._random.random() < 0.4 and self._cordoned is None:
             self._release += 1
         shape = self._random.choice(sorted(_SHAPES))
         return Apply(f"{shape}, release {self._release}", desired_text(shape, self._release))
 
-    def _draw_hold(self, kind: Literal["drain", "isolate"], number: int) -> list[Order]:
-        if self._held is not None:
+    def _draw_cordon(self, kind: Literal["drain", "cordon"], number: int) -> list[Order]:
+        if self._cordoned is not None:
             return []
-        self._held = Hold(self._random.choice(INSTANCES), kind)
+        self._cordoned = Cordon(self._random.choice(INSTANCES), kind)
         self._release_at = number + self._random.randint(1, 2)
-        return [self._held]
+        return [self._cordoned]
 
     # --- faults ----------------------------------------------------------------------------------
 
     def _draw_faults(self, spared: set[str]) -> list[Fault]:
         num = self._random.choices((1, 2, MAX_FAULTS), weights=(2, 4, 4))[0]
-        held = {self._held.target} if self._held is not None else set()
-        instances = [i for i in INSTANCES if i not in spared | held]
+        cordoned = {self._cordoned.target} if self._cordoned is not None else set()
+        instances = [i for i in INSTANCES if i not in spared | cordoned]
         drawn: list[Fault] = []
         for _ in range(num):
             self._faults = self._faults or self._random.sample(_FAULTS, len(_FAULTS))

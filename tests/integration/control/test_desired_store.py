@@ -1,4 +1,4 @@
-"""The desired state and the holds in a real JetStream."""
+"""The desired state and the instances out of service in a real JetStream."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from pdmesh.errors import VersionConflict
-from pdmesh.net.nats.board import hold_board
+from pdmesh.net.nats.board import out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
-from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
+from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, OutOfService
 from tests.support.sites import servers
 from tests.support.waiting import until
 
@@ -71,38 +71,38 @@ async def test_the_desired_state_outlives_the_store(
 
 @pytest.mark.fault("F21")
 async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
-    store, holds = desired_store(bus), hold_board(bus)
-    desired, view = store.watch(lambda: None), holds.watch(lambda _: None)
+    store, board = desired_store(bus), out_of_service_board(bus)
+    desired, view = store.watch(lambda: None), board.watch(lambda _: None)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
-    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
+    entry = OutOfService(instance_id="blank-1", mode=LEAVE_MODE_AT_ONCE, reason="ECC")
     for instance_id in ("blank-1", "blank-2"):
-        await holds.write(instance_id, hold)
+        await board.write(instance_id, entry)
     await until(lambda: len(view.known) == 2 and desired.current is not None)
-    await holds.forget("blank-2", last=view.revision("blank-2"))
+    await board.forget("blank-2", last=view.revision("blank-2"))
     await until(lambda: list(view.known) == ["blank-1"])
     before = desired.current
-    for bucket in ("pdmesh-desired", "pdmesh-holds"):
+    for bucket in ("pdmesh-desired", "pdmesh-out-of-service"):
         await bus.client.jetstream().delete_stream(f"KV_{bucket}")
     await until(lambda: view.missing and desired.missing)
     await until(lambda: view.is_current and desired.is_current)
-    assert (view.missing, view.known) == ({"blank-1"}, {"blank-1": hold})
+    assert (view.missing, view.known) == ({"blank-1"}, {"blank-1": entry})
     await store.restore(desired)
-    view.wrote("blank-1", hold, await holds.write("blank-1", hold, last=view.revision("blank-1")))
+    view.wrote("blank-1", entry, await board.write("blank-1", entry, last=view.revision("blank-1")))
     assert await store.version() == before
     with pytest.raises(VersionConflict):
-        await holds.write("blank-1", hold, last=0)
-    late = holds.watch(lambda _: None)
-    await until(lambda: late.known == {"blank-1": hold})
+        await board.write("blank-1", entry, last=0)
+    late = board.watch(lambda _: None)
+    await until(lambda: late.known == {"blank-1": entry})
     for each in (desired, view, late):
         await each.close()
 
 
 async def test_a_hold_stands_until_it_is_lifted(bus: NatsBus) -> None:
-    holds = hold_board(bus)
-    view = holds.watch(lambda _: None)
-    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
-    await holds.write("blank-1", hold)
-    await until(lambda: view.known == {"blank-1": hold})
-    await holds.forget("blank-1")
+    board = out_of_service_board(bus)
+    view = board.watch(lambda _: None)
+    entry = OutOfService(instance_id="blank-1", mode=LEAVE_MODE_AT_ONCE, reason="ECC")
+    await board.write("blank-1", entry)
+    await until(lambda: view.known == {"blank-1": entry})
+    await board.forget("blank-1")
     await until(lambda: not view.known)
     await view.close()

@@ -14,12 +14,12 @@ from pdmesh.core.health.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
 from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats.board import BoardView, fault_board, hold_board
+from pdmesh.net.nats.board import BoardView, fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.services.health_monitor.faults import FaultWatch
-from pdmesh.v1.admin_service_pb2 import Hold
+from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from tests.support.waiting import until
 
@@ -78,7 +78,9 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
     view = await registry.watch()
     board = fault_board(bus)
     publisher = EventPublisher(bus, "hm", 1)
-    watch = FaultWatch(bus, view, publisher, board, hold_board(bus), lease_s=LEASE_S, policy=POLICY)
+    watch = FaultWatch(
+        bus, view, publisher, board, out_of_service_board(bus), lease_s=LEASE_S, policy=POLICY
+    )
     task = asyncio.create_task(watch.run())
     site = Site(bus, registry, board.watch(lambda _: None), task)
     for instance_id in ("decode-0", "decode-1", "decode-2"):
@@ -104,9 +106,9 @@ async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(si
         await site.add("decode-0", incarnation=5 + n)
     report = await site.until_level("decode-0", 3)
     assert report.signals[0].reason == RESTARTED_IN_VAIN
-    holds = hold_board(site.bus)
-    await holds.write("decode-0", Hold(instance_id="decode-0", is_automatic=True))
-    await holds.forget("decode-0")
+    board = out_of_service_board(site.bus)
+    await board.write("decode-0", OutOfService(instance_id="decode-0", is_ejected=True))
+    await board.forget("decode-0")
     await site.until_level("decode-0", 0)
 
 
@@ -131,7 +133,7 @@ async def test_a_node_agents_device_fault_reaches_the_instances_that_use_it(site
     instance.signals.add(source="device", reason="DEVICE_LOST", level=5, is_proof=True)
     await agent.publish(subjects.node_reported("node-a"), said)
     report = await site.until_level("decode-1", 5)
-    assert report.action == "isolate_node"
+    assert report.action == "eject_node"
 
 
 @pytest.mark.req("S34")
@@ -172,7 +174,7 @@ async def test_reports_outlive_the_monitor_and_the_next_one_clears_what_nobody_s
     view = await site.registry.watch()
     second = FaultWatch(
         site.bus, view, EventPublisher(site.bus, "hm-2", 2), fault_board(site.bus),
-        hold_board(site.bus), lease_s=LEASE_S, policy=POLICY,
+        out_of_service_board(site.bus), lease_s=LEASE_S, policy=POLICY,
     )  # fmt: skip
     site.task = asyncio.create_task(second.run())
     await until(lambda: "decode-0" not in site.board.known)

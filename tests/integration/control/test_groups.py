@@ -104,10 +104,10 @@ async def test_a_set_up_goes_on_under_another_leader_and_a_drained_instance_is_r
 
         going = (await operator.members(ROLE_DECODE))[0]
         async with asking(mesh.http_url) as outcomes:
-            await operator.hold(going, pb.HOLD_KIND_DRAIN)
+            await operator.cordon(going, pb.LEAVE_MODE_DRAIN)
             await until(lambda: "released" in operator.of(going), within_s=CHANGE_S)
             await operator.until_serving(2, 2)
         assert [o for o in outcomes if not o.is_complete] == []
         assert going not in await operator.members(ROLE_DECODE)
-        assert [h.instance_id for h in (await operator.groups()).holds] == [going]
+        assert [h.instance_id for h in (await operator.groups()).out_of_service] == [going]
         await bus.close()

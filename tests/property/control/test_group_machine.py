@@ -136,10 +136,10 @@ class GroupMachine(RuleBasedStateMachine):
             if instance_id in self.world.processes:
                 self.world._feed(instance_id, Assigned(assignment))
 
-    @rule(instance_id=ids, is_on=st.booleans(), is_isolated=st.booleans())
-    def hold(self, instance_id: str, is_on: bool, is_isolated: bool) -> None:
-        held = self.world.isolated if is_isolated else self.world.drained
-        (held.add if is_on else held.discard)(instance_id)
+    @rule(instance_id=ids, is_on=st.booleans(), is_at_once=st.booleans())
+    def take_out(self, instance_id: str, is_on: bool, is_at_once: bool) -> None:
+        out = self.world.out_at_once if is_at_once else self.world.to_drain
+        (out.add if is_on else out.discard)(instance_id)
 
     # --- what must be true ------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class GroupMachine(RuleBasedStateMachine):
                 assert given.stage >= was.stage
             elif given.stage is Stage.LOAD and record.assignment_id == 0:
                 assert record.phase is Phase.BLANK
-                assert write.instance_id not in world.isolated | world.drained
+                assert write.instance_id not in world.out_at_once | world.to_drain
             if given.stage is Stage.DRAIN and was is not None and was.stage is Stage.SERVE:
                 drained.append(write.instance_id)
             if given.stage is Stage.SERVE and was is not None and was.stage is Stage.CONNECT:
@@ -209,7 +209,7 @@ class GroupMachine(RuleBasedStateMachine):
         groups = self.world.observe().wanted.groups
         counts: Counter[tuple[str, str, str, str, str, Role]] = Counter()
         for instance_id, given in after.items():
-            if given.stage <= Stage.SERVE and instance_id not in self.world.drained:
+            if given.stage <= Stage.SERVE and instance_id not in self.world.to_drain:
                 counts[self._place_of(instance_id, given)] += 1
         for instance_id in after.keys() - before.keys():
             given = after[instance_id]
@@ -260,8 +260,8 @@ class GroupMachine(RuleBasedStateMachine):
         for i in range(NUM):
             if f"i-{i}" not in world.processes:
                 world.start(f"i-{i}")
-        world.isolated.clear()
-        world.drained.clear()
+        world.out_at_once.clear()
+        world.to_drain.clear()
         world.settle()
         wanted = {
             group_id: (group.prefill, group.decode, group.fusion)

@@ -84,10 +84,10 @@ class RegionMachine(GroupMachine):
             if name.startswith(region) and name not in self.world.processes:
                 self.start(name)
 
-    @rule(instance_id=names, is_on=st.booleans(), is_isolated=st.booleans())
-    def hold(self, instance_id: str, is_on: bool, is_isolated: bool) -> None:
-        held = self.world.isolated if is_isolated else self.world.drained
-        (held.add if is_on else held.discard)(instance_id)
+    @rule(instance_id=names, is_on=st.booleans(), is_at_once=st.booleans())
+    def take_out(self, instance_id: str, is_on: bool, is_at_once: bool) -> None:
+        out = self.world.out_at_once if is_at_once else self.world.to_drain
+        (out.add if is_on else out.discard)(instance_id)
 
     def _check_peers(self, after: dict[str, Assignment]) -> None:
         super()._check_peers(after)
@@ -112,8 +112,8 @@ class RegionMachine(GroupMachine):
         for name in NAMES:
             if name not in world.processes:
                 self.start(name)
-        world.isolated.clear()
-        world.drained.clear()
+        world.out_at_once.clear()
+        world.to_drain.clear()
         world.settle()
         for group_id, group in world.desired.groups.items():
             assert world.counts()[group_id] == (group.prefill, group.decode, 0), world.describe()

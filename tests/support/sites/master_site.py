@@ -17,12 +17,12 @@ from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
-from pdmesh.services.master_scheduler.groups.holds import Holds
+from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.v1 import admin_service_pb2 as pb
-from pdmesh.v1.admin_service_pb2 import Hold
+from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_BLANK,
     INSTANCE_PHASE_READY,
@@ -43,7 +43,7 @@ class Site:
 
     def __init__(self) -> None:
         self.registry, self.given = MemoryStore(), MemoryAssignmentStore()
-        self.desired_bucket, self.hold_bucket = MemoryBucket(), MemoryBucket()
+        self.desired_bucket, self.out_of_service_bucket = MemoryBucket(), MemoryBucket()
         self.leadership = (True, 1)
         self.fleet = Fleet()
         self.store: DesiredStore = DesiredStore(self.desired_bucket)  # type: ignore[arg-type]  # a fake
@@ -51,15 +51,15 @@ class Site:
 
     async def start(self) -> None:
         """A new process: it knows what the registry says."""
-        board: Board[Hold] = Board(self.hold_bucket, Hold)  # type: ignore[arg-type]  # a fake
+        board: Board[OutOfService] = Board(self.out_of_service_bucket, OutOfService)  # type: ignore[arg-type]  # a fake
         view = MemoryView(self.registry)
-        self.holds = Holds(board, self.fleet, lambda: self.leadership)
+        self.out_of_service = OutOfServiceBook(board, self.fleet, lambda: self.leadership)
         self.loop = GroupLoop(
             self.fleet,
             view,
             MemoryAssignments(self.given),
             self.store,
-            self.holds,
+            self.out_of_service,
             EventPublisher(MemoryBus(), "master", 1),
             lambda: self.leadership,
             lambda: 0.0,
@@ -90,7 +90,7 @@ class Site:
             self.upgrades,
             self.plans,
             self.store,
-            self.holds,
+            self.out_of_service,
             self._pins(view),
             view,
             lambda: self.leadership,
@@ -102,7 +102,7 @@ class Site:
         await opening
 
     def _pins(self, view: MemoryView) -> Pins:
-        board: Board[pb.Pin] = Board(self.hold_bucket, pb.Pin)  # type: ignore[arg-type]  # a fake; never opened
+        board: Board[pb.Pin] = Board(self.out_of_service_bucket, pb.Pin)  # type: ignore[arg-type]  # a fake; never opened
         events = EventPublisher(MemoryBus(), "master", 1)
         return Pins(board, PrefixIndex(), view, events, b"k", lambda: self.leadership)
 
@@ -111,7 +111,7 @@ class Site:
             await loop.close()
 
     def reopen(self) -> None:
-        for watch in (*self.desired_bucket.watches, *self.hold_bucket.watches):
+        for watch in (*self.desired_bucket.watches, *self.out_of_service_bucket.watches):
             if not watch.is_live:
                 watch.open()
 
@@ -136,14 +136,16 @@ class Site:
     def stages(self) -> dict[str, int]:
         return {k: a.stage for k, (_, a) in sorted(self.given.values.items()) if a is not None}
 
-    def stored_holds(self) -> dict[str, bytes]:
-        return {k: e.value for k, e in self.hold_bucket.entries.items() if e.value is not None}
+    def stored_out_of_service(self) -> dict[str, bytes]:
+        return {
+            k: e.value for k, e in self.out_of_service_bucket.entries.items() if e.value is not None
+        }
 
     async def ask(self, name: str, request: Any) -> Any:
         return await getattr(self.admin, name)(request, Caller())
 
-    async def hold(self, name: str, kind: pb.HoldKind.ValueType) -> None:
-        await self.ask("HoldInstance", pb.HoldInstanceRequest(instance_id=name, kind=kind))
+    async def cordon(self, name: str, mode: pb.LeaveMode.ValueType) -> None:
+        await self.ask("CordonInstance", pb.CordonInstanceRequest(instance_id=name, mode=mode))
 
 
 class Caller:

@@ -80,16 +80,16 @@ class Operator:
             lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s)
         )
 
-    async def hold(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
-        request = pb.HoldInstanceRequest(instance_id=instance_id, kind=kind, reason="a test")
+    async def cordon(self, instance_id: str, mode: pb.LeaveMode.ValueType) -> None:
+        request = pb.CordonInstanceRequest(instance_id=instance_id, mode=mode, reason="a test")
         await self._call(
-            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s)
+            lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s)
         )
 
-    async def release(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
-        request = pb.ReleaseInstanceRequest(instance_id=instance_id, kind=kind)
+    async def uncordon(self, instance_id: str) -> None:
+        request = pb.UncordonInstanceRequest(instance_id=instance_id)
         await self._call(
-            lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s)
+            lambda stub, metadata, s: stub.UncordonInstance(request, metadata=metadata, timeout=s)
         )
 
     async def members(self, role: int) -> list[str]:

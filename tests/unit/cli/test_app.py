@@ -126,8 +126,8 @@ def test_without_a_mesh_each_command_says_so_in_one_line(
     [
         ["up"], ["down"], ["status"], ["chat", "hi"], ["events"], ["groups"], ["diff", "f"],
         ["apply", "f"],
-        ["rollback"], ["promote"], ["drain", "i"], ["undrain", "i"], ["isolate", "i"],
-        ["heal", "i"], ["ratio"],
+        ["rollback"], ["promote"], ["drain", "i"], ["cordon", "i"],
+        ["uncordon", "i"], ["ratio"],
         ["keys", "list"], ["keys", "add", "acme"], ["keys", "revoke", "id"], ["pins", "list"],
         ["pins", "remove", "x"],
         ["pins", "add", "x", "--text", "-"], ["artefact", "verify", "f"],

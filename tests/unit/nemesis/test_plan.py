@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from pdmesh.desired_file import read
-from tests.chaos.nemesis.actions import Apply, Hold, Outage, Release, Rollback, Signal
+from tests.chaos.nemesis.actions import Apply, Cordon, Outage, Rollback, Signal, Uncordon
 from tests.chaos.nemesis.plan import (
     FIRST,
     GATEWAYS,
@@ -37,7 +37,7 @@ def test_a_seed_is_a_plan() -> None:
 @pytest.mark.fault("F42")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_step_goes_beyond_its_limits(seed: int) -> None:
-    held: str | None = None
+    cordoned: str | None = None
     for step in plan(seed):
         targets = [fault.target for fault in step.faults]
         assert 1 <= len(targets) <= MAX_FAULTS
@@ -48,15 +48,15 @@ def test_no_step_goes_beyond_its_limits(seed: int) -> None:
             assert not set(targets) & set(MASTERS)
         for _, action in step.actions:
             match action:
-                case Hold(target):
-                    assert held is None
-                    held = target
-                case Release(target):
-                    assert held == target
-                    held = None
+                case Cordon(target):
+                    assert cordoned is None
+                    cordoned = target
+                case Uncordon(target):
+                    assert cordoned == target
+                    cordoned = None
                 case Rollback():
-                    assert held is None
-        assert held not in targets
+                    assert cordoned is None
+        assert cordoned not in targets
 
 
 def test_what_it_applies_is_valid_and_leaves_room_for_a_new_release() -> None:

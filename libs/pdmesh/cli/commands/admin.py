@@ -1,5 +1,5 @@
-"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `undrain`, `isolate`,
-`heal`: what the groups are, and shall be.
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `cordon`, `uncordon`:
+what the groups are, and shall be.
 """
 
 from __future__ import annotations
@@ -169,36 +169,32 @@ async def _promote(options: argparse.Namespace) -> int:
     return 0
 
 
-def _hold(kind: pb.HoldKind.ValueType) -> Command:
-    async def hold(options: argparse.Namespace) -> int:
-        request = pb.HoldInstanceRequest(
-            instance_id=options.instance, kind=kind, reason=options.reason
+def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
+    async def cordon(options: argparse.Namespace) -> int:
+        request = pb.CordonInstanceRequest(
+            instance_id=options.instance, mode=mode, reason=options.reason
         )
         await ask_leader(
             options,
-            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
+            lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s),
         )
-        back = "undrain" if kind == pb.HOLD_KIND_DRAIN else "heal"
-        how = hint(options.state_dir, f"{back} {options.instance}")
+        how = hint(options.state_dir, f"uncordon {options.instance}")
         print(f"{options.instance} is to leave; let it back with: {how}")
         return 0
 
-    return hold
+    return cordon
 
 
-def _release(kind: pb.HoldKind.ValueType) -> Command:
-    async def release(options: argparse.Namespace) -> int:
-        request = pb.ReleaseInstanceRequest(instance_id=options.instance, kind=kind)
-        response = await ask_leader(
-            options,
-            lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s),
-        )
-        print(f"{options.instance} may get a role again")
-        if response.fault:
-            print(f"it is judged anew: it is held again if this is found again: {response.fault}")
-        return 0
-
-    return release
+async def _uncordon(options: argparse.Namespace) -> int:
+    request = pb.UncordonInstanceRequest(instance_id=options.instance)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.UncordonInstance(request, metadata=metadata, timeout=s),
+    )
+    print(f"{options.instance} may get a role again")
+    if response.fault:
+        print(f"it is judged anew, and ejected again if this is found again: {response.fault}")
+    return 0
 
 
 _COMMANDS: Final[Mapping[str, Command]] = {
@@ -207,15 +203,14 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "apply": _apply,
     "rollback": _rollback,
     "promote": _promote,
-    "drain": _hold(pb.HOLD_KIND_DRAIN),
-    "undrain": _release(pb.HOLD_KIND_DRAIN),
-    "isolate": _hold(pb.HOLD_KIND_ISOLATE),
-    "heal": _release(pb.HOLD_KIND_ISOLATE),
+    "drain": _cordon(pb.LEAVE_MODE_DRAIN),
+    "cordon": _cordon(pb.LEAVE_MODE_AT_ONCE),
+    "uncordon": _uncordon,
 }
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
-    """Groups with their members, then what is blank and what is on hold."""
+    """Groups with their members, then what is blank and what is out of service."""
     groups = [
         (
             group.group_id, group.scenario, group.state,
@@ -255,9 +250,10 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
         if each.pool:
             shall = "off" if each.pool == OFF_POOL else f"lent to {each.pool}"
         parts.append(f"adjusted: {each.group_id}: {shall} ({each.reason})")
-    for hold in states.holds:
-        kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"
-        parts.append(f"{kind}: {hold.instance_id} ({hold.reason})")
+    for entry in states.out_of_service:
+        what = "ejected" if entry.is_ejected else "cordoned"
+        drain = ", to drain" if entry.mode == pb.LEAVE_MODE_DRAIN else ""
+        parts.append(f"{what}{drain}: {entry.instance_id} ({entry.reason})")
     if states.page_url:
         parts.append(f"\npage: {states.page_url}")
     return "\n".join(parts)

@@ -10,8 +10,8 @@ steps were told. The rules that hold in every round:
 - A group that serves nothing yet takes instances only when there are enough for all of it. It
   serves only when all pairs of those that stay are verified; its prefills begin last. If that
   fails, all of it becomes blank again (S15, S19).
-- An instance that is lost, failed or isolated is replaced by one blank instance; the others go on
-  (S35).
+- An instance that is lost, failed or taken out at once is replaced by one blank instance; the
+  others go on (S35).
 - An instance too many, or of another revision or scenario, leaves when its successors are ready,
   and never below what the scenario must keep. Without room for the successors it leaves first:
   `leave.py`.
@@ -171,7 +171,7 @@ class GroupController:
         members = (GroupMember(observed.seen[i], given) for i, given in round_.plan.items())
         hanging = {m.instance_id for m in members if self.clock.is_erase_overdue(m, now)}
         ending = {each.instance_id for each in self._ending}
-        return observed.drained | observed.isolated | hanging | ending
+        return observed.to_drain | observed.out_at_once | hanging | ending
 
     def _recover(self, round_: Round) -> None:
         """If the bucket of assignments was lost (F21), records tell what had been assigned."""
@@ -265,15 +265,15 @@ class GroupController:
     # --- those that leave ------------------------------------------------------------------------
 
     def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
-        """Failed, isolated and overdue instances become blank at once; others take their places."""
+        """Failed, taken out and overdue instances become blank at once; others take over."""
         record = self._record(group_id)
         for member in round_.members(group_id):
             if member.stage is Stage.BLANK:
                 if self.clock.is_erase_overdue(member, now):
                     self._steps.stuck(member.instance_id, member.assignment)
                 continue
-            if member.instance_id in round_.observed.isolated:
-                self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")
+            if member.instance_id in round_.observed.out_at_once:
+                self._steps.tell("taken_out", member.assignment, member.instance_id)
                 erase(round_, record, member)
             elif why := self.clock.why_broken(round_, member, now):
                 self._fail(round_, group_id, f"{member.instance_id}: {why}", now)

@@ -146,8 +146,8 @@ class Seen:
 class Observed:
     """The registry, now.
 
-    `version` is that of the desired state; 0: none was ever applied. `drained` and `isolated` are
-    instances that operators or faults hold.
+    `version` is that of the desired state; 0: none was ever applied. `to_drain` and
+    `out_at_once` are the instances that were cordoned or ejected, by the way in which they leave.
     """
 
     epoch: int
@@ -155,5 +155,5 @@ class Observed:
     wanted: WantedGroups
     seen: Mapping[str, Seen]
     given: Mapping[str, Assignment]
-    drained: frozenset[str] = frozenset()
-    isolated: frozenset[str] = frozenset()
+    to_drain: frozenset[str] = frozenset()
+    out_at_once: frozenset[str] = frozenset()

@@ -24,9 +24,9 @@ def stayers_and_leavers(
     # Those that are furthest go last; among those that serve, the busiest go last.
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
-        is_held = member.instance_id in round_.observed.drained
+        is_to_drain = member.instance_id in round_.observed.to_drain
         is_fitting = not (member.is_stale(group) or is_misplaced(member, group))
-        if is_held or not is_fitting or not room.get(member.role):
+        if is_to_drain or not is_fitting or not room.get(member.role):
             others.append(member)
         else:
             room[member.role] -= 1

@@ -148,13 +148,13 @@ class Round:
         return self._blanks
 
     def _find_blanks(self) -> list[Seen]:
-        held = self.observed.drained | self.observed.isolated
+        going = self.observed.to_drain | self.observed.out_at_once
         found = [
             seen
             for instance_id, seen in sorted(self.observed.seen.items())
             if seen.phase is Phase.BLANK
             and instance_id not in self.plan
-            and instance_id not in held
+            and instance_id not in going
         ]
         kept: set[str] = set()
         for region, num in sorted(self.observed.wanted.num_lent.items(), reverse=True):
@@ -187,7 +187,7 @@ class Round:
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
             member = GroupMember(self.observed.seen[instance_id], assignment)
-            is_counted = member.is_ready and instance_id not in self.observed.isolated
+            is_counted = member.is_ready and instance_id not in self.observed.out_at_once
             is_counted = is_counted and not is_canary(assignment.role_spec.group_id)
             if is_counted and instance_id != without and assignment.role_spec.scenario == scenario:
                 key = (assignment.role_spec.group_id, member.revision, member.seen.kv_region)

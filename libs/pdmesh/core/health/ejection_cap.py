@@ -1,10 +1,14 @@
 """Decides which of the instances that are judged sick are really ejected (S34).
 
-It protects the fleet from its judge. Of one group and role only a share is ejected at a time, and
-the only instance of them only by a proof. If much of the fleet looks sick, the fault is in our
-observation, and no further instance is ejected (panic), not even by a proof: a bad driver proves
-all of them sick. Instances that were ejected before stay out: they were judged while most others
-were well, and a request that one of them gets would fail for certain.
+It protects the fleet from its judge, twice. `EjectionCap` is the health-monitor's. Of one group and
+role only a share is ejected at a time, and the only instance of them only by a proof. If much of
+the fleet looks sick, the fault is in our observation, and no further instance is ejected (panic),
+not even by a proof: a bad driver proves all of them sick. Instances that were ejected before stay
+out: they were judged while most others were well, and a request that one of them gets would fail
+for certain.
+
+`FleetEjectionCap` is the leading master's, over all groups and all time: a fault signal that is
+wrong everywhere must not empty the fleet bit by bit.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
+
+from pdmesh.core.health.fault_levels import RESPONSES, Level
 
 CAP: Final = "cap"
 PANIC: Final = "panic"
@@ -105,3 +111,80 @@ class EjectionCap:
 
 def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
     return sorted(sick, key=lambda each: (not each.has_proof, each.since, each.instance_id))
+
+
+class Fault(Protocol):
+    """What the health-monitor has judged of an instance."""
+
+    @property
+    def level(self) -> Level: ...
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+    @property
+    def held_back(self) -> str: ...
+
+
+def fault_text(fault: Fault) -> str:
+    return f"fault level {fault.level:d}: {', '.join(fault.reasons)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOut:
+    """How an instance is out of service: in order or at once; ejected, or cordoned."""
+
+    is_drain: bool
+    is_ejected: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEjections:
+    """Instances to take out now, in this order, and those that are newly over the cap."""
+
+    taken_out: Mapping[str, TakenOut]
+    over_cap: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class FleetEjectionCap:
+    """What the instances report of themselves does not count."""
+
+    max_share: float = 0.2  # of all instances; one at least
+    _over: set[str] = field(default_factory=set)
+    _overruled: dict[str, Fault] = field(default_factory=dict)
+
+    def overrule(self, instance_id: str, fault: Fault) -> None:
+        """An operator put the instance back: it takes another judgement to eject it again."""
+        self._overruled[instance_id] = fault
+
+    def rule(
+        self, faults: Mapping[str, Fault | None], out: Mapping[str, TakenOut]
+    ) -> FleetEjections:
+        """`faults`: of every instance of the fleet. `out`: those out of service already."""
+        self._overruled = {i: f for i, f in self._overruled.items() if faults.get(i) == f}
+        faulty = {
+            i: fault
+            for i, fault in sorted(faults.items())
+            if fault is not None and _is_to_leave(fault) and i not in self._overruled
+        }
+        self._over &= faulty.keys()
+        room = max(1, int(self.max_share * len(faults))) - sum(e.is_ejected for e in out.values())
+        taken_out: dict[str, TakenOut] = {}
+        over: list[str] = []
+        for instance_id, fault in faulty.items():
+            is_drain, before = RESPONSES[fault.level].finishes_running, out.get(instance_id)
+            if before is not None and (is_drain or not before.is_drain):
+                continue  # as far out as it has to be
+            if before is None and room <= 0:
+                over.append(instance_id)
+                continue
+            room -= before is None
+            is_ejected = before is None or before.is_ejected
+            taken_out[instance_id] = TakenOut(is_drain, is_ejected, fault_text(fault))
+        new = tuple(i for i in over if i not in self._over)
+        self._over.update(new)
+        return FleetEjections(taken_out, new)
+
+
+def _is_to_leave(fault: Fault) -> bool:
+    return fault.level >= Level.INSTANCE and not fault.held_back

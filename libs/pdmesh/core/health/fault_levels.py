@@ -32,7 +32,7 @@ class FaultAction(enum.Enum):
     RESTART_PROCESS = "restart_process"
     REPLACE_INSTANCE = "replace_instance"
     DRAIN_NODE = "drain_node"
-    ISOLATE_NODE = "isolate_node"
+    EJECT_NODE = "eject_node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
         # restarts that do not help, a device that needs a reset
         Level.INSTANCE: Response(FaultAction.REPLACE_INSTANCE, True),
         Level.NODE: Response(FaultAction.DRAIN_NODE, True),  # no spare memory rows left, a dead fan
-        Level.LOST: Response(FaultAction.ISOLATE_NODE, False),  # a device fallen off the bus
+        Level.LOST: Response(FaultAction.EJECT_NODE, False),  # a device fallen off the bus
     }
 )
 

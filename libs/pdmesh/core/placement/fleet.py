@@ -43,8 +43,8 @@ class FaultForgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class IsolationSeen:
-    """All instances that are isolated now, whatever they report."""
+class OutOfServiceSeen:
+    """All instances that were cordoned or ejected at once, whatever they report."""
 
     instance_ids: frozenset[str]
 
@@ -85,7 +85,7 @@ Event = (
     | HealthJudged
     | FaultJudged
     | FaultForgotten
-    | IsolationSeen
+    | OutOfServiceSeen
     | JudgeLost
     | LoadReported
 )
@@ -102,7 +102,7 @@ class Fleet:
     # A verdict may come before the record.
     _judged: dict[str, HealthJudged] = field(default_factory=dict)
     _faults: dict[str, FaultJudged] = field(default_factory=dict)
-    _isolated: frozenset[str] = frozenset()
+    _out_of_service: frozenset[str] = frozenset()
 
     def handle(self, event: Event, now: float) -> None:
         match event:
@@ -121,8 +121,8 @@ class Fleet:
                 self._on_fault(event)
             case FaultForgotten():
                 self._on_fault_forgotten(event)
-            case IsolationSeen():
-                self._on_isolation(event)
+            case OutOfServiceSeen():
+                self._on_out_of_service(event)
             case JudgeLost():
                 self._trust_again()
         self.version += 1
@@ -155,7 +155,7 @@ class Fleet:
         instance = self.instances[identity.instance_id] = Instance(
             identity, num_slots=identity.num_slots, num_kv_blocks_free=identity.num_kv_blocks
         )
-        instance.is_isolated = identity.instance_id in self._isolated
+        instance.is_out_of_service = identity.instance_id in self._out_of_service
         judged = self._judged.get(identity.instance_id)
         if judged is not None and judged.incarnation == identity.incarnation:
             instance.health = judged.health
@@ -186,10 +186,10 @@ class Fleet:
         if event.instance_id in self.instances:
             self.instances[event.instance_id].fault = None
 
-    def _on_isolation(self, event: IsolationSeen) -> None:
-        self._isolated = event.instance_ids
+    def _on_out_of_service(self, event: OutOfServiceSeen) -> None:
+        self._out_of_service = event.instance_ids
         for instance in self.instances.values():
-            instance.is_isolated = instance.id in event.instance_ids
+            instance.is_out_of_service = instance.id in event.instance_ids
 
     def _trust_again(self) -> None:
         self._judged.clear()

@@ -65,7 +65,7 @@ class Instance:
     identity: Identity
     health: Health = Health.HEALTHY
     fault: FaultJudged | None = None
-    is_isolated: bool = False
+    is_out_of_service: bool = False
     num_slots: int = 0
     num_slots_used: int = 0
     num_kv_blocks_free: int = 0
@@ -88,7 +88,7 @@ class Instance:
     def is_usable(self) -> bool:
         is_going = self.is_draining or self.identity.is_draining
         is_there = self.health is Health.HEALTHY and self.identity.is_ready
-        return is_there and not (is_going or self.is_ejected or self.is_isolated)
+        return is_there and not (is_going or self.is_ejected or self.is_out_of_service)
 
     @property
     def is_ejected(self) -> bool:

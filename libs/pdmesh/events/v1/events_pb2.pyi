@@ -298,7 +298,7 @@ class FaultReport(_message.Message):
     level: _builtins.int
     """0: it is well again"""
     action: _builtins.str
-    """ignore, retry, restart_process, replace_instance, drain_node, isolate_node"""
+    """ignore, retry, restart_process, replace_instance, drain_node, eject_node"""
     node_id: _builtins.str
     """empty if not known"""
     held_back: _builtins.str

@@ -24,7 +24,7 @@ from pdmesh.net.nats.kv_bucket import (
     KvWatch,
     WrongRevision,
 )
-from pdmesh.v1.admin_service_pb2 import Hold, Pin
+from pdmesh.v1.admin_service_pb2 import OutOfService, Pin
 
 log = structlog.get_logger(__name__)
 
@@ -156,9 +156,9 @@ def pin_board(bus: NatsBus) -> Board[Pin]:
     return Board(KvBucket(bus, "pdmesh-pins"), Pin)
 
 
-def hold_board(bus: NatsBus) -> Board[Hold]:
+def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:
     """The leading master's list of instances kept out of service.
 
-    No heartbeat, incarnation or restart lifts a hold.
+    No heartbeat, incarnation or restart puts one back.
     """
-    return Board(KvBucket(bus, "pdmesh-holds"), Hold)
+    return Board(KvBucket(bus, "pdmesh-out-of-service"), OutOfService)

@@ -53,18 +53,18 @@ function readyShape(members) {
   return shape(of("ROLE_PREFILL"), of("ROLE_DECODE"), of("ROLE_FUSION")) || "0";
 }
 
-function hold(instance, kind, verb) {
+function takeOut(instance, mode, verb) {
   return button(verb, async () => {
     const reason = prompt(`Why shall ${instance} leave?`, "");
     if (reason === null) return "nothing was changed";
-    await ask("HoldInstance", { instance_id: instance, kind, reason });
+    await ask("CordonInstance", { instance_id: instance, mode, reason });
     return `${instance} is to leave`;
   });
 }
 
-function release(each) {
-  return button(each.kind === "HOLD_KIND_DRAIN" ? "undrain" : "heal", async () => {
-    await ask("ReleaseInstance", { instance_id: each.instance_id, kind: each.kind });
+function putBack(each) {
+  return button("uncordon", async () => {
+    await ask("UncordonInstance", { instance_id: each.instance_id, mode: each.mode });
     return `${each.instance_id} may get a role again`;
   });
 }
@@ -104,8 +104,9 @@ function drawGroups(states) {
     const shall = a.pool ? (a.pool === "off" ? "off" : `lent to ${a.pool}`) : shape(a.num_prefill, a.num_decode, 0);
     note(`Adjusted: ${a.group_id}: ${shall} (${a.reason})`);
   }
-  for (const h of states.holds) {
-    note(`${h.kind === "HOLD_KIND_DRAIN" ? "Drained" : "Isolated"}: ${h.instance_id} (${h.reason}) `, release(h));
+  for (const each of states.out_of_service) {
+    const drain = each.mode === "LEAVE_MODE_DRAIN" ? ", to drain" : "";
+    note(`${each.is_ejected ? "Ejected" : "Cordoned"}${drain}: ${each.instance_id} (${each.reason}) `, putBack(each));
   }
   at("notes").replaceChildren(...notes);
 }
@@ -115,7 +116,7 @@ function drawMembers(states) {
     group.members.map((m) => [
       m.instance_id, group.group_id, lower(m.role, "ROLE_"), marked(lower(m.phase, "INSTANCE_PHASE_")),
       lower(m.stage, "STAGE_"), m.revision,
-      [hold(m.instance_id, "HOLD_KIND_DRAIN", "drain"), hold(m.instance_id, "HOLD_KIND_ISOLATE", "isolate")],
+      [takeOut(m.instance_id, "LEAVE_MODE_DRAIN", "drain"), takeOut(m.instance_id, "LEAVE_MODE_AT_ONCE", "cordon")],
     ]),
   );
   table("members", ["instance", "group", "role", "phase", "may", "revision", ""], rows);

@@ -186,7 +186,7 @@ def test_one_that_does_not_become_blank_is_named_once() -> None:
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     odd = world.ready("chat", Role.DECODE)[0]
-    world.isolated.add(odd)
+    world.out_at_once.add(odd)
     for _ in range(int(LIMITS.erase_s) + 5):
         world.now += 1
         world.round()
@@ -245,11 +245,11 @@ def test_lost_assignments_are_written_anew_from_the_records() -> None:
     assert world.given == before
 
 
-def test_an_isolated_instance_is_erased_replaced_and_never_chosen_until_it_is_healed() -> None:
+def test_one_taken_out_at_once_is_erased_replaced_and_not_chosen_until_it_is_put_back() -> None:
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     bad = world.ready("chat", Role.PREFILL)[0]
-    world.isolated.add(bad)
+    world.out_at_once.add(bad)
     world.settle()
     assert world.counts() == {"chat": (2, 2, 0)}
     assert world.processes[bad].life.phase is Phase.BLANK
@@ -259,7 +259,7 @@ def test_an_isolated_instance_is_erased_replaced_and_never_chosen_until_it_is_he
     world.kill(other)
     world.settle()
     assert world.counts() == {"chat": (1, 2, 0)}
-    world.isolated.clear()
+    world.out_at_once.clear()
     world.settle()
     assert world.counts() == {"chat": (2, 2, 0)}
 
@@ -270,7 +270,7 @@ def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
     world.settle()
     world.steps.clear()
     going = world.ready("chat", Role.DECODE)[0]
-    world.drained.add(going)
+    world.to_drain.add(going)
     world.settle()
     assert world.counts() == {"chat": (2, 2, 0)}
     told = [s.step for s in world.steps]
@@ -282,7 +282,7 @@ def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
 def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
     world = World(TWO_BY_TWO, num=4)
     world.settle()
-    world.drained.add(world.ready("chat", Role.DECODE)[0])
+    world.to_drain.add(world.ready("chat", Role.DECODE)[0])
     world.settle()
     assert world.counts() == {"chat": (2, 2, 0)}
     assert "scenario default would be left with 1 decode" in world.controller.reports["chat"].detail

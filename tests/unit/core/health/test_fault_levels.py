@@ -22,7 +22,7 @@ from pdmesh.core.health.fault_levels import (
         (Level.PROCESS, FaultAction.RESTART_PROCESS, False, False),
         (Level.INSTANCE, FaultAction.REPLACE_INSTANCE, False, True),
         (Level.NODE, FaultAction.DRAIN_NODE, False, True),
-        (Level.LOST, FaultAction.ISOLATE_NODE, False, False),
+        (Level.LOST, FaultAction.EJECT_NODE, False, False),
     ],
 )
 def test_each_level_has_one_action(

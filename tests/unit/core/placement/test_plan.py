@@ -21,9 +21,9 @@ from pdmesh.core.placement.fleet import (
     HealthJudged,
     InstanceRecorded,
     InstanceUnrecorded,
-    IsolationSeen,
     JudgeLost,
     LoadReported,
+    OutOfServiceSeen,
     PrefillComputed,
 )
 from pdmesh.core.placement.instance import FaultJudged, Identity
@@ -554,12 +554,12 @@ def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_nobody_
     assert planned(placement, QUERY).group_id == "canary-default"
 
 
-def test_an_isolated_instance_gets_nothing_whatever_its_record_says() -> None:
+def test_one_out_of_service_gets_nothing_whatever_its_record_says() -> None:
     placement = make(*pair())
     fleet = placement.fleet
-    fleet.handle(IsolationSeen(frozenset({"prefill-0", "decode-0"})), 0.0)
+    fleet.handle(OutOfServiceSeen(frozenset({"prefill-0", "decode-0"})), 0.0)
     fleet.handle(InstanceRecorded(identity("prefill-0", Role.PREFILL, incarnation=2)), 0.0)
     plan = planned(placement, QUERY)
     assert [c.instance_id for c in (*plan.prefills, *plan.decodes)] == ["prefill-1", "decode-1"]
-    fleet.handle(IsolationSeen(frozenset()), 0.0)
+    fleet.handle(OutOfServiceSeen(frozenset()), 0.0)
     assert len(planned(placement, QUERY).prefills) == 2

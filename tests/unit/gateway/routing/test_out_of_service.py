@@ -1,4 +1,4 @@
-"""A gateway that ranks by itself heeds holds and faults as the boards in the registry say them
+"""A gateway that ranks by itself heeds cordons and faults as the boards in the registry say them
 (S42).
 """
 
@@ -11,8 +11,8 @@ from pdmesh.events.v1.events_pb2 import FaultReport
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.kv_bucket import KvBucket
 from pdmesh.services.gateway.routing.fleet import FleetView
-from pdmesh.services.gateway.routing.out_of_service import KeptOut
-from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
+from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
+from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, OutOfService
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -31,7 +31,7 @@ class Site:
     """
 
     def __init__(self) -> None:
-        self.holds = Board(_bucket(holds := MemoryBucket()), Hold)
+        self.out_of_service = Board(_bucket(entries := MemoryBucket()), OutOfService)
         self.faults = Board(_bucket(faults := MemoryBucket()), FaultReport)
         store = MemoryStore()
         for name, role in (("p", ROLE_PREFILL), ("d", ROLE_DECODE)):
@@ -40,14 +40,14 @@ class Site:
                     instance_id=f"{name}-{i}", incarnation=1, role=role, model="m",
                     phase=INSTANCE_PHASE_READY,
                 )  # fmt: skip
-        kept_out = KeptOut()
-        kept_out.watch(self.holds, self.faults)
-        self.fleet = FleetView(MemoryView(store), "m", lambda: 0.0, kept_out=kept_out)
-        for watch in (*holds.watches, *faults.watches):
+        out_of_service = OutOfServiceView()
+        out_of_service.watch(self.out_of_service, self.faults)
+        self.fleet = FleetView(MemoryView(store), "m", lambda: 0.0, out_of_service=out_of_service)
+        for watch in (*entries.watches, *faults.watches):
             watch.open()
 
-    async def hold(self, name: str, kind: int) -> None:
-        await self.holds.write(name, Hold(instance_id=name, kind=kind))  # type: ignore[arg-type]  # an enum's number
+    async def cordon(self, name: str, mode: int) -> None:
+        await self.out_of_service.write(name, OutOfService(instance_id=name, mode=mode))  # type: ignore[arg-type]  # an enum's number
 
     async def break_(
         self, name: str, level: Level, incarnation: int = 1, held_back: str = ""
@@ -66,27 +66,27 @@ def _bucket(bucket: MemoryBucket) -> KvBucket:
     return bucket  # type: ignore[return-value]  # a fake
 
 
-async def test_an_isolated_instance_gets_nothing_though_it_says_that_it_is_ready() -> None:
+async def test_a_cordoned_instance_gets_nothing_though_it_says_that_it_is_ready() -> None:
     site = Site()
     assert site.ranked() == "p-0 p-1 d-0 d-1"
-    await site.hold("p-0", HOLD_KIND_ISOLATE)
+    await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "p-1 d-0 d-1"
     assert site.fleet.candidate("p-0", 1) is None  # nor by a plan that was made just before
-    await site.hold("p-1", HOLD_KIND_ISOLATE)
-    assert site.ranked() == "d-0 d-1"  # both phases, rather than an isolated one
-    await site.hold("d-0", HOLD_KIND_ISOLATE)
-    await site.hold("d-1", HOLD_KIND_ISOLATE)
+    await site.cordon("p-1", LEAVE_MODE_AT_ONCE)
+    assert site.ranked() == "d-0 d-1"  # both phases, rather than a cordoned one
+    await site.cordon("d-0", LEAVE_MODE_AT_ONCE)
+    await site.cordon("d-1", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == ""
-    await site.holds.forget("p-0")
+    await site.out_of_service.forget("p-0")
     assert site.ranked() == "p-0"
 
 
 async def test_one_that_is_to_leave_gets_what_nobody_else_can_take() -> None:
     site = Site()
-    await site.hold("d-0", HOLD_KIND_DRAIN)
+    await site.cordon("d-0", LEAVE_MODE_DRAIN)
     assert site.ranked() == "p-0 p-1 d-1"
     for name in ("p-0", "p-1", "d-1"):
-        await site.hold(name, HOLD_KIND_DRAIN)
+        await site.cordon(name, LEAVE_MODE_DRAIN)
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     assert (
         site.fleet.candidate("d-0", 1) is not None

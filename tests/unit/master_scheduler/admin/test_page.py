@@ -74,7 +74,9 @@ async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
         assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
         answer = await client.post("/admin/DiffDesired", content="{" * 5_000_000, headers=JSON)
         assert answer.status_code == 400
-        status, answer = await ask(client, "HoldInstance", instance_id="x", kind="HOLD_KIND_DRAIN")
+        status, answer = await ask(
+            client, "CordonInstance", instance_id="x", mode="LEAVE_MODE_DRAIN"
+        )
         assert (status, answer["error"]["message"]) == (400, "there is no x")
 
 

@@ -11,7 +11,7 @@ import pytest
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.errors import InvalidRequest, NotAllowed, NotLeader, VersionConflict
 from pdmesh.v1 import admin_service_pb2 as pb
-from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
+from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, OutOfService
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.groups_pb2 import STAGE_LOAD, STAGE_SERVE, Assignment
 from tests.support.sites.master_site import CHAT, Caller, Site
@@ -69,7 +69,7 @@ async def test_a_text_without_groups_is_applied_only_if_that_is_meant(site: Site
 
 
 @pytest.mark.fault("F18")
-@pytest.mark.parametrize("which", ["registry", "given", "desired_bucket", "hold_bucket"])
+@pytest.mark.parametrize("which", ["registry", "given", "desired_bucket", "out_of_service_bucket"])
 async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which: str) -> None:
     site.add("i-0")
     site.add("i-1")
@@ -88,10 +88,10 @@ async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which:
 @pytest.mark.fault("F18")
 async def test_where_nothing_was_ever_applied_an_outage_is_over_when_it_is_over(site: Site) -> None:
     await site.start()
-    site.hold_bucket.lose()
+    site.out_of_service_bucket.lose()
     await site.loop.round()
-    assert site.loop.paused == "the view of the holds is not current"
-    site.hold_bucket.come_back()
+    assert site.loop.paused == "the view of the instances out of service is not current"
+    site.out_of_service_bucket.come_back()
     await site.loop.round()
     assert site.loop.paused  # the server answers, but what stands there has not been read yet
     site.reopen()
@@ -100,26 +100,26 @@ async def test_where_nothing_was_ever_applied_an_outage_is_over_when_it_is_over(
 
 
 @pytest.mark.fault("F21")
-async def test_a_wiped_desired_state_and_wiped_holds_are_written_back(site: Site) -> None:
+async def test_a_wiped_desired_state_and_wiped_cordons_are_written_back(site: Site) -> None:
     await serving(site)
-    await site.hold("p-0", HOLD_KIND_ISOLATE)
-    await site.hold("d-0", HOLD_KIND_ISOLATE)
-    release = pb.ReleaseInstanceRequest(instance_id="d-0", kind=HOLD_KIND_ISOLATE)
-    await site.ask("ReleaseInstance", release)
+    await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
+    await site.cordon("d-0", LEAVE_MODE_AT_ONCE)
+    release = pb.UncordonInstanceRequest(instance_id="d-0", mode=LEAVE_MODE_AT_ONCE)
+    await site.ask("UncordonInstance", release)
     before = await site.store.version()
-    for bucket in (site.desired_bucket, site.hold_bucket):
+    for bucket in (site.desired_bucket, site.out_of_service_bucket):
         bucket.come_back(is_wiped=True)
     site.reopen()
-    assert site.fleet.instances["p-0"].is_isolated
+    assert site.fleet.instances["p-0"].is_out_of_service
     site.leadership = (False, 1)  # only the leader writes
     await site.loop.round()
     assert await site.store.version() is None
     site.leadership = (True, 2)
     await site.loop.round()
     assert await site.store.version() == before
-    assert list(site.stored_holds()) == ["p-0"]
+    assert list(site.stored_out_of_service()) == ["p-0"]
     await site.start()  # and whoever comes next knows them
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
 async def test_what_was_written_after_a_wipe_is_not_overwritten_by_what_was_before(
@@ -148,64 +148,68 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
     await site.loop.round()
     assert site.stages() == {"i-0": STAGE_LOAD}
     with pytest.raises(NotLeader):
-        await site.holds.hold(Hold(instance_id="i-1", kind=HOLD_KIND_DRAIN), epoch=0)
-    assert not site.stored_holds()
+        await site.out_of_service.take_out(
+            OutOfService(instance_id="i-1", mode=LEAVE_MODE_DRAIN), epoch=0
+        )
+    assert not site.stored_out_of_service()
 
 
-async def test_of_two_masters_that_change_a_hold_one_is_told(site: Site) -> None:
+async def test_of_two_masters_that_change_an_entry_one_is_told(site: Site) -> None:
     await serving(site)
-    late = site.hold_bucket.watches[0]
+    late = site.out_of_service_bucket.watches[0]
     late.is_live = False  # what it was told is old
-    await site.hold_bucket.put("p-0", b'{"instanceId": "p-0", "kind": "HOLD_KIND_ISOLATE"}')
+    await site.out_of_service_bucket.put(
+        "p-0", b'{"instanceId": "p-0", "mode": "LEAVE_MODE_AT_ONCE"}'
+    )
     with pytest.raises(VersionConflict):
-        await site.hold("p-0", HOLD_KIND_DRAIN)
+        await site.cordon("p-0", LEAVE_MODE_DRAIN)
 
 
-async def test_an_isolated_instance_is_not_drained_but_a_drained_one_can_be_isolated(
+async def test_a_cordoned_instance_is_not_drained_but_one_that_drains_can_be_cordoned(
     site: Site,
 ) -> None:
     await serving(site)
-    await site.hold("p-0", HOLD_KIND_DRAIN)
-    await site.hold("p-0", HOLD_KIND_ISOLATE)
-    with pytest.raises(InvalidRequest, match="heal it first"):
-        await site.hold("p-0", HOLD_KIND_DRAIN)
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    await site.cordon("p-0", LEAVE_MODE_DRAIN)
+    await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
+    with pytest.raises(InvalidRequest, match="uncordon it first"):
+        await site.cordon("p-0", LEAVE_MODE_DRAIN)
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_a_worse_fault_turns_a_drain_into_an_isolation(site: Site) -> None:
+async def test_a_worse_fault_ejects_at_once_what_was_to_drain(site: Site) -> None:
     await serving(site)
     site.break_("p-0", Level.INSTANCE)
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_DRAIN) == {"p-0"}
+    assert site.out_of_service.left(LEAVE_MODE_DRAIN) == {"p-0"}
     site.break_("p-0", Level.LOST)
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
     site.break_("p-0", Level.INSTANCE)
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_an_instance_between_two_lives_can_be_isolated(site: Site) -> None:
+async def test_an_instance_between_two_lives_can_be_cordoned(site: Site) -> None:
     await site.apply(CHAT)
     last = Assignment(instance_id="i-9", incarnation=1, epoch=1, stage=STAGE_SERVE)
     site.given.put("i-9", last, last=0)
     await site.start()
-    await site.hold("i-9", HOLD_KIND_ISOLATE)
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"i-9"}
+    await site.cordon("i-9", LEAVE_MODE_AT_ONCE)
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"i-9"}
     with pytest.raises(InvalidRequest, match="there is no"):
-        await site.hold("i-8", HOLD_KIND_ISOLATE)
+        await site.cordon("i-8", LEAVE_MODE_AT_ONCE)
 
 
-async def test_only_instances_can_be_held(site: Site) -> None:
+async def test_only_instances_can_be_cordoned(site: Site) -> None:
     gateway = InstanceRecord(instance_id="gateway-0", incarnation=7, service="gateway")
     site.registry.records["gateway-0"] = gateway
     await site.start()
     with pytest.raises(InvalidRequest, match="gateway-0 is no instance but a gateway"):
-        await site.hold("gateway-0", HOLD_KIND_ISOLATE)
-    assert site.stored_holds() == {}
+        await site.cordon("gateway-0", LEAVE_MODE_AT_ONCE)
+    assert site.stored_out_of_service() == {}
 
 
-async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
+async def test_faults_eject_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
     """A sensor that is wrong everywhere, one instance after the other, never trips a rule that
     looks at one moment.
     """
@@ -213,19 +217,19 @@ async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site
         site.add(f"p-{i}", ROLE_PREFILL, "chat")
     await site.apply(CHAT)
     await site.start()
-    await site.hold("p-9", HOLD_KIND_ISOLATE)  # an operator's does not count
+    await site.cordon("p-9", LEAVE_MODE_AT_ONCE)  # an operator's does not count
     for i in range(9):
         site.break_(f"p-{i}", Level.LOST)
         await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0", "p-1", "p-9"}
-    release = pb.ReleaseInstanceRequest(instance_id="p-1", kind=HOLD_KIND_ISOLATE)
-    await site.ask("ReleaseInstance", release)
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0", "p-1", "p-9"}
+    release = pb.UncordonInstanceRequest(instance_id="p-1", mode=LEAVE_MODE_AT_ONCE)
+    await site.ask("UncordonInstance", release)
     site.break_("p-1", Level.WELL)
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0", "p-2", "p-9"}
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0", "p-2", "p-9"}
 
 
-async def test_one_whose_hold_was_lifted_is_held_again_for_what_is_judged_since_alone(
+async def test_one_that_was_uncordoned_is_ejected_again_for_what_is_judged_since_alone(
     site: Site,
 ) -> None:
     site.add("p-0", ROLE_PREFILL, "chat")
@@ -233,25 +237,27 @@ async def test_one_whose_hold_was_lifted_is_held_again_for_what_is_judged_since_
     await site.start()
     site.break_("p-0", Level.LOST, since=1.0)
     await site.loop.round()
-    release = pb.ReleaseInstanceRequest(instance_id="p-0", kind=HOLD_KIND_ISOLATE)
-    answer = await site.ask("ReleaseInstance", release)
+    release = pb.UncordonInstanceRequest(instance_id="p-0", mode=LEAVE_MODE_AT_ONCE)
+    answer = await site.ask("UncordonInstance", release)
     assert answer.fault == "fault level 5: ECC"
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == set()  # the judge has not heard of it yet
+    assert (
+        site.out_of_service.left(LEAVE_MODE_AT_ONCE) == set()
+    )  # the judge has not heard of it yet
     site.break_("p-0", Level.LOST, since=2.0)
     await site.loop.round()
-    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
 async def test_a_drain_that_nobody_would_carry_out_is_refused(site: Site) -> None:
     site.add("p-0", ROLE_PREFILL, "own")
     site.add("i-0")
     await site.start()
-    with pytest.raises(InvalidRequest, match="isolate it"):
-        await site.hold("p-0", HOLD_KIND_DRAIN)
-    await site.hold("i-0", HOLD_KIND_DRAIN)  # it gets no role
-    await site.hold("p-0", HOLD_KIND_ISOLATE)
-    assert site.fleet.instances["p-0"].is_isolated
+    with pytest.raises(InvalidRequest, match="cordon it"):
+        await site.cordon("p-0", LEAVE_MODE_DRAIN)
+    await site.cordon("i-0", LEAVE_MODE_DRAIN)  # it gets no role
+    await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
+    assert site.fleet.instances["p-0"].is_out_of_service
 
 
 @pytest.mark.parametrize("field", ["reason", "tenant", "cache_salt", "scenario"])

@@ -23,7 +23,7 @@ from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
 NUM_REQUESTS = 24
-ISOLATED, DRAINED = "prefill-0", "decode-1"
+CORDONED, DRAINED = "prefill-0", "decode-1"
 # The scenario must keep two decodes and there is no blank instance: the drained one stays as it is.
 GROUPS = "groups:\n  default: {prefill: 2, decode: 2}\n"
 
@@ -40,7 +40,7 @@ def num_ranked_here(mesh: Mesh) -> float:
 @pytest.mark.timeout(180)
 @pytest.mark.req("S10", "S36", "S42")
 @pytest.mark.fault("F11")
-async def test_held_instances_get_nothing_while_no_master_leads(tmp_path: Path) -> None:
+async def test_cordoned_instances_get_nothing_while_no_master_leads(tmp_path: Path) -> None:
     finished: list[RequestFinished] = []
     async with Mesh(fleet.two_by_two(), tmp_path / "mesh") as mesh, httpx.AsyncClient() as client:
         bus = await NatsBus.connect(mesh.nats_url, "test")
@@ -61,16 +61,16 @@ async def test_held_instances_get_nothing_while_no_master_leads(tmp_path: Path) 
             await until(lambda: len(finished) == NUM_REQUESTS, within_s=CHANGE_S)
             return {f.prefill_id for f in finished} | {f.decode_id for f in finished}
 
-        await operator.hold(ISOLATED, pb.HOLD_KIND_ISOLATE)
+        await operator.cordon(CORDONED, pb.LEAVE_MODE_AT_ONCE)
         mesh.supervisor.lose(["master-scheduler"])
-        assert ISOLATED not in await ask()
+        assert CORDONED not in await ask()
         assert num_ranked_here(mesh) >= NUM_REQUESTS
 
         mesh.supervisor.start(mesh.supervisor.specs["master-scheduler"])
-        await operator.release(ISOLATED, pb.HOLD_KIND_ISOLATE)
+        await operator.uncordon(CORDONED)
         await operator.apply(GROUPS)
         await operator.until_serving(2, 2)
-        await operator.hold(DRAINED, pb.HOLD_KIND_DRAIN)
+        await operator.cordon(DRAINED, pb.LEAVE_MODE_DRAIN)
         await until(lambda: waits(operator), within_s=CHANGE_S)
         assert DRAINED in await operator.members(ROLE_DECODE)  # it serves until a substitute comes
         mesh.supervisor.lose(["master-scheduler"])
