@@ -1,10 +1,8 @@
 """Decides how a scenario's P:D ratio changes (S27-S32).
 
-It observes, finds which role is short, plans one move, judges it, and undoes it if it did harm.
-Every step is told as a `Decided` with its inputs. After a move the loop waits until its effect can
-be seen, then compares. Less success or slower answers undo the move, and the same finding is left
-alone for a while that doubles. The detector then learns anew, so one change of the workload is
-answered once.
+It observes, finds which role is short, plans one move and waits until its effect can be seen. Then
+`verdict.py` judges the move: it stays, or is turned back. The detector then learns anew, so one
+change of the workload is answered once. Every step is told as a `Decided` with its inputs.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
@@ -24,7 +21,6 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
     inverse,
-    other,
     serving,
 )
 from pdmesh.core.moves.plan_runner import MoveOutcome, PlanEnded
@@ -36,6 +32,7 @@ from pdmesh.core.ratio.detector import (
 )
 from pdmesh.core.ratio.model import Profile
 from pdmesh.core.ratio.planner import PlannerLimits, one_step, towards
+from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,8 @@ class RatioLimits:
 
     detector: DetectorLimits = field(default_factory=DetectorLimits)
     planner: PlannerLimits = field(default_factory=PlannerLimits)
+    verdict: VerdictLimits = field(default_factory=VerdictLimits)
     settle_s: float = 30.0
-    judge_windows: int = 3
-    max_success_drop: float = 0.02
-    max_e2e_rise: float = 0.10  # of the mean, unless more is asked for than before
-    # If requests spend this share of E2E at the gateway, more come than can be answered.
-    waiting: float = 0.25
-    max_pace_drop: float = 0.05  # of answers per second, if requests wait
     # For so long a failed move is not tried again and a good one not reversed; doubles each time.
     hold_s: float = 300.0
     max_hold_s: float = 3600.0
@@ -123,19 +115,6 @@ class Decided:
 Effect = AskMoves | Decided
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The state when a move of ours was planned: means of the windows that led to it."""
-
-    e2e_s: float
-    queue_s: float
-    success_share: float
-    answered_per_s: float
-    rate_per_s: float
-    short_of: Role
-    move: Move
-
-
 @dataclass(slots=True)
 class _Busy:
     """A group's load over the last windows. It starts anew when the group's shape changes."""
@@ -146,20 +125,16 @@ class _Busy:
     def mean(self, at: int) -> float | None:
         values = [each[at] for each in self.recent]
         known = [busy for busy in values if busy is not None]
-        return _mean(known) if len(known) == len(values) else None
+        return statistics.mean(known) if len(known) == len(values) else None
 
 
 @dataclass(slots=True)
 class _Scenario:
     detector: BottleneckDetector
-    before: _Before | None = None  # while a move of ours is made or judged
+    cooldown: Cooldown
+    trial: MoveTrial | None = None  # while a move of ours is made or judged
     plan: MovePlan | None = None  # ours, until it ends
     judge_from: float = 0.0
-    judged: list[Window] = field(default_factory=list)
-    held_until: float = -math.inf
-    held_role: Role | None = None
-    hold_s: float = 0.0
-    kept_role: Role | None = None  # what the last good move was for
     busy: dict[str, _Busy] = field(default_factory=dict)  # by group
     said: str = ""  # the last reason to leave it alone, not repeated before `silent_until`
     silent_until: float = -math.inf
@@ -190,8 +165,10 @@ class RatioController:
     def _state(self, scenario: str) -> _Scenario:
         state = self._scenarios.get(scenario)
         if state is None:
-            detector = BottleneckDetector(self.limits.detector)
-            state = self._scenarios[scenario] = _Scenario(detector, hold_s=self.limits.hold_s)
+            state = self._scenarios[scenario] = _Scenario(
+                BottleneckDetector(self.limits.detector),
+                Cooldown(self.limits.hold_s, self.limits.max_hold_s),
+            )
         return state
 
     # --- profile and operator ---------------------------------------------------------------------
@@ -222,13 +199,13 @@ class RatioController:
             moves=event.plan.moves,
         )
         state.detector.rebase()
-        state.judged.clear()
-        is_ours = state.plan == event.plan
-        if is_ours:
+        if state.trial is not None:
+            state.trial.restart()
+        if state.plan == event.plan:
             state.plan = None
-        if is_ours and event.outcome is not MoveOutcome.DONE and state.before is not None:
-            self._hold(state, state.before.short_of, now)
-            state.before = None
+            if event.outcome is not MoveOutcome.DONE and state.trial is not None:
+                state.cooldown.failed(state.trial.short_of, now)
+                state.trial = None
         state.judge_from = now + self.limits.settle_s
         return [said]
 
@@ -240,8 +217,8 @@ class RatioController:
         window = event.window
         if window is None or state.plan is not None or now < state.judge_from:
             return []
-        if state.before is not None:
-            return self._judge(state, state.before, event, window, now)
+        if state.trial is not None:
+            return self._judge(state, state.trial, event, window, now)
         finding = state.detector.handle(window)
         if finding is None:
             return []
@@ -272,7 +249,7 @@ class RatioController:
         role = finding.short_of
         if role is None:
             return self._leave(state, "neither role stands out", finding.reason, event, now)
-        if now < state.held_until and role is state.held_role:
+        if state.cooldown.covers(role, now):
             return self._leave(
                 state, f"more {role.value}s, but it is too soon", finding.reason, event, now
             )
@@ -287,16 +264,8 @@ class RatioController:
             return self._leave(state, f"more {role.value}s", why, event, now)
         plan = MovePlan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
         state.plan, state.said = plan, ""
-        seen = state.detector.recent
-        state.before = _Before(
-            _mean(w.e2e_s for w in seen),
-            _mean(w.queue_s for w in seen),
-            _mean(w.success_share for w in seen),
-            _mean(w.answered_per_s for w in seen),
-            event.rate_per_s,
-            role,
-            choice.move,
-        )
+        before = state.detector.recent
+        state.trial = MoveTrial(choice.move, role, before, event.rate_per_s, self.limits.verdict)
         said = self._decided(event, RatioAction.PLANNED, reason, plan.moves)
         return [said, AskMoves(plan)]
 
@@ -310,72 +279,32 @@ class RatioController:
         return [self._decided(event, RatioAction.LEFT_ALONE, f"{kind}: {why}")]
 
     def _judge(
-        self, state: _Scenario, before: _Before, event: WindowSeen, window: Window, now: float
+        self, state: _Scenario, trial: MoveTrial, event: WindowSeen, window: Window, now: float
     ) -> list[Effect]:
-        """Decide whether a move helped. It is undone only for harm that was seen."""
+        """Keep the move that was made, or turn it back."""
         if window.num_requests < self.limits.detector.min_requests:
             return []
-        state.judged.append(window)
-        if len(state.judged) < self.limits.judge_windows:
+        verdict = trial.judge(window, event.rate_per_s)
+        if verdict is None:
             return []
-        harm = self._harm(before, state.judged, event.rate_per_s)
-        e2e = f"E2E {before.e2e_s:.3g} -> {_mean(w.e2e_s for w in state.judged):.3g} s"
-        state.judged.clear()
-        state.before = None
+        state.trial = None
         state.detector.rebase()
-        if harm is None:
-            self._keep(state, before.short_of, now)
-            return [self._decided(event, RatioAction.KEPT, e2e)]
-        self._hold(state, before.short_of, now)
-        back = inverse(before.move, harm)
+        if not verdict.harm:
+            state.cooldown.kept(trial.short_of, now)
+            return [self._decided(event, RatioAction.KEPT, verdict.e2e_text)]
+        state.cooldown.failed(trial.short_of, now)
+        back = inverse(trial.move, verdict.harm)
         # The groups were like that before, so no survivor has to carry more than it did.
         state.plan = MovePlan(
-            event.scenario, Trigger.MONITOR, (back,), f"undo: {harm}", is_forced=True
+            event.scenario, Trigger.MONITOR, (back,), f"undo: {verdict.harm}", is_forced=True
         )
-        return [self._decided(event, RatioAction.UNDONE, harm, (back,)), AskMoves(state.plan)]
-
-    def _harm(self, before: _Before, after: list[Window], rate_per_s: float) -> str | None:
-        limits = self.limits
-        e2e_s = _mean(w.e2e_s for w in after)
-        queue_s = max(before.queue_s, _mean(w.queue_s for w in after))
-        if queue_s > limits.waiting * min(before.e2e_s, e2e_s):
-            # More came than was answered: the backlog grew while the move was made. So only the
-            # pace of answers shows its effect.
-            pace = _mean(w.answered_per_s for w in after)
-            if pace < before.answered_per_s * (1 - limits.max_pace_drop):
-                return f"answers fell from {before.answered_per_s:.3g} to {pace:.3g} per s"
-            return None
-        success = _mean(w.success_share for w in after)
-        if success < before.success_share - limits.max_success_drop:
-            return f"success fell from {before.success_share:.1%} to {success:.1%}"
-        if rate_per_s > before.rate_per_s * (1 + limits.max_e2e_rise):
-            return None  # more requests come: slower answers say nothing about the move
-        if e2e_s > before.e2e_s * (1 + limits.max_e2e_rise):
-            return f"E2E rose from {before.e2e_s:.3g} to {e2e_s:.3g} s"
-        return None
-
-    def _keep(self, state: _Scenario, role: Role, now: float) -> None:
-        """Make the other direction wait, longer each time that the two alternate.
-
-        If both roles are near their limit, noise would swing the ratio.
-        """
-        is_same = role is state.kept_role
-        is_calm = now > state.held_until + self.limits.max_hold_s
-        if state.kept_role is None or is_same or is_calm:
-            state.hold_s = self.limits.hold_s
-        state.kept_role = role
-        self._hold(state, other(role), now)
-
-    def _hold(self, state: _Scenario, role: Role, now: float) -> None:
-        state.held_until, state.held_role = now + state.hold_s, role
-        state.hold_s = min(2 * state.hold_s, self.limits.max_hold_s)
+        return [
+            self._decided(event, RatioAction.UNDONE, verdict.harm, (back,)),
+            AskMoves(state.plan),
+        ]
 
     def _decided(
         self, event: WindowSeen, action: RatioAction, reason: str, moves: tuple[Move, ...] = ()
     ) -> Decided:
         groups = tuple(serving(event.groups, event.scenario))
         return Decided(event.scenario, action, reason, event.window, groups, moves)
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.mean(values)

@@ -5,25 +5,17 @@ where requests go.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role, Stage
-from pdmesh.core.moves.move import (
-    GroupShape,
-    Move,
-    MoveKind,
-    refusal,
-)
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, InstanceUnrecorded
 from pdmesh.core.placement.fleet import LoadReported as Load
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
-from pdmesh.core.ratio.planner import Choice, PlannerLimits, one_step
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
@@ -306,25 +298,6 @@ def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
         world.kill(f"eu-{i}")
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
-
-
-def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
-    """The other region's group has room, and blank instances: neither can help here."""
-    short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
-    idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
-    near = replace(idle, group_id="c", region="eu", num_blank=0)
-
-    def step(*groups: GroupShape) -> Choice:
-        named = {group.group_id: group for group in groups}
-        return one_step(Role.PREFILL, "chat", named, 4, PlannerLimits(), "too slow")
-
-    assert step(short, idle).move is None
-    assert "add: no blank instance in region eu" in step(short, idle).reasons
-    moved = step(short, idle, near).move
-    assert moved is not None
-    assert (moved.kind, moved.group_id, moved.to_group) == (MoveKind.MOVE, "c", "a")
-    asked = Move("b", MoveKind.MOVE, Role.PREFILL, "a")
-    assert refusal(asked, {"a": short, "b": idle}, 0.9) == "group a is in another region"
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -18,10 +18,8 @@ from pdmesh.core.moves.move import (
     applied,
 )
 from pdmesh.core.moves.plan_runner import (
-    MAX_PLANS,
     GroupsSeen,
     MoveEnded,
-    MoveMade,
     MoveOutcome,
     PlanAsked,
     PlanEnded,
@@ -38,8 +36,7 @@ from pdmesh.core.ratio.loop import (
     RatioController,
     WindowSeen,
 )
-from pdmesh.core.ratio.model import Profile, Split
-from pdmesh.core.ratio.planner import PlannerLimits, changes_to, one_step
+from pdmesh.core.ratio.model import Profile
 
 P, D = Role.PREFILL, Role.DECODE
 GROUP = GroupShape("g0", "chat", 3, 5, 0.4, 0.6)
@@ -155,28 +152,6 @@ def test_a_move_after_which_fewer_are_answered_in_time_is_undone_and_not_repeate
 
 
 @pytest.mark.req("S28")
-@pytest.mark.parametrize(("pace", "is_undone"), [(9.0, True), (12.0, False)])
-def test_where_requests_wait_only_the_pace_of_answers_judges(pace: float, is_undone: bool) -> None:
-    """The backlog grows while the move is made: E2E and success get worse whatever it does."""
-    loop = Loop()
-    full = replace(CALM, queue_s=2.0, prefill_busy=1.0, decode_busy=0.3, answered_per_s=10.0)
-    loop.windows(full, 3)
-    worse = replace(full, queue_s=20.0, success_share=0.5, prefill_busy=0.95, answered_per_s=pace)
-    loop.windows(worse, 14)
-    assert (RatioAction.UNDONE in loop.actions) == is_undone
-    assert (RatioAction.KEPT in loop.actions) != is_undone
-
-
-@pytest.mark.req("S28")
-def test_slower_answers_are_no_harm_if_more_is_asked_for() -> None:
-    loop = Loop()
-    loop.windows(CALM, 10)
-    loop.windows(LONGER, 3)
-    loop.windows(replace(LONGER, t_d_s=5.0), 20, rate_per_s=20.0)
-    assert RatioAction.UNDONE not in loop.actions
-
-
-@pytest.mark.req("S28")
 def test_windows_without_numbers_change_nothing_and_judge_nothing() -> None:
     loop = Loop()
     loop.windows(CALM, 10)
@@ -233,103 +208,9 @@ def test_a_profile_leads_to_its_best_split_group_by_group() -> None:
 # --- the planner ----------------------------------------------------------------------------------
 
 
-def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
-    tight = {"g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8)}
-    choice = one_step(P, "chat", tight, 1, PlannerLimits(), "why")
-    assert choice.move == Move("g0", MoveKind.ADD, P, None, "why")
-    choice = one_step(P, "chat", tight, 0, PlannerLimits(), "why")
-    assert choice.move is None
-    assert choice.reasons == (
-        "change_role: the other decodes would be 100% busy",
-        "add: no blank instance",
-    )
-
-
-def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
-    groups = {
-        "g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8, model="m"),
-        "idle": GroupShape("idle", "code", 4, 4, 0.1, 0.1, model="m"),
-        "other": GroupShape("other", "code", 4, 4, 0.0, 0.0, model="n"),
-    }
-    choice = one_step(P, "chat", groups, 0, PlannerLimits(), "why")
-    assert choice.move == Move("idle", MoveKind.MOVE, P, "g0", "why")
-
-
-def test_a_role_change_that_would_only_turn_the_bottleneck_round_is_no_candidate() -> None:
-    """2 decodes at 60 % leave one at 120 %: the shortage would be theirs."""
-    choice = one_step(
-        P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
-    )
-    assert choice.move is None
-
-
-@pytest.mark.parametrize("split", [Split(p, d) for p in range(1, 7) for d in range(1, 7)])
-def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None:
-    groups = {"g0": GROUP}
-    moves = changes_to(split, GROUP, "")
-    for move in moves:
-        groups = applied(groups, move)
-    assert (groups["g0"].num_prefill, groups["g0"].num_decode) == (
-        split.num_prefill,
-        split.num_decode,
-    )
-    assert len(moves) == max(
-        abs(split.num_prefill - 3), abs(split.num_decode - 5), abs(split.total - 8)
-    )
-
-
 # --- the runner -----------------------------------------------------------------------------------
 
 
 def asked(role: Role, count: int = 1, scenario: str = "chat") -> PlanAsked:
     moves = (Move("g0" if scenario == "chat" else "h0", MoveKind.CHANGE_ROLE, role),) * count
     return PlanAsked(MovePlan(scenario, Trigger.OPERATOR, moves, "test"))
-
-
-@pytest.mark.req("S21")
-def test_plans_of_a_scenario_run_one_after_the_other_and_those_of_others_beside_them() -> None:
-    runner = PlanRunner()
-    groups = {
-        "g0": replace(GROUP, prefill_busy=0.1),
-        "h0": replace(GROUP, group_id="h0", scenario="code", prefill_busy=0.1),
-    }
-    for event in (asked(D), asked(P), asked(D, scenario="code")):
-        assert runner.handle(event, 0.0) == []
-    started = runner.handle(GroupsSeen(groups), 0.0)
-    assert [e.move.group_id for e in started if isinstance(e, StartMove)] == ["g0", "h0"]
-    assert runner.handle(GroupsSeen(groups), 1.0) == []
-    made, ended = runner.handle(MoveEnded("chat", True), 2.0)
-    assert isinstance(made, MoveMade)
-    assert (made.move.role, made.took_s) == (D, 2.0)
-    assert isinstance(ended, PlanEnded)
-    (second,) = runner.handle(GroupsSeen(groups), 2.0)
-    assert isinstance(second, StartMove)
-    assert second.move.role is P
-
-
-def test_a_plan_ends_at_the_move_that_failed_or_may_not_be_made_any_more() -> None:
-    runner = PlanRunner()
-    runner.handle(asked(D, 2), 0.0)
-    runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.1)}), 0.0)
-    assert [type(e) for e in runner.handle(MoveEnded("chat", True), 1.0)] == [MoveMade]
-    (ended,) = runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.9)}), 1.0)
-    assert isinstance(ended, PlanEnded)
-    assert (ended.outcome, ended.num_moves) == (MoveOutcome.REFUSED, 1)
-    assert "busy" in ended.detail
-    assert not runner.is_busy("chat")
-
-
-def test_a_move_of_which_nothing_is_heard_is_given_up_and_waiting_plans_have_a_bound() -> None:
-    runner = PlanRunner(move_timeout_s=100)
-    groups = {"g0": replace(GROUP, prefill_busy=0.1)}
-    runner.handle(asked(D), 0.0)
-    runner.handle(GroupsSeen(groups), 0.0)
-    assert [m.role for m in runner.moving.values()] == [D]
-    (ended,) = runner.handle(GroupsSeen(groups), 101.0)
-    assert isinstance(ended, PlanEnded)
-    assert ended.outcome is MoveOutcome.FAILED
-    for _ in range(MAX_PLANS):
-        assert runner.handle(asked(D), 0.0) == []
-    (refused,) = runner.handle(asked(D), 0.0)
-    assert isinstance(refused, PlanEnded)
-    assert refused.outcome is MoveOutcome.REFUSED

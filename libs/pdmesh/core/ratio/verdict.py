@@ -1,0 +1,118 @@
+"""Decides whether a ratio move helped or is turned back, and for how long that stands (S28).
+
+The windows after a move are compared with those that led to it. A move is turned back only for harm
+that was seen: less success, slower answers, or fewer answers per second while requests wait. Then
+the same role gets no more instances for a while. After a good move the other role gets none.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.model import Role
+from pdmesh.core.moves.move import Move, other
+from pdmesh.core.ratio.detector import Window
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictLimits:
+    num_windows: int = 3
+    max_success_drop: float = 0.02
+    max_e2e_rise: float = 0.10  # of the mean, unless more is asked for than before
+    # If requests spend this share of E2E at the gateway, more come than can be answered.
+    waiting: float = 0.25
+    max_pace_drop: float = 0.05  # of answers per second, if requests wait
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`harm`: why the move is turned back; empty: it stays."""
+
+    harm: str
+    e2e_text: str
+
+
+@dataclass(slots=True)
+class MoveTrial:
+    """One move, from its plan until `judge` returns a verdict.
+
+    `before`: the windows that led to it; `rate_per_s`: requests that came then.
+    """
+
+    move: Move
+    short_of: Role
+    before: Sequence[Window]
+    rate_per_s: float
+    limits: VerdictLimits
+    _after: list[Window] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Another plan has changed the groups: what was seen since the move does not count."""
+        self._after.clear()
+
+    def judge(self, window: Window, rate_per_s: float) -> Verdict | None:
+        """None until enough windows were seen."""
+        self._after.append(window)
+        if len(self._after) < self.limits.num_windows:
+            return None
+        before_s, after_s = self._means(lambda w: w.e2e_s)
+        return Verdict(self._harm(rate_per_s), f"E2E {before_s:.3g} -> {after_s:.3g} s")
+
+    def _harm(self, rate_per_s: float) -> str:
+        limits = self.limits
+        e2e_before, e2e_after = self._means(lambda w: w.e2e_s)
+        if max(self._means(lambda w: w.queue_s)) > limits.waiting * min(e2e_before, e2e_after):
+            # More came than was answered: the backlog grew while the move was made. So only the
+            # pace of answers shows its effect.
+            before, after = self._means(lambda w: w.answered_per_s)
+            has_slowed = after < before * (1 - limits.max_pace_drop)
+            return f"answers fell from {before:.3g} to {after:.3g} per s" if has_slowed else ""
+        before, after = self._means(lambda w: w.success_share)
+        if after < before - limits.max_success_drop:
+            return f"success fell from {before:.1%} to {after:.1%}"
+        if rate_per_s > self.rate_per_s * (1 + limits.max_e2e_rise):
+            return ""  # more requests come: slower answers say nothing about the move
+        if e2e_after > e2e_before * (1 + limits.max_e2e_rise):
+            return f"E2E rose from {e2e_before:.3g} to {e2e_after:.3g} s"
+        return ""
+
+    def _means(self, value: Callable[[Window], float]) -> tuple[float, float]:
+        """Of the windows before and after."""
+        return statistics.mean(map(value, self.before)), statistics.mean(map(value, self._after))
+
+
+@dataclass(slots=True)
+class Cooldown:
+    """The role that gets no more instances now. The time doubles with each verdict, up to a bound."""
+
+    first_s: float
+    max_s: float
+    _next_s: float = field(init=False)
+    _until: float = -math.inf
+    _role: Role | None = None
+    _kept_role: Role | None = None  # what the last good move was for
+
+    def __post_init__(self) -> None:
+        self._next_s = self.first_s
+
+    def covers(self, role: Role, now: float) -> bool:
+        return now < self._until and role is self._role
+
+    def failed(self, role: Role, now: float) -> None:
+        """A move for `role` did harm, or could not be made."""
+        self._until, self._role = now + self._next_s, role
+        self._next_s = min(2 * self._next_s, self.max_s)
+
+    def kept(self, role: Role, now: float) -> None:
+        """Make the other direction wait, longer each time that the two alternate.
+
+        If both roles are near their limit, noise would swing the ratio.
+        """
+        is_calm = now > self._until + self.max_s
+        if self._kept_role is None or role is self._kept_role or is_calm:
+            self._next_s = self.first_s
+        self._kept_role = role
+        self.failed(other(role), now)
