@@ -51,10 +51,10 @@ from pdmesh.core.ratio.loop import Event as RatioEvent
 from pdmesh.core.ratio.model import Profile
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
+    AnnounceUpgradeStep,
     GroupSeen,
-    Keep,
-    Looked,
-    Told,
+    GroupsObserved,
+    KeepRecord,
 )
 
 _TICK_S: Final = 1.0
@@ -240,13 +240,15 @@ class Control:
         limits = dict.fromkeys(scenarios, self.upgrade_limits)
         seen = {i: self._seen(i, state) for i, state in states.items() if not state.pool}
         planning = frozenset(s for s in scenarios if self.runner.is_busy(s))
-        look = Looked(self._version, targets, self.upgrades, seen, limits=limits, planning=planning)
+        look = GroupsObserved(
+            self._version, targets, self.upgrades, seen, limits=limits, planning=planning
+        )
         for effect in self._upgrading.handle(look, self.mesh.clock.now):
             match effect:
-                case Keep(upgrade):
+                case KeepRecord(upgrade):
                     self._renew(self.upgrades.get(upgrade.scenario), upgrade)
                     self.upgrades[upgrade.scenario] = upgrade
-                case Told(scenario, step, _, group_id):
+                case AnnounceUpgradeStep(scenario, step, _, group_id):
                     self._note("upgrade", scenario, f"{step} {group_id}".strip())
 
     def _seen(self, group_id: str, state: GroupShape) -> GroupSeen:

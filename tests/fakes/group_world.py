@@ -22,13 +22,13 @@ from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import Assignment, PeerId, Phase, Role, RoleSpec, Tick
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
-    Drop,
-    Keep,
+    AnnounceUpgradeStep,
+    DropRecord,
+    KeepRecord,
     MemberLost,
     RestoreVersion,
-    Told,
 )
-from pdmesh.core.upgrade.observation import Surroundings, look_at
+from pdmesh.core.upgrade.observation import Surroundings, observe
 from pdmesh.core.upgrade.revision_health import LegFailureReported, RequestAnswered
 
 KV = "kv/1"
@@ -91,7 +91,7 @@ class World:
     upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(KV))
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     versions: dict[int, Desired] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    told: list[AnnounceUpgradeStep] = field(default_factory=list)
     lost_versions: frozenset[int] = frozenset()  # that the registry has not kept
     canary_share: float = 0.0  # that the next version is applied with
     busy: float | None = 0.1
@@ -217,19 +217,19 @@ class World:
             canary_share=self.canary_share,
             lost_versions=self.lost_versions,
         )
-        look = look_at(
+        look = observe(
             self.desired, self.desired, self.upgrades, observed, self.controller.reports, around
         )
         look = replace(look, limits=dict.fromkeys(look.targets, UPGRADE))
         for effect in self.upgrading.handle(look, self.now):
             match effect:
-                case Keep(upgrade):
+                case KeepRecord(upgrade):
                     self.upgrades[upgrade.scenario] = upgrade
-                case Drop(scenario):
+                case DropRecord(scenario):
                     del self.upgrades[scenario]
                 case RestoreVersion(version, bad) if bad == self.version:
                     self.apply(self.versions[version])
-                case Told():
+                case AnnounceUpgradeStep():
                     self.told.append(effect)
 
     def answer(self, sick: str = "", num: int = 5) -> None:

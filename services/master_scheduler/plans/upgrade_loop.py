@@ -21,16 +21,16 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
-    Drop,
+    AnnounceUpgradeStep,
+    DropRecord,
     Effect,
-    Keep,
+    KeepRecord,
     MemberLost,
     Promoted,
     RestoreVersion,
-    Told,
     UpgradeReport,
 )
-from pdmesh.core.upgrade.observation import Surroundings, look_at
+from pdmesh.core.upgrade.observation import Surroundings, observe
 from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
@@ -117,7 +117,7 @@ class UpgradeLoop:
         if epoch != self._epoch:  # times of an earlier leadership mean nothing now
             self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
         asked, known = current
-        look = look_at(
+        look = observe(
             asked,
             adjusted(asked, known),
             self._groups.upgrades,
@@ -180,16 +180,16 @@ class UpgradeLoop:
             match effect:
                 case RestoreVersion():
                     await self._restore(effect)
-                case Told():
+                case AnnounceUpgradeStep():
                     await self._tell(effect)
 
     async def _keep(self, effects: Sequence[Effect]) -> None:
         upgrades = dict(self._groups.upgrades)
         for effect in effects:
             match effect:
-                case Keep(upgrade):
+                case KeepRecord(upgrade):
                     upgrades[upgrade.scenario] = upgrade
-                case Drop(scenario):
+                case DropRecord(scenario):
                     upgrades.pop(scenario, None)
         if upgrades == self._groups.upgrades:
             return
@@ -221,7 +221,7 @@ class UpgradeLoop:
             reason=effect.reason,
         )
 
-    async def _tell(self, told: Told) -> None:
+    async def _tell(self, told: AnnounceUpgradeStep) -> None:
         _steps.add(1, {names.ATTR_STEP: told.step})
         log.info(
             "upgrade.step",

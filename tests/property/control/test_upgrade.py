@@ -29,8 +29,8 @@ from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Phase, Role, Stage
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
-    Keep,
-    Looked,
+    GroupsObserved,
+    KeepRecord,
     MemberLost,
     Promoted,
 )
@@ -123,7 +123,7 @@ def play(
 
 def promote(world: World) -> None:
     for effect in world.upgrading.handle(Promoted(world.upgrades["chat"]), world.now):
-        if isinstance(effect, Keep):
+        if isinstance(effect, KeepRecord):
             world.upgrades["chat"] = effect.upgrade
 
 
@@ -366,11 +366,11 @@ def test_a_version_that_is_applied_while_all_groups_are_lent_waits_for_one_to_pr
     controller = UpgradeController(KV)
     (kept,) = [
         e.upgrade
-        for e in controller.handle(Looked(2, {"chat": new}, known, {}), 0.0)
-        if isinstance(e, Keep)
+        for e in controller.handle(GroupsObserved(2, {"chat": new}, known, {}), 0.0)
+        if isinstance(e, KeepRecord)
     ]
     assert (kept.settled, kept.target, kept.is_idle) == (old, new, False)
-    controller.handle(Looked(2, {"chat": new}, {"chat": kept}, {}), 1.0)
+    controller.handle(GroupsObserved(2, {"chat": new}, {"chat": kept}, {}), 1.0)
     assert controller.reports["chat"].detail == "all its groups are lent or not there yet"
 
 

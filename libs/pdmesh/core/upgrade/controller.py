@@ -1,8 +1,8 @@
 """Decides which group gets a new revision next, and when all roll back (S24).
 
 One group after another gets the revision, its ratio unchanged, and proves itself before the next
-one. Level-triggered: each look compares what the scenarios' groups run with what the desired state
-asks for, and says which record to keep next. So a new leader takes up an upgrade where it is. Only
+one. Level-triggered: each round compares what the scenarios' groups run with what the desired
+state asks for, and says which record to keep next. So a new leader takes up an upgrade where it is. Only
 times, and what went wrong meanwhile, are kept here. The rules:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
@@ -18,72 +18,75 @@ from dataclasses import dataclass, field, replace
 
 from pdmesh.core.groups.revisions import Upgrade, canary_of
 from pdmesh.core.upgrade.events import (
-    Drop,
+    AnnounceUpgradeStep,
+    DropRecord,
     Effect,
     Event,
-    Keep,
-    Looked,
+    GroupsObserved,
+    KeepRecord,
     MemberLost,
     Promoted,
-    Told,
     UpgradeReport,
 )
 from pdmesh.core.upgrade.revision_health import LegFailureReported, RequestAnswered
-from pdmesh.core.upgrade.step import Turn
-from pdmesh.core.upgrade.trial import Watches
+from pdmesh.core.upgrade.rollout import decide
+from pdmesh.core.upgrade.round import UpgradeRound
+from pdmesh.core.upgrade.trial import Trials
 
 
 @dataclass(slots=True)
 class UpgradeController:
     """The only way to change state is `handle`.
 
-    A record to keep counts from the next look on, if it was written.
+    A record to keep counts from the next round on, if it was written.
     """
 
     kv_transport: str
     reports: dict[str, UpgradeReport] = field(default_factory=dict)
-    _watches: Watches = field(default_factory=Watches)
+    _trials: Trials = field(default_factory=Trials)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case RequestAnswered() | LegFailureReported():
-                self._watches.heard(event, now)
+                self._trials.heard(event, now)
                 return []
             case MemberLost():
-                self._watches.lost(event)
+                self._trials.lost(event)
                 return []
             case Promoted(upgrade):
                 return self._on_promoted(upgrade)
-            case Looked():
-                return self._on_looked(event, now)
+            case GroupsObserved():
+                return self._on_observed(event, now)
 
     def _on_promoted(self, upgrade: Upgrade) -> list[Effect]:
         if not upgrade.canary_share:
             return []
-        told = Told(upgrade.scenario, "promoted", upgrade.version, canary_of(upgrade.scenario))
-        return [Keep(replace(upgrade, canary_share=0.0)), told]
+        told = AnnounceUpgradeStep(
+            upgrade.scenario, "promoted", upgrade.version, canary_of(upgrade.scenario)
+        )
+        return [KeepRecord(replace(upgrade, canary_share=0.0)), told]
 
-    def _on_looked(self, look: Looked, now: float) -> list[Effect]:
+    def _on_observed(self, observed: GroupsObserved, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        known = dict(look.upgrades)
+        known = dict(observed.upgrades)
         taken = {scenario for scenario, each in known.items() if each.current}
         self.reports = {}
         # Those under way first: the others wait for them.
         for scenario in sorted(
-            look.targets, key=lambda s: (s not in known or not known[s].current, s)
+            observed.targets, key=lambda s: (s not in known or not known[s].current, s)
         ):
-            is_taken = bool(taken - {scenario})
-            before = known.get(scenario)
-            turn = Turn(self.kv_transport, self._watches, look, scenario, before, is_taken, now)
-            after, told = turn.decide()
-            if after != known.get(scenario):
-                effects.append(Keep(after))
+            before, is_taken = known.get(scenario), bool(taken - {scenario})
+            round_ = UpgradeRound(
+                self.kv_transport, self._trials, observed, scenario, is_taken, now
+            )
+            after = decide(round_, before)
+            if after != before:
+                effects.append(KeepRecord(after))
                 known[scenario] = after
                 (taken.add if after.current else taken.discard)(scenario)
-            effects += told
-            if turn.report is not None:
-                self.reports[scenario] = turn.report
-        for scenario in sorted(known.keys() - look.targets.keys()):
-            effects.append(Drop(scenario))
-        self._watches.keep_only(look.targets)
+            effects += round_.effects
+            if round_.report is not None:
+                self.reports[scenario] = round_.report
+        effects += [DropRecord(s) for s in sorted(known.keys() - observed.targets.keys())]
+        self._trials.keep_only(observed.targets)
         return effects

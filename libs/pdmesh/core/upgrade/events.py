@@ -42,7 +42,7 @@ class GroupSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class GroupsObserved:
     """What is asked for, and what is there.
 
     `targets`: each scenario's service. `planning`: scenarios in which a plan is under way;
@@ -92,12 +92,12 @@ class Promoted:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepRecord:
     upgrade: Upgrade
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropRecord:
     """The scenario has no groups any more."""
 
     scenario: str
@@ -113,7 +113,7 @@ class RestoreVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AnnounceUpgradeStep:
     """Announce this step. `group_id` empty: it is about the whole scenario."""
 
     scenario: str
@@ -138,5 +138,5 @@ class UpgradeReport:
     num_groups: int = 0
 
 
-Event = Looked | RequestAnswered | LegFailureReported | MemberLost | Promoted
-Effect = Keep | Drop | RestoreVersion | Told
+Event = GroupsObserved | RequestAnswered | LegFailureReported | MemberLost | Promoted
+Effect = KeepRecord | DropRecord | RestoreVersion | AnnounceUpgradeStep

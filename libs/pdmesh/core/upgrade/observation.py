@@ -1,4 +1,4 @@
-"""Builds an upgrade's look at the groups, from the group controller's last look and its reports."""
+"""Builds what upgrades see of the groups, from the group controller's last round and its reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.revisions import Upgrades, with_canaries
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role
-from pdmesh.core.upgrade.events import GroupSeen, Looked
+from pdmesh.core.upgrade.events import GroupSeen, GroupsObserved
 from pdmesh.core.upgrade.revision_health import Cell
 
 Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
@@ -32,14 +32,14 @@ class Surroundings:
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
 
 
-def look_at(
+def observe(
     asked: Desired,
     adjusted: Desired,
     upgrades: Upgrades,
     observed: Observed,
     reports: Mapping[str, GroupReport],
     around: Surroundings,
-) -> Looked:
+) -> GroupsObserved:
     """`adjusted`: what plans have made of `asked`.
 
     Groups that the controller has not seen are left out.
@@ -52,7 +52,7 @@ def look_at(
         if group_id in observed.wanted.groups and group_id in reports
     }
     each = {name: next(iter(g.values())) for name, g in asked.groups_by_scenario().items()}
-    return Looked(
+    return GroupsObserved(
         version=observed.version,
         targets={name: asked.service_of(group) for name, group in each.items()},
         upgrades=upgrades,

@@ -2,8 +2,8 @@
 
 It counts failures and times of the answers of each revision of each group. They are compared with
 what the unchanged groups answer meanwhile; if no group is unchanged, with the answers before the
-change. What is not known speaks against no revision. `trial.py` and `step.py` look at lost and
-unwell instances, too.
+change. What is not known speaks against no revision. `rollback.py` looks at lost and unwell
+instances, too.
 """
 
 from __future__ import annotations

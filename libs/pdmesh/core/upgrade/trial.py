@@ -1,4 +1,4 @@
-"""Watches the group that an upgrade changes: how long it was complete, incidents, answers."""
+"""The trial of a group that an upgrade changes: how long it was complete, incidents, answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BEFORE_S: Final = 300.0  # answers before a change that it is compared with
 
 
 @dataclass(slots=True)
-class Watch:
+class Trial:
     """One group since it was given a revision."""
 
     cell: Cell
@@ -45,45 +45,45 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Watches:
-    """One watch for each scenario, and how every group answers."""
+class Trials:
+    """One trial for each scenario, and how every group answers."""
 
     _answers: Answers = field(default_factory=Answers)
-    _watches: dict[str, Watch] = field(default_factory=dict)  # by scenario
+    _trials: dict[str, Trial] = field(default_factory=dict)  # by scenario
 
     def heard(self, event: RequestAnswered | LegFailureReported, now: float) -> None:
         self._answers.handle(event, now)
 
     def lost(self, event: MemberLost) -> None:
-        for watch in self._watches.values():
-            if watch.cell == event.cell:
-                watch.incidents[event.instance_id] = "it was lost"
+        for trial in self._trials.values():
+            if trial.cell == event.cell:
+                trial.incidents[event.instance_id] = "it was lost"
 
     def forget(self, scenario: str) -> None:
-        """The next watch begins anew, even for the same group with the same revision."""
-        self._watches.pop(scenario, None)
+        """The next trial begins anew, even for the same group with the same revision."""
+        self._trials.pop(scenario, None)
 
     def keep_only(self, scenarios: Iterable[str]) -> None:
-        self._watches = {s: self._watches[s] for s in scenarios if s in self._watches}
+        self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
-    def watch(self, scenario: str, cell: Cell, now: float) -> Watch:
-        """The present watch, or a new one if the group or its revision is another."""
-        watch = self._watches.get(scenario)
-        if watch is None or watch.cell != cell:
-            watch = self._watches[scenario] = Watch(cell, now, now)
-        return watch
+    def trial(self, scenario: str, cell: Cell, now: float) -> Trial:
+        """The present trial, or a new one if the group or its revision is another."""
+        trial = self._trials.get(scenario)
+        if trial is None or trial.cell != cell:
+            trial = self._trials[scenario] = Trial(cell, now, now)
+        return trial
 
     def why_slow_or_failing(
         self,
-        watch: Watch,
+        trial: Trial,
         controls: Iterable[Cell],
         before: Cell,
         limits: UpgradeLimits,
         now: float,
     ) -> str:
         until = now + 1.0
-        new = self._answers.of([watch.cell], watch.since, until)
-        old = self._answers.of(list(controls), watch.since, until)
+        new = self._answers.of([trial.cell], trial.since, until)
+        old = self._answers.of(list(controls), trial.since, until)
         if not old.num:
-            old = self._answers.of([before], watch.since - _BEFORE_S, watch.since)
+            old = self._answers.of([before], trial.since - _BEFORE_S, trial.since)
         return verdict(new, old, limits)

@@ -33,8 +33,8 @@ from pdmesh.core.model import (
     Stage,
 )
 from pdmesh.core.upgrade.controller import UpgradeController
-from pdmesh.core.upgrade.events import Keep
-from pdmesh.core.upgrade.observation import Surroundings, look_at
+from pdmesh.core.upgrade.events import KeepRecord
+from pdmesh.core.upgrade.observation import Surroundings, observe
 from pdmesh.desired_file import MAX_BYTES, MAX_EVENTS, read
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
@@ -169,10 +169,10 @@ def test_each_group_is_looked_at_a_few_times_however_many_scenarios_there_are() 
     assert list(problems(desired)) == []
     wanted = wanted_of(desired, "ucx/1")
     observed = Observed(1, 1, wanted, {}, {})
-    look = look_at(desired, desired, {}, observed, {}, Surroundings(lambda group_id, role: None))
+    look = observe(desired, desired, {}, observed, {}, Surroundings(lambda group_id, role: None))
     kept = UpgradeController("ucx/1").handle(look, 0.0)
     assert len(kept) == num
-    upgrades = [effect.upgrade for effect in kept if isinstance(effect, Keep)]
+    upgrades = [effect.upgrade for effect in kept if isinstance(effect, KeepRecord)]
     tried = {each.scenario: replace(each, canary_share=0.5) for each in upgrades}
     assert len(with_canaries(desired, tried).groups) == 2 * num
     assert groups.num_looks < 30 * num

@@ -1,0 +1,73 @@
+"""Decides whether a group may be taken out of service for an upgrade now (S24).
+
+Only one group over all scenarios changes at a time, and only while its scenario's other groups are
+complete and can carry the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from pdmesh.core.model import Role
+from pdmesh.core.upgrade.events import GroupSeen
+from pdmesh.core.upgrade.round import UpgradeRound
+
+MAX_BUSY: Final = 0.85  # of what is left while a group is out
+
+
+def why_not_now(
+    round_: UpgradeRound, may_be_broken: Collection[str], planning: Collection[str]
+) -> str:
+    """Why no group may be changed now; empty if one may.
+
+    Groups in `may_be_broken` need not be complete for it.
+    """
+    if round_.is_taken:
+        return "a group of another scenario is being changed"
+    if round_.scenario in planning:
+        return "a plan is under way"
+    broken = (g for g in round_.groups if g.serves and not g.is_whole)
+    found = next((g for g in broken if g.group_id not in may_be_broken), None)
+    if found is None:
+        return ""
+    return f"group {found.group_id} is not whole: {found.detail}".rstrip(": ")
+
+
+def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
+    """Why the group cannot spare the instances that must leave first; empty if it can.
+
+    These are as many as there are too few blank instances for, whichever they are.
+    """
+    short = max(0, group.size - group.num_blank)
+    if not short:
+        return ""
+    others = [g for g in round_.groups if g.serves]
+    num_leaving = 0
+    for role in (r for r, count in group.counts.items() if count):
+        total, own = sum(g.counts[role] for g in others), group.counts[role]
+        of_floor = Role.PREFILL if role is Role.FUSION else role
+        floor = max(1, round_.observed.floors.get((round_.scenario, of_floor), 0))
+        num_leaving += max(0, min(own, total - floor))
+        if why := _why_too_busy(others, role, max(floor, total - min(short, own))):
+            return f"{why}; {_more_needed(short)}"
+    if num_leaving < short:
+        few = f"only {num_leaving} instance{'' if num_leaving == 1 else 's'} may leave"
+        return f"{few}; {_more_needed(short - num_leaving)}"
+    return ""
+
+
+def _more_needed(num: int) -> str:
+    return f"{num} more blank instance{' is' if num == 1 else 's are'} needed"
+
+
+def _why_too_busy(groups: Iterable[GroupSeen], role: Role, num_left: int) -> str:
+    taken = 0.0
+    for group in groups:
+        if not group.counts[role]:
+            continue
+        if (busy := group.busy.get(role)) is None:
+            return f"the load of {group.group_id}'s {role.value}s is unknown"
+        taken += busy * group.counts[role]
+    share = taken / num_left
+    return f"{num_left} {role.value} would be {share:.0%} busy" if share > MAX_BUSY else ""
