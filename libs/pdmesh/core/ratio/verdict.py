@@ -86,7 +86,7 @@ class MoveTrial:
 
 @dataclass(slots=True)
 class Cooldown:
-    """The role that gets no more instances now. The time doubles with each verdict, up to a bound."""
+    """The role that gets no more instances now; each verdict doubles the time, up to a bound."""
 
     first_s: float
     max_s: float

@@ -1,4 +1,4 @@
-"""Builds what upgrades see of the groups, from the group controller's last round and its reports."""
+"""Builds what upgrades see of the groups, from the group controller's last round and reports."""
 
 from __future__ import annotations
 

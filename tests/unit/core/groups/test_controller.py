@@ -4,8 +4,6 @@ order.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pdmesh.core.groups.desired import (
@@ -19,26 +17,6 @@ from pdmesh.desired_file import read
 from tests.fakes.group_world import LIMITS, World
 
 TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
-SINGLE = {"default": Scenario(allow_single=True)}
-THREE_BY_ONE = Desired(scenarios=SINGLE, groups={"chat": Group("default", 3, 1)})
-
-
-def steps_of(world: World, instance_id: str) -> list[str]:
-    return [s.step for s in world.steps if s.instance_id == instance_id]
-
-
-@pytest.mark.req("S14", "S15", "S16", "S18", "S19", "S23")
-def test_a_group_is_set_up_from_blank_instances_and_its_prefills_come_last() -> None:
-    world = World(TWO_BY_TWO)
-    world.settle()
-    assert world.counts() == {"chat": (2, 2, 0)}
-    names = ["assigned", "loaded", "connecting", "connected", "serving", "ready"]
-    for instance_id in ("i-0", "i-1", "i-2", "i-3"):
-        assert steps_of(world, instance_id) == names
-    roles = {s.instance_id: s.role for s in world.steps if s.step == "assigned"}
-    serving = [roles[s.instance_id] for s in world.steps if s.step == "serving"]
-    assert serving == ["decode", "decode", "prefill", "prefill"]
-    assert [s.step for s in world.steps if not s.instance_id] == ["forming", "complete"]
 
 
 @pytest.mark.req("S15")
@@ -61,48 +39,6 @@ def test_a_group_that_loses_an_instance_while_it_forms_gives_the_others_back() -
     assert world.given == {}
     assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
     assert "setup_failed" in [s.step for s in world.steps]
-
-
-@pytest.mark.req("S16")
-def test_a_pair_that_cannot_be_verified_is_named_and_its_instance_replaced() -> None:
-    world = World(TWO_BY_TWO, num=5)
-    bad = "i-2"  # a decode whose connections all fail
-    for _ in range(120):
-        world.now += 1
-        world.round()
-        for instance_id in list(world.processes):
-            world.hear(instance_id)
-            world.work(instance_id,
-                fails=world.processes[instance_id].life.phase is Phase.CONNECTING
-                       and instance_id == bad)  # fmt: skip
-            world.tell(instance_id)
-    failed = [s for s in world.steps if s.step == "failed"]
-    assert [s.instance_id for s in failed] == [bad]
-    assert failed[0].detail.startswith(f"no verified connection from {bad} to i-")
-    assert world.counts() == {"chat": (2, 2, 0)}
-    assert bad not in world.ready("chat", Role.DECODE)
-
-
-@pytest.mark.req("S25", "S26", "S28")
-def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
-    world = World(TWO_BY_TWO)
-    world.settle()
-    world.steps.clear()
-    world.apply(THREE_BY_ONE)
-    world.settle()
-    assert world.counts() == {"chat": (3, 1, 0)}
-    told = [(s.step, s.role) for s in world.steps if s.instance_id]
-    assert told.index(("ready", "prefill")) < told.index(("draining", "decode"))
-    leaving = next(s.instance_id for s in world.steps if s.step == "draining")
-    assert steps_of(world, leaving) == ["draining", "drained", "disconnected", "released"]
-
-
-def test_without_spare_instances_a_role_is_changed_in_place() -> None:
-    world = World(TWO_BY_TWO, num=4)
-    world.settle()
-    world.apply(THREE_BY_ONE)
-    world.settle()
-    assert world.counts() == {"chat": (3, 1, 0)}
 
 
 @pytest.mark.req("S35", "S36")
@@ -170,53 +106,6 @@ def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> N
     assert world.counts() == {"chat": (2, 2, 0)}
 
 
-def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
-    world = World(TWO_BY_TWO)
-    world.settle()
-    odd = world.ready("chat", Role.DECODE)[0]
-    for num_seconds, is_kept in ((0, True), (LIMITS.serve_s, True), (1, False)):
-        world.now += num_seconds
-        world.records[odd] = replace(world.records[odd], phase=Phase.CONNECTING)
-        world.round()
-        assert (world.given[odd].stage is Stage.SERVE) == is_kept
-
-
-@pytest.mark.req("S23")
-def test_one_that_does_not_become_blank_is_named_once() -> None:
-    world = World(TWO_BY_TWO, num=5)
-    world.settle()
-    odd = world.ready("chat", Role.DECODE)[0]
-    world.out_at_once.add(odd)
-    for _ in range(int(LIMITS.erase_s) + 5):
-        world.now += 1
-        world.round()
-    assert steps_of(world, odd).count("stuck") == 1
-    world.settle()
-    assert world.processes[odd].life.phase is Phase.BLANK
-
-
-@pytest.mark.req("S35")
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_one_blank_instance_repairs_a_group_that_lost_all_of_a_role(role: Role) -> None:
-    world = World(TWO_BY_TWO, num=4)
-    world.settle()
-    for instance_id in world.ready("chat", role):
-        world.kill(instance_id)
-    world.start("spare")
-    world.settle()
-    assert world.counts() == {"chat": (1, 2, 0) if role is Role.PREFILL else (2, 1, 0)}
-
-
-def test_the_first_substitute_gets_the_role_that_nobody_has() -> None:
-    world = World(TWO_BY_TWO, num=4)
-    world.settle()
-    for instance_id in [world.ready("chat", Role.PREFILL)[0], *world.ready("chat", Role.DECODE)]:
-        world.kill(instance_id)
-    world.start("spare")
-    world.settle()
-    assert world.counts() == {"chat": (1, 1, 0)}
-
-
 @pytest.mark.fault("F11", "F13")
 @pytest.mark.parametrize("num_rounds", range(12))
 def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None:
@@ -264,41 +153,6 @@ def test_one_taken_out_at_once_is_erased_replaced_and_not_chosen_until_it_is_put
     assert world.counts() == {"chat": (2, 2, 0)}
 
 
-@pytest.mark.req("S26", "S35")
-def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
-    world = World(TWO_BY_TWO, num=5)
-    world.settle()
-    world.steps.clear()
-    going = world.ready("chat", Role.DECODE)[0]
-    world.to_drain.add(going)
-    world.settle()
-    assert world.counts() == {"chat": (2, 2, 0)}
-    told = [s.step for s in world.steps]
-    assert told.index("ready") < told.index("draining")
-    assert world.processes[going].life.phase is Phase.BLANK
-
-
-@pytest.mark.req("S31")
-def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
-    world = World(TWO_BY_TWO, num=4)
-    world.settle()
-    world.to_drain.add(world.ready("chat", Role.DECODE)[0])
-    world.settle()
-    assert world.counts() == {"chat": (2, 2, 0)}
-    assert "scenario default would be left with 1 decode" in world.controller.reports["chat"].detail
-
-
-@pytest.mark.req("S22")
-def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
-    world = World(TWO_BY_TWO)
-    world.settle()
-    world.apply(Desired())
-    world.settle()
-    assert world.counts() == {}
-    assert world.given == {}
-    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
-
-
 def released(release: str, *counts: tuple[int, int]) -> Desired:
     """Groups a, b... of one scenario, all of one revision."""
     groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
@@ -312,20 +166,6 @@ def ready_of(world: World, revision: str) -> list[str]:
         for i, life in lives.items()
         if life.phase is Phase.READY and life.role_spec and life.role_spec.revision == revision
     ]
-
-
-@pytest.mark.req("S24")
-def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> None:
-    world = World(released("1", (4, 4)), num=16)
-    world.settle()
-    world.steps.clear()
-    world.apply(released("2", (4, 4)))
-    world.settle()
-    assert world.counts() == {"a": (4, 4, 0)}
-    assert len({a.role_spec.revision for a in world.given.values()}) == 1
-    told = [s.step for s in world.steps]
-    assert told.count("draining") == 8
-    assert told[: told.index("draining")].count("ready") == 8
 
 
 def of_scenario(name: str, prefill: int = 2, decode: int = 2) -> Desired:
@@ -391,25 +231,6 @@ def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() 
     assert fewest == 8
     assert world.counts() == dict.fromkeys("abc", (2, 2, 0))
     assert not ready_of(world, old)
-
-
-@pytest.mark.req("S24", "S31")
-@pytest.mark.parametrize(("num_spare", "is_changed"), [(0, False), (3, False), (4, True)])
-def test_an_old_revision_leaves_only_if_that_makes_enough_room(
-    num_spare: int, is_changed: bool
-) -> None:
-    """Eight new ones are needed and four of the old ones may go: with three blank instances they
-    would go for nothing.
-    """
-    world = World(released("1", (4, 4)), num=8 + num_spare)
-    world.settle()
-    (old,) = {a.role_spec.revision for a in world.given.values()}
-    world.apply(released("2", (4, 4)))
-    world.settle()
-    assert world.counts() == {"a": (4, 4, 0)}
-    assert bool(ready_of(world, old)) is not is_changed
-    if not is_changed:
-        assert "4 instances may leave" in world.upgrading.reports["default"].detail
 
 
 @pytest.mark.req("S10")

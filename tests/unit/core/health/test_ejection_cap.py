@@ -1,17 +1,27 @@
-"""The leader's cap: what of the faulty instances it ejects, and how they leave."""
+"""The caps on ejections: the health-monitor's of a group and role, the leader's of the fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import pytest
 
-from pdmesh.core.health.ejection_cap import FleetEjectionCap, TakenOut
+from pdmesh.core.health.ejection_cap import (
+    CAP,
+    PANIC,
+    EjectionCap,
+    EjectionDecision,
+    EjectionLimits,
+    FleetEjectionCap,
+    TakenOut,
+)
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.placement.instance import FaultJudged
 
 pytestmark = pytest.mark.req("S34", "S36")
 
+DECODES = ("g", "decode")
 CORDONED = TakenOut(is_drain=False, is_ejected=False)
 
 
@@ -72,3 +82,57 @@ def test_an_overruled_fault_ejects_again_only_once_it_was_judged_anew() -> None:
     assert not cap.rule(fleet(1, i0=old), {}).taken_out
     assert cap.rule(fleet(1, i0=fault(Level.LOST, since=2.0)), {}).taken_out
     assert cap.rule(fleet(1, i0=old), {}).taken_out, "the operator's word was for that time"
+
+
+# --- of one group and role -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judged:
+    instance_id: str
+    is_ejectable: bool = False
+    has_proof: bool = True
+    since: float = 0.0
+    peers: tuple[str, str] = DECODES
+
+
+def suspected(sick: Iterable[int], num: int = 6, *, has_proof: bool = True) -> list[Judged]:
+    return [Judged(f"d{i}", i in sick, has_proof) for i in range(num)]
+
+
+def peers_cap() -> EjectionCap:
+    return EjectionCap(EjectionLimits())
+
+
+def test_only_a_share_of_a_group_and_role_is_ejected_and_the_well_count_for_a_minute() -> None:
+    rule = peers_cap()
+    assert rule.rule(suspected(sick=(0, 1, 2)), 0.0) == EjectionDecision({"d2": CAP}, ("d0", "d1"))
+    assert rule.rule(suspected(sick=(2,)), 12.0) == EjectionDecision({"d2": CAP})
+    assert rule.rule(suspected(sick=(2,)), 60.0) == EjectionDecision({}, ("d2",))
+    assert set(rule.out(DECODES)) == {"d2"}
+
+
+def test_those_with_a_proof_go_first_and_of_equals_the_first_to_fall_sick() -> None:
+    sick = [
+        Judged("d0", True, has_proof=False, since=1.0),
+        Judged("d1", True, since=3.0),
+        Judged("d2", True, since=2.0),
+    ]
+    well = suspected(sick=(), num=6)[3:]
+    assert peers_cap().rule([*sick, *well], 4.0) == EjectionDecision({"d0": CAP}, ("d2", "d1"))
+
+
+def test_the_last_of_a_role_goes_by_a_proof_alone() -> None:
+    assert peers_cap().rule(suspected((0,), 1, has_proof=False), 0.0) == EjectionDecision(
+        {"d0": CAP}
+    )
+    assert peers_cap().rule(suspected((0,), 1), 0.0) == EjectionDecision({}, ("d0",))
+
+
+def test_if_most_look_sick_none_is_ejected_and_those_that_were_out_stay_out() -> None:
+    rule = peers_cap()
+    alone = [Judged(f"d{i}", i == 0, peers=(f"g{i}", "decode")) for i in range(5)]
+    assert rule.rule(alone, 0.0) == EjectionDecision({}, ("d0",))
+    many = [Judged(f"d{i}", i < 3, peers=(f"g{i}", "decode")) for i in range(5)]
+    assert rule.rule(many, 1.0) == EjectionDecision({"d1": PANIC, "d2": PANIC})
+    assert set(rule.out(("g0", "decode"))) == {"d0"}

@@ -173,22 +173,6 @@ def test_a_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
     assert tick(judge, 1.2) == []
 
 
-def test_only_a_share_of_a_group_and_role_is_ejected(judge: FaultJudge) -> None:
-    ids = [f"d{i}" for i in range(6)]
-    seen(judge, *ids)
-    seen(judge, "p0", role="prefill")
-    for instance_id in ids[:3]:
-        tell(judge, instance_id, HANGS)
-    judged = levels(tick(judge, 0.0))
-    assert [judged[i][1] for i in ids[:3]] == ["", "", CAP]
-    tell(judge, "d0", at=1.0)
-    tell(judge, "d1", at=1.0)
-    tick(judge, 1.0)
-    tick(judge, 12.0)
-    assert levels(judge.current())["d2"] == (Level.PROCESS, CAP), "both count for a minute"
-    assert levels(tick(judge, 73.0)) == {"d2": (Level.PROCESS, "")}
-
-
 def test_who_restarts_counts_as_out(judge: FaultJudge) -> None:
     """Else a judge that is wrong would walk through the group, one restart after the other."""
     seen(judge, "d0", "d1", "d2")
@@ -200,31 +184,6 @@ def test_who_restarts_counts_as_out(judge: FaultJudge) -> None:
     seen(judge, "d0", at=3.0, n=2)
     assert tick(judge, 3.0) == []
     assert levels(tick(judge, 61.0)) == {"d1": (Level.PROCESS, "")}
-
-
-def test_the_last_of_a_role_goes_by_a_proof_alone(judge: FaultJudge) -> None:
-    seen(judge, "d0")
-    seen(judge, "p0", role="prefill")
-    tell(judge, "d0", CANARY, ERRORS)
-    tell(judge, "p0", HANGS)
-    tick(judge, 0.0)
-    tick(judge, 3.0)
-    assert levels(judge.current()) == {"d0": (Level.PROCESS, CAP), "p0": (Level.PROCESS, "")}
-
-
-def test_if_most_look_sick_nothing_is_done(judge: FaultJudge) -> None:
-    for group in range(5):
-        judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)
-    for group in range(3):
-        tell(judge, f"d{group}", LOST)
-    assert set(levels(tick(judge, 0.0)).values()) == {(Level.LOST, PANIC)}
-    tell(judge, "d2", at=1.0)
-    tick(judge, 1.0)
-    assert levels(tick(judge, 12.0)) == {
-        "d0": (Level.LOST, ""),
-        "d1": (Level.LOST, ""),
-        "d2": (Level.WELL, ""),
-    }
 
 
 def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.groups.observed import GroupChanged, GroupTracker
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PeerRuns, PrefixIndex
@@ -509,21 +508,6 @@ def test_round_robin_takes_turns_and_least_connections_takes_the_idlest() -> Non
     placement.fleet.handle(load("decode-1", used=3), now=0.0)
     plan = planned(placement, QUERY, prefill_0=10)
     assert (plan.prefills[0].instance_id, plan.decodes[0].instance_id) == ("prefill-1", "decode-0")
-
-
-def test_groups_are_announced_when_their_members_change_and_once_more_when_gone() -> None:
-    fleet, tracker = Fleet(), GroupTracker()
-    for each in pair():
-        fleet.handle(InstanceRecorded(each), now=0.0)
-    whole = GroupChanged("g0", "default", "m", ("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
-    assert tracker.observe(fleet.instances.values()) == [whole]
-    assert tracker.observe(fleet.instances.values()) == []
-    fleet.handle(HealthJudged("decode-0", 1, Health.DEAD), now=0.0)
-    assert tracker.observe(fleet.instances.values())[0].decode_ids == ("decode-1",)
-    for each in pair():
-        fleet.handle(InstanceUnrecorded(each.instance_id), now=0.0)
-    assert tracker.observe(fleet.instances.values()) == [GroupChanged("g0", "default", "m")]
-    assert tracker.groups == []
 
 
 @pytest.mark.req("S24")

@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import TypeVar
 
 import httpx
@@ -16,25 +15,6 @@ import pytest
 import yaml
 from starlette.applications import Starlette
 
-from pdmesh.core.groups.desired import (
-    Desired,
-    Group,
-    Scenario,
-    problems,
-)
-from pdmesh.core.groups.facts import Observed, Seen, wanted_of
-from pdmesh.core.groups.revisions import with_canaries
-from pdmesh.core.groups.round import Round
-from pdmesh.core.model import (
-    Assignment,
-    Phase,
-    Role,
-    RoleSpec,
-    Stage,
-)
-from pdmesh.core.upgrade.controller import UpgradeController
-from pdmesh.core.upgrade.events import KeepRecord
-from pdmesh.core.upgrade.observation import Surroundings, observe
 from pdmesh.desired_file import MAX_BYTES, MAX_EVENTS, read
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
@@ -142,74 +122,3 @@ def test_of_too_long_a_list_no_more_is_parsed_than_the_bound(
     with pytest.raises(InvalidRequest, match="more than"):
         read("- a\n" * (MAX_BYTES // 4))
     assert num_parsed == MAX_EVENTS + 1
-
-
-class Counting(dict[str, Group]):
-    """Says how many of its values were looked at."""
-
-    num_looks = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for key in super().__iter__():
-            self.num_looks += 1
-            yield key
-
-    def values(self) -> Iterator[Group]:  # type: ignore[override]  # as much of a view as is used
-        return (self[key] for key in self)
-
-    def items(self) -> Iterator[tuple[str, Group]]:  # type: ignore[override]  # as above
-        return ((key, self[key]) for key in self)
-
-
-def test_each_group_is_looked_at_a_few_times_however_many_scenarios_there_are() -> None:
-    num = 300
-    groups = Counting({f"g{i}": Group(f"s{i}", 2, 2) for i in range(num)})
-    scenarios: Mapping[str, Scenario] = {f"s{i}": Scenario() for i in range(num)}
-    desired = Desired(scenarios=scenarios, groups=groups)
-    assert list(problems(desired)) == []
-    wanted = wanted_of(desired, "ucx/1")
-    observed = Observed(1, 1, wanted, {}, {})
-    look = observe(desired, desired, {}, observed, {}, Surroundings(lambda group_id, role: None))
-    kept = UpgradeController("ucx/1").handle(look, 0.0)
-    assert len(kept) == num
-    upgrades = [effect.upgrade for effect in kept if isinstance(effect, KeepRecord)]
-    tried = {each.scenario: replace(each, canary_share=0.5) for each in upgrades}
-    assert len(with_canaries(desired, tried).groups) == 2 * num
-    assert groups.num_looks < 30 * num
-
-
-class CountingPlan(dict[str, Assignment]):
-    """Says how many of its instances were looked at by going over it."""
-
-    num_looks = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for key in super().__iter__():
-            self.num_looks += 1
-            yield key
-
-    def items(self) -> Iterator[tuple[str, Assignment]]:  # type: ignore[override]  # as above
-        return ((key, self[key]) for key in self)
-
-
-def test_each_instance_is_looked_at_once_for_the_members_of_all_groups() -> None:
-    num = 200
-    given = {
-        f"i{i}": Assignment(1, 1, i, Stage.SERVE, RoleSpec(Role.DECODE, f"g{i % 50}", "s", ""))
-        for i in range(num)
-    }
-    seen = {i: Seen(i, 1, Phase.READY) for i in [*given, "new"]}
-    round_ = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), seen, given))
-    round_.plan = plan = CountingPlan(round_.plan)
-    groups = [round_.members(f"g{i}") for i in range(50)]
-    assert sum(map(len, groups)) == num
-    assert all(g == sorted(g, key=lambda m: m.instance_id) for g in groups)
-    round_.plan["new"] = replace(given["i7"], stage=Stage.LOAD)
-    assert [m.instance_id for m in round_.members("g7")] == ["i107", "i157", "i57", "i7", "new"]
-    assert plan.num_looks <= 2 * num + 1
-
-
-def test_blanks_are_found_once_for_all_groups_that_ask_in_vain() -> None:
-    round_ = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), {}, {}))
-    assert round_.blanks() is round_.blanks()
-    assert round_.num_blanks(("r1",)) is round_.num_blanks(("r1",))

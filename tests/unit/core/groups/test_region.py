@@ -4,30 +4,14 @@ where requests go.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role, Stage
-from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, InstanceUnrecorded
-from pdmesh.core.placement.fleet import LoadReported as Load
-from pdmesh.core.placement.instance import Identity
-from pdmesh.core.placement.plan import Placement, Plan
-from pdmesh.core.placement.policies import Query
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
-from pdmesh.services.gateway.routing.fleet import pair_of
-from pdmesh.v1.common_pb2 import (
-    INSTANCE_PHASE_READY,
-    ROLE_DECODE,
-    ROLE_PREFILL,
-    InstanceRecord,
-)
 from tests.fakes.group_world import LIMITS, World
-from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 HOME_AND_FAILOVER = """
 regions: [eu, us]
@@ -111,25 +95,6 @@ def test_a_group_that_may_be_anywhere_is_in_one_region_and_stays_while_it_serves
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu"})
 
 
-def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
-    """Its leases end one after the other: the group first takes spares of the region, whose leases
-    end, too.
-    """
-    world = world_of(ANYWHERE, eu=12, us=4)
-    world.settle()
-    assert regions(world) == {"eu"}
-    order = random.Random(3).sample(range(12), 12)
-    for i in order:
-        world.kill(f"eu-{i}")
-        world.round()
-        world.round()
-    assert not any(step.step == "setup_failed" for step in world.steps)
-    began = world.now
-    while regions(world) != {"us"}:
-        world.work_round()
-        assert world.now - began < 10, world.describe()
-
-
 def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
     """What it was given kills each that takes it: a set-up that fails, not a region that is
     gone.
@@ -207,33 +172,6 @@ def test_a_group_whose_racks_are_in_another_region_now_goes_there(where: str) ->
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
 
 
-def test_what_is_too_many_makes_room_though_others_wait_in_another_region() -> None:
-    text = SINGLE + "regions: [eu, us]\ngroups:\n  chat: {COUNTS, region: eu}\n"
-    world = world_of(text.replace("COUNTS", "prefill: 3, decode: 1"), eu=4, us=4)
-    world.settle()
-    text = text.replace("region: eu", "region: us")
-    world.apply(read(text.replace("COUNTS", "prefill: 3, decode: 1")))
-    while len(world.ready("chat", Role.PREFILL)) < 6:
-        world.work_round()
-    world.apply(read(text.replace("COUNTS", "prefill: 1, decode: 3")))
-    world.settle()
-    assert (world.counts(), regions(world)) == ({"chat": (1, 3, 0)}, {"us"}), world.describe()
-
-
-def test_an_upgrade_without_spare_instances_at_home_makes_room_there_alone() -> None:
-    text = HOME_AND_FAILOVER + "  other: {scenario: default, prefill: 2, decode: 2, region: eu}\n"
-    world = world_of(SINGLE + text, eu=8, us=4)
-    world.settle()
-    world.steps.clear()
-    world.apply(read(SINGLE + "services: {default: {release: '2'}}\n" + text))
-    world.settle()
-    assert world.counts() == {"chat": (2, 2, 0), "other": (2, 2, 0)}
-    assert {given.role_spec.revision for given in world.given.values()} == {
-        group.revision for group in world.observe().wanted.groups.values()
-    }
-    assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"eu"}
-
-
 def test_a_region_whose_processes_are_asked_to_stop_makes_no_room() -> None:
     world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
     world.settle()
@@ -301,70 +239,3 @@ def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
 
 
 # --- requests -------------------------------------------------------------------------------------
-
-
-def identity(region: str, role: Role, kv_region: str | None = None) -> Identity:
-    return Identity(
-        f"{region}-{role.value}", 1, role, f"chat-{region}", "default", "m", "f", 64, 2, 1000, 8192,
-        region=region, kv_region=region if kv_region is None else kv_region,
-    )  # fmt: skip
-
-
-def placement() -> Placement:
-    fleet = Fleet()
-    for region in ("eu", "us"):
-        for role in (Role.PREFILL, Role.DECODE):
-            fleet.handle(InstanceRecorded(identity(region, role)), now=0.0)
-    return Placement(fleet, random.Random(1))
-
-
-def place(among: Placement, region: str, **matches: int) -> str:
-    named = {name.replace("_", "-"): n for name, n in matches.items()}
-    query = Query(model="m", num_prompt_tokens=640, block_hashes=(b"x",) * 10, region=region)
-    plan = among.plan(query, named, 0.0)
-    assert isinstance(plan, Plan), plan
-    return plan.group_id
-
-
-def busy(name: str) -> Load:
-    return Load(name, 1, 2, 2, 1000, is_draining=False)
-
-
-def test_requests_stay_in_their_region_even_where_another_holds_their_prefix() -> None:
-    assert place(placement(), "eu", us_prefill=10) == "chat-eu"
-    assert place(placement(), "us", eu_prefill=10) == "chat-us"
-    assert place(placement(), "", us_prefill=10) == "chat-us"
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_go_to_another_region_when_theirs_is_full_or_gone(role: str) -> None:
-    among = placement()
-    among.fleet.handle(busy(f"eu-{role}"), 0.0)
-    assert place(among, "eu") == "chat-us"
-    among.fleet.handle(busy(f"us-{role}"), 0.0)
-    assert place(among, "eu") == "chat-eu"
-    among.fleet.handle(InstanceUnrecorded(f"eu-{role}"), 0.0)
-    assert place(among, "eu") == "chat-us"
-
-
-async def test_a_gateway_without_a_master_asks_its_own_region_first() -> None:
-    store = MemoryStore()
-    for region in ("eu", "us"):
-        for name, role in (("prefill", ROLE_PREFILL), ("decode", ROLE_DECODE)):
-            store.records[f"{region}-{name}"] = InstanceRecord(
-                instance_id=f"{region}-{name}",
-                incarnation=1,
-                role=role,
-                phase=INSTANCE_PHASE_READY,
-                group_id=f"chat-{region}",
-                model="m",
-                kv_region=region,
-            )
-    fleet = GatewayFleet(MemoryView(store), "m", lambda: 0.0, region="us")
-    prefills, decodes = fleet.least_loaded("m", "", (), lambda i, n: 5 * i.startswith("us"))
-    assert [c.instance_id for c in prefills] == ["us-prefill", "eu-prefill"]
-    assert [c.instance_id for c in decodes] == ["us-decode", "eu-decode"]
-    assert prefills[0].pair == decodes[0].pair != decodes[1].pair
-    mixed = store.records["eu-decode"]
-    mixed.group_id = "chat-us"
-    assert pair_of(mixed) != pair_of(store.records["us-prefill"])

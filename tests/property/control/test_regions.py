@@ -1,0 +1,89 @@
+"""Regions under larger worlds: which instances come and go while a region is lost or left (S58)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdmesh.core.model import Role
+from pdmesh.desired_file import read
+from tests.fakes.group_world import World
+
+HOME_AND_FAILOVER = """
+regions: [eu, us]
+groups:
+  chat: {prefill: 2, decode: 2, region: eu, failover: [us]}
+"""
+
+SINGLE = "scenarios: {default: {allow_single: true}}\n"
+
+ANYWHERE = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n"
+
+pytestmark = pytest.mark.req("S58")
+
+
+def world_of(text: str, **num: int) -> World:
+    """So many instances in each region: eu-0, us-0 and so on."""
+    world = World(read(text), num=0)
+    for region, count in num.items():
+        for i in range(count):
+            start(world, f"{region}-{i}")
+    return world
+
+
+def start(world: World, name: str) -> None:
+    world.start(name)
+    world.processes[name].region = name.partition("-")[0]
+    world.tell(name)
+
+
+def regions(world: World) -> set[str]:
+    roles = (Role.PREFILL, Role.DECODE)
+    return {name.partition("-")[0] for role in roles for name in world.ready("chat", role)}
+
+
+def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
+    """Its leases end one after the other: the group first takes spares of the region, whose leases
+    end, too.
+    """
+    world = world_of(ANYWHERE, eu=12, us=4)
+    world.settle()
+    assert regions(world) == {"eu"}
+    order = random.Random(3).sample(range(12), 12)
+    for i in order:
+        world.kill(f"eu-{i}")
+        world.round()
+        world.round()
+    assert not any(step.step == "setup_failed" for step in world.steps)
+    began = world.now
+    while regions(world) != {"us"}:
+        world.work_round()
+        assert world.now - began < 10, world.describe()
+
+
+def test_what_is_too_many_makes_room_though_others_wait_in_another_region() -> None:
+    text = SINGLE + "regions: [eu, us]\ngroups:\n  chat: {COUNTS, region: eu}\n"
+    world = world_of(text.replace("COUNTS", "prefill: 3, decode: 1"), eu=4, us=4)
+    world.settle()
+    text = text.replace("region: eu", "region: us")
+    world.apply(read(text.replace("COUNTS", "prefill: 3, decode: 1")))
+    while len(world.ready("chat", Role.PREFILL)) < 6:
+        world.work_round()
+    world.apply(read(text.replace("COUNTS", "prefill: 1, decode: 3")))
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (1, 3, 0)}, {"us"}), world.describe()
+
+
+def test_an_upgrade_without_spare_instances_at_home_makes_room_there_alone() -> None:
+    text = HOME_AND_FAILOVER + "  other: {scenario: default, prefill: 2, decode: 2, region: eu}\n"
+    world = world_of(SINGLE + text, eu=8, us=4)
+    world.settle()
+    world.steps.clear()
+    world.apply(read(SINGLE + "services: {default: {release: '2'}}\n" + text))
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0), "other": (2, 2, 0)}
+    assert {given.role_spec.revision for given in world.given.values()} == {
+        group.revision for group in world.observe().wanted.groups.values()
+    }
+    assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"eu"}

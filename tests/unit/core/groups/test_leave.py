@@ -1,0 +1,129 @@
+"""Which instances leave a group and when: successors first, or as much room as is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.groups.desired import (
+    Desired,
+    Group,
+    Scenario,
+    Service,
+)
+from pdmesh.core.model import Phase, Role
+from tests.fakes.group_world import World
+
+TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
+
+SINGLE = {"default": Scenario(allow_single=True)}
+
+THREE_BY_ONE = Desired(scenarios=SINGLE, groups={"chat": Group("default", 3, 1)})
+
+
+def steps_of(world: World, instance_id: str) -> list[str]:
+    return [s.step for s in world.steps if s.instance_id == instance_id]
+
+
+@pytest.mark.req("S25", "S26", "S28")
+def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.steps.clear()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+    told = [(s.step, s.role) for s in world.steps if s.instance_id]
+    assert told.index(("ready", "prefill")) < told.index(("draining", "decode"))
+    leaving = next(s.instance_id for s in world.steps if s.step == "draining")
+    assert steps_of(world, leaving) == ["draining", "drained", "disconnected", "released"]
+
+
+def test_without_spare_instances_a_role_is_changed_in_place() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+
+
+@pytest.mark.req("S26", "S35")
+def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    world.steps.clear()
+    going = world.ready("chat", Role.DECODE)[0]
+    world.to_drain.add(going)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    told = [s.step for s in world.steps]
+    assert told.index("ready") < told.index("draining")
+    assert world.processes[going].life.phase is Phase.BLANK
+
+
+@pytest.mark.req("S31")
+def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.to_drain.add(world.ready("chat", Role.DECODE)[0])
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert "scenario default would be left with 1 decode" in world.controller.reports["chat"].detail
+
+
+@pytest.mark.req("S22")
+def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.apply(Desired())
+    world.settle()
+    assert world.counts() == {}
+    assert world.given == {}
+    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
+
+
+def released(release: str, *counts: tuple[int, int]) -> Desired:
+    """Groups a, b... of one scenario, all of one revision."""
+    groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
+    return Desired(services={"default": Service(release=release)}, groups=groups)
+
+
+def ready_of(world: World, revision: str) -> list[str]:
+    lives = {i: p.life for i, p in world.processes.items()}
+    return [
+        i
+        for i, life in lives.items()
+        if life.phase is Phase.READY and life.role_spec and life.role_spec.revision == revision
+    ]
+
+
+@pytest.mark.req("S24")
+def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> None:
+    world = World(released("1", (4, 4)), num=16)
+    world.settle()
+    world.steps.clear()
+    world.apply(released("2", (4, 4)))
+    world.settle()
+    assert world.counts() == {"a": (4, 4, 0)}
+    assert len({a.role_spec.revision for a in world.given.values()}) == 1
+    told = [s.step for s in world.steps]
+    assert told.count("draining") == 8
+    assert told[: told.index("draining")].count("ready") == 8
+
+
+@pytest.mark.req("S24", "S31")
+@pytest.mark.parametrize(("num_spare", "is_changed"), [(0, False), (3, False), (4, True)])
+def test_an_old_revision_leaves_only_if_that_makes_enough_room(
+    num_spare: int, is_changed: bool
+) -> None:
+    """Eight new ones are needed and four of the old ones may go: with three blank instances they
+    would go for nothing.
+    """
+    world = World(released("1", (4, 4)), num=8 + num_spare)
+    world.settle()
+    (old,) = {a.role_spec.revision for a in world.given.values()}
+    world.apply(released("2", (4, 4)))
+    world.settle()
+    assert world.counts() == {"a": (4, 4, 0)}
+    assert bool(ready_of(world, old)) is not is_changed
+    if not is_changed:
+        assert "4 instances may leave" in world.upgrading.reports["default"].detail

@@ -1,0 +1,45 @@
+"""When an instance takes too long with a stage, and who is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.groups.desired import (
+    Desired,
+    Group,
+)
+from pdmesh.core.model import Phase, Role, Stage
+from tests.fakes.group_world import LIMITS, World
+
+TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
+
+
+def steps_of(world: World, instance_id: str) -> list[str]:
+    return [s.step for s in world.steps if s.instance_id == instance_id]
+
+
+def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    for num_seconds, is_kept in ((0, True), (LIMITS.serve_s, True), (1, False)):
+        world.now += num_seconds
+        world.records[odd] = replace(world.records[odd], phase=Phase.CONNECTING)
+        world.round()
+        assert (world.given[odd].stage is Stage.SERVE) == is_kept
+
+
+@pytest.mark.req("S23")
+def test_one_that_does_not_become_blank_is_named_once() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    world.out_at_once.add(odd)
+    for _ in range(int(LIMITS.erase_s) + 5):
+        world.now += 1
+        world.round()
+    assert steps_of(world, odd).count("stuck") == 1
+    world.settle()
+    assert world.processes[odd].life.phase is Phase.BLANK

@@ -1,0 +1,29 @@
+"""What an upgrade sees of groups: which one only lacks instances, and which ones serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.core.groups.revisions import canary_of
+from pdmesh.core.model import Role
+from pdmesh.core.upgrade.events import GroupSeen, GroupsObserved
+
+COUNTS = {Role.PREFILL: 2, Role.DECODE: 1}
+BROKEN = GroupSeen("a", "chat", "r1", COUNTS, {}, is_whole=False, serves=True)
+
+
+def test_a_group_lacks_instances_if_nothing_else_keeps_it_from_being_whole() -> None:
+    assert BROKEN.size == 3
+    assert BROKEN.is_lacking
+    assert not replace(BROKEN, is_whole=True).is_lacking
+    assert not replace(BROKEN, num_blank=1).is_lacking
+    assert not replace(BROKEN, failure="LOAD_FAILED").is_lacking
+
+
+def test_the_canary_is_none_of_the_groups_that_an_upgrade_goes_through() -> None:
+    names = ("b", canary_of("chat"), "a")
+    groups = {name: replace(BROKEN, group_id=name) for name in names}
+    groups["other"] = replace(BROKEN, group_id="other", scenario="code")
+    observed = GroupsObserved(1, {}, {}, groups)
+    assert [g.group_id for g in observed.serving("chat")] == ["a", "b"]
+    assert observed.serving("none") == []

@@ -1,0 +1,40 @@
+"""Whether a revision answers as well as the one before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.core.upgrade.revision_health import (
+    Answers,
+    LegFailureReported,
+    RequestAnswered,
+    Tally,
+    verdict,
+)
+from tests.fakes.group_world import UPGRADE
+from tests.fakes.upgrading_world import (
+    NEW,
+    OLD,
+)
+
+
+def test_answers_are_compared_only_where_there_are_enough() -> None:
+    well = Tally(num=100, num_tpot=100, t_p_s=10.0, tpot_s=1.0)
+    assert verdict(well, well, UPGRADE) == ""
+    assert verdict(replace(well, t_p_s=30.0), well, UPGRADE) == "T_p is 300 ms instead of 100 ms"
+    assert (
+        verdict(replace(well, tpot_s=4.0), well, UPGRADE) == "a token takes 40 ms instead of 10 ms"
+    )
+    assert verdict(replace(well, t_p_s=30.0), Tally(), UPGRADE) == ""
+    assert verdict(replace(well, num_failed=2), well, UPGRADE) == ""
+    assert verdict(replace(well, num_failed=3), well, UPGRADE) == "2.9% of its requests failed"
+
+
+def test_answers_are_kept_for_ten_minutes_by_group_and_revision() -> None:
+    answers = Answers()
+    for second in range(0, 1200, 5):
+        answers.handle(RequestAnswered(("a", NEW), 0.1, None), float(second))
+    answers.handle(LegFailureReported(("a", OLD)), 1200.0)
+    assert answers.of([("a", NEW)], 0.0, 1300.0).num == 120
+    assert answers.of([("a", NEW), ("a", OLD)], 1190.0, 1300.0).num_failed == 1
+    assert answers.of([("b", NEW)], 0.0, 1300.0) == Tally()

@@ -1,0 +1,59 @@
+"""Rolling upgrades: one group after another, each after the last proved itself (S24)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.groups.revisions import (
+    canary_of,
+    shares,
+)
+from tests.fakes.group_world import World
+from tests.fakes.upgrading_world import (
+    NEW,
+    OLD,
+    is_at,
+    play,
+    promote,
+    released,
+    running,
+    settled,
+    told,
+)
+
+
+@pytest.mark.req("S24")
+@pytest.mark.parametrize("num_spare", [0, 4])
+def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itself(
+    num_spare: int,
+) -> None:
+    world = settled(num_spare=num_spare)
+    world.apply(released("2"))
+    play(world, 120)
+    assert is_at(world, NEW)
+    each = [f"{step} {group}" for group in "abc" for step in ("changing", "proved")]
+    assert told(world) == ["begun", *each, "done"]
+
+
+@pytest.mark.req("S24")
+def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
+    world = settled()
+    world.apply(released("2"), canary_share=0.25)
+    play(world, 60)
+    assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
+    assert shares(world.upgrades.values()) == {canary_of("chat"): 0.25}
+    assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
+    world.elect()
+    promote(world)
+    play(world, 200)
+    assert is_at(world, NEW)
+
+
+@pytest.mark.req("S24")
+def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
+    """Nobody misses a revision that never came up: the mended one need not wait for it."""
+    world = World(released("1"), num=16)
+    play(world, 30, fails=lambda revision: revision == OLD)
+    world.apply(released("2"))
+    play(world, 90, fails=lambda revision: revision == OLD)
+    assert is_at(world, NEW)
