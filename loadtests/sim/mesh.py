@@ -3,7 +3,7 @@
 What the network would add is a constant per hop; load reports and cache deltas reach the master as
 late as they do in the mesh. The gateway's side of a request is `core.request.machine`, its waiting
 room `core.request.waiting_room`, the master's `core.placement.plan` over
-`core.kv.prefix.prefix_index`, an instance's door `core.instance.admission`.
+`core.kv.prefix.prefix_index`, an instance's admission `core.instance.admission`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""One instance on the virtual clock: its door is the admission core, its cache the block pool, its
-time the law.
+"""One instance on the virtual clock: the admission core, the block pool as cache, a law as time.
 
 Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for
 each running sequence. While no prompt is computed, the decode steps up to the next end are added up

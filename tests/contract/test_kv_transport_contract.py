@@ -152,7 +152,7 @@ async def test_a_ticket_s_number_without_its_secret_is_refused_and_neither_is_to
 
 @pytest.mark.fault("F39")
 async def test_no_error_tells_the_address_that_opens_the_door(transport: MakeTransport) -> None:
-    """It has the door's key in it, and whoever knows that may ask for KV."""
+    """It contains the handshake key, which lets its holder ask for KV."""
     async with kv_pair(transport) as pair:
         await pair.sender.close()
         ticket = ticket_for(pair.address, SMALL)

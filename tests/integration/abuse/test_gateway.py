@@ -1,4 +1,4 @@
-"""A real gateway process under abuse through the door for clients: each attack is bounded in time
+"""A real gateway process under abuse through its public port: each attack is bounded in time
 and memory, and an honest client goes on being served.
 
 The honest client has an address and a process of its own. What it may lose is bounded against what

@@ -30,7 +30,7 @@ NUM_DRAWN = 30  # before the only instance dies
 
 
 class Ledger(OpenAccess):
-    """A door that lets everybody in and writes down what is charged in the end."""
+    """An access control that admits every call and records what is charged in the end."""
 
     def __init__(self) -> None:
         self.settled: list[int] = []

@@ -1,4 +1,4 @@
-"""The gRPC door: same answers, typed errors, health and reflection."""
+"""The gRPC API: same answers, typed errors, health and reflection."""
 
 from __future__ import annotations
 

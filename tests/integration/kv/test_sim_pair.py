@@ -194,8 +194,9 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 
 @pytest.mark.req("S40")
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
-    """Its door answers by itself: a prompt that computes for as long as the test lasts delays no
-    refusal. The least disturbed half counts.
+    """Admission answers beside the engine, whose prompt computes for as long as the test lasts.
+
+    The least disturbed half counts.
     """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))

@@ -46,7 +46,7 @@ _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
 # What the gateways read besides the flags about keys.
-_DOOR_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
+_ACCESS_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -165,7 +165,7 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
             how = f"make one with: pdmesh keys add TENANT --file {keys}"
             raise CommandFailed(f"--keys: {exc}; {how}") from None
         return keys
-    is_decided = options.allow_anonymous or any(name in os.environ for name in _DOOR_VARIABLES)
+    is_decided = options.allow_anonymous or any(name in os.environ for name in _ACCESS_VARIABLES)
     if not is_decided and not is_loopback(options.host):
         raise CommandFailed(
             f"others can reach {options.host}: give --keys FILE (pdmesh keys add makes one), "

@@ -1,6 +1,4 @@
-"""What the tiers of an instance are made of, and how they are opened; plain values, as an
-engine's worker gets them.
-"""
+"""The configuration of an instance's tiers, as plain values, and how to open them."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from pdmesh.kv.tiers.peers import PeerPools
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
 
-LEAST_POOL_BYTES: Final = 64 << 20  # where only a file store was asked for: its blocks pass through
+LEAST_POOL_BYTES: Final = 64 << 20  # if only a file store was asked for: its blocks pass through
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class TierConfig:
     host_pool_bytes: int = 0
     file_store_dir: str = ""  # empty: none
     file_store_bytes: int = 0  # quota of the whole directory
-    owner_share: float = 1.0  # of each tier, that one tenant may fill
+    owner_share: float = 1.0  # the share of each tier that one tenant may fill
     timeout_s: float = 0.5  # longest wait of a request for its blocks
     uses_peers: bool = False
 
@@ -60,7 +58,7 @@ def open_tiers(
 ) -> TierStack:
     """`block_bytes` is one block over all layers of the rank.
 
-    To be closed on the loop where it is used.
+    Close the result on the loop where it is used.
     """
     counts = TierCounts()
     pool = HostPool(config.pool_bytes, block_bytes, owner_share=config.owner_share)

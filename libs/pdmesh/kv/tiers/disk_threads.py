@@ -2,8 +2,8 @@
 
 Threads and waiting calls are bounded, and nothing waits for the threads to end.
 
-They are daemons, since an interpreter that ends joins any other thread, `ThreadPoolExecutor`'s too,
-and a hanging disk would hold the process. What a call raises is its caller's; no thread ends with
+They are daemons: an interpreter that ends joins all other threads, `ThreadPoolExecutor`'s too, so a
+hanging disk would hold the process. An exception of a call goes to its caller; no thread ends with
 it.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class NotTried(OSError):
-    """The call was never made: the disk hangs, or too many others wait."""
+    """The call was never made: the disk hangs, or too many calls wait."""
 
     def __init__(self) -> None:
         super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too much waits for it")
@@ -34,8 +34,9 @@ class DiskThreads:
     ) -> None:
         self._max_waiting, self._clock = max_waiting, clock
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._progress: dict[int, float] = {}  # by thread that is in a call: when it last got on
-        self._num_busy = 0  # threads that are in a call, or telling of one
+        # by thread in a call: when its call last made progress
+        self._progress: dict[int, float] = {}
+        self._num_busy = 0  # threads that are in a call or report one
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -47,12 +48,12 @@ class DiskThreads:
 
     @property
     def num_open(self) -> int:
-        """Calls that wait or are being made."""
+        """Calls that wait or run."""
         with self._changed:
             return len(self._waiting) + self._num_busy
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Cancelling the future keeps a call that waits from being made. Raises NotTried."""
+        """Cancelling the future of a waiting call drops the call. Raises NotTried."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed or len(self._waiting) >= self._max_waiting:
@@ -62,20 +63,18 @@ class DiskThreads:
         return future
 
     def got_on(self) -> None:
-        """Of a call, from its own thread: it is slow, perhaps, but does not hang."""
+        """From a call's own thread: it made progress, so it does not hang."""
         me = threading.get_ident()
         if me in self._progress:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """When the call that has been without progress for longest last made some; None: none
-        is being made.
-        """
+        """When the call with the oldest progress last made some; None: no call runs."""
         with self._changed:
             return min(self._progress.values(), default=None)
 
     def drop_waiting(self) -> None:
-        """The calls that wait end with NotTried."""
+        """The waiting calls end with NotTried."""
         with self._changed:
             dropped = list(self._waiting)
             self._waiting.clear()
@@ -85,14 +84,14 @@ class DiskThreads:
                 future.set_exception(NotTried())
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no call waits or is being made. False if the time is over first."""
+        """Wait until no call waits or runs. False if the time is over first."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and not self._num_busy, timeout_s
             )
 
     def close(self) -> None:
-        """Calls being made go on; their threads end with them. Idempotent."""
+        """Running calls continue; their threads end with them. Idempotent."""
         with self._changed:
             self._is_closed = True
         self.drop_waiting()
@@ -125,6 +124,6 @@ class DiskThreads:
             future.set_result(result)
 
     def _returned(self, thread: int) -> None:
-        """Before its caller hears of it: who does must not find it hanging."""
+        """Done before the caller hears of it: the caller must not find the call hanging."""
         with self._changed:
             del self._progress[thread]

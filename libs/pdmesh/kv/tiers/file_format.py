@@ -1,5 +1,4 @@
-"""One KV block as a file: a fixed header that says what it is and what its bytes must be, then the
-bytes.
+"""One KV block as a file: a fixed header with the block's identity and checksums, then its bytes.
 
 The file is trusted only if all of it holds: magic, name, identity (model fingerprint and rank),
 length, and the checksums of header and payload. A file cut or changed anywhere fails one of them.
@@ -42,7 +41,7 @@ class BlockHeader:
 
 
 def identity_of(model_fingerprint: str, rank: int, num_ranks: int) -> bytes:
-    """Whose bytes these are: blocks of another model, layout or rank never pass for ours."""
+    """Whose bytes these are: blocks of another model, layout or rank are never taken for ours."""
     text = f"{model_fingerprint}/{rank}/{num_ranks}"
     return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
 

@@ -1,17 +1,18 @@
-"""KV blocks as files in a directory that instances share: a shared file system in production, any
-folder here (S105).
+"""KV blocks as files in a directory that instances share (S105).
+
+In production the directory is on a shared file system; elsewhere any folder will do.
 
 The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to
-lose. A block is written under a temporary name and renamed, so that a name exists whole or not at
-all whenever a writer dies; anything else (a torn disk, a flipped bit) fails the checksums when
-read, and the file is removed. Files go least recently used first when the quota is reached; the
-modification time is the time of the last use, and a time in the future keeps a file, as long as
-those that are kept leave a quarter of the quota to the others.
+lose. A block is written under a temporary name and renamed: whenever a writer dies, a name exists
+whole or not at all. Any other damage (a torn disk, a flipped bit) fails the checksums when the file
+is read, and the file is removed. When the quota is reached, the least recently used files are
+evicted first. The modification time is the time of the last use. A time in the future keeps a file,
+as long as the kept files leave a quarter of the quota to the others.
 
-All processes that write to the directory share the quota: the bytes in use are counted in one small
-file that they share, under a lock. A writer that dies may leave it too high by a block; the count
-is made anew when the quota seems to be reached. A disk that is full before the quota is (others use
-it too) is a reason to evict once, and only then a fault.
+All processes that write to the directory share the quota: they count the bytes in use in one small
+file, under a lock. A writer that dies may leave the count too high by a block; it is counted again
+when the quota seems to be reached. If the disk is full before the quota is (others use it too), the
+store evicts once; only after that it is a fault.
 
 Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
 """
@@ -50,9 +51,9 @@ _COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
 _COUNT_FILE: Final = ".count"
 _LOCK_FILE: Final = ".evicting"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_FILE_MODE: Final = 0o600  # KV tells what was asked
+_FILE_MODE: Final = 0o600  # KV reveals what was asked
 _FOLDER_MODE: Final = 0o700
-LOW_WATER: Final = 0.9  # of the quota, that eviction goes down to
+LOW_WATER: Final = 0.9  # of the quota; eviction stops there
 KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
 
 
@@ -73,7 +74,7 @@ class StoredFile:
 
 @dataclass(slots=True)
 class _Count:
-    """`added` only grows, so that counts made anew at the same time agree."""
+    """`added` only grows, so that counts made at the same time agree."""
 
     added: int
     removed: int
@@ -99,7 +100,7 @@ class FileStore:
         self._root, self._identity, self._block_bytes = root, identity, block_bytes
         self._quota, self._clock, self._owner_share = quota_bytes, clock, owner_share
         self._folder = root / identity.hex()
-        # Process ids are no names: hosts that share the directory have the same ones.
+        # Process ids do not identify writers: hosts that share the directory have the same ones.
         self._writer = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -108,17 +109,17 @@ class FileStore:
         self.num_evicted = 0
         self.num_corrupt = 0
         self.on_step: Callable[[], None] = (
-            _nobody  # told on the calling thread as long work gets on
+            _no_step  # called on the calling thread as long work makes progress
         )
 
     @property
     def bytes_used(self) -> int:
-        """Of all identities and writers, when this process last counted something."""
+        """Of all identities and writers, when this process last counted."""
         return self._bytes_used or 0
 
     @property
     def num_blocks_at_most(self) -> int:
-        """That the quota has room for, if all are of this identity."""
+        """How many blocks the quota has room for, if all are of this identity."""
         return self._quota // (HEADER_BYTES + self._block_bytes)
 
     # -- blocks -----------------------------------------------------------------------------------
@@ -129,10 +130,9 @@ class FileStore:
         owner: bytes,
         is_given_up: threading.Event | None = None,
     ) -> int:
-        """Mask of the positions that have a file, up to the first that has none, or until it is
-        given up.
+        """Mask of the positions that have a file, up to the first without one or until given up.
 
-        Not a promise that the file is good.
+        It does not promise that the files are good.
         """
         mask = 0
         for position, name in enumerate(names):
@@ -145,10 +145,9 @@ class FileStore:
         return mask
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Read the block into `out`, verify it there, and return its checksum. None if there is no
-        such file.
+        """Read the block into `out`, verify it there, and return its checksum. None: no such file.
 
-        Raises BadBlockFile if the file is not good; it is counted and removed. `out` may then hold
+        Raises BadBlockFile if the file is bad; it is then counted and removed, and `out` may hold
         anything.
         """
         path = self._path(name, owner)
@@ -165,7 +164,7 @@ class FileStore:
             if checksum_of(out) != header.checksum:
                 raise BadBlockFile("payload checksum")
         except FileNotFoundError:
-            return None  # never there, or evicted meanwhile
+            return None  # never there, or just evicted
         except BadBlockFile:
             self.num_corrupt += 1
             with contextlib.suppress(OSError):  # it cannot be removed from a read-only disk
@@ -177,10 +176,10 @@ class FileStore:
     def put(
         self, name: bytes, owner: bytes, data: ByteArray, checksum: bytes, position: int = 0
     ) -> bool:
-        """Store a block. False if it is there already, or the quota is reached and nothing may go.
+        """Store a block. False if it exists already, or if the quota is reached and nothing may go.
 
-        `position` in its prompt: of blocks written together, the tail counts as older and goes
-        first.
+        `position` in its prompt: of blocks written together, later ones count as older and are
+        evicted first.
         """
         path = self._path(name, owner)
         size = HEADER_BYTES + data.size
@@ -239,7 +238,7 @@ class FileStore:
         yield from self._scan(self._folder)
 
     def recover(self) -> int:
-        """Count what is there and remove what writers that died left behind.
+        """Count what is there and remove what dead writers left behind.
 
         Returns the bytes in use.
         """
@@ -250,12 +249,11 @@ class FileStore:
             if path.name.startswith(_TEMPORARY):
                 if used_at < self._clock() - _ABANDONED_S:
                     self._unlink(path, is_counted=False)
-                else:  # reserved for the whole block, which is being written
+                else:  # a block that is being written counts in full
                     total += max(num_bytes, HEADER_BYTES + self._block_bytes)
             elif path.suffix == _SUFFIX:
                 total += num_bytes
-        # What others added meanwhile may have been seen or not: it is counted, rather twice than
-        # not.
+        # What others added meanwhile may have been seen or not: count it, rather twice than never.
         with self._counted() as count:
             count.removed = before.added - total
         if self._bytes_used is None:  # the disk has no room for the count
@@ -268,7 +266,7 @@ class FileStore:
                 yield StoredFile(path, num_bytes, used_at)
 
     def _reserve(self, size: int) -> bool:
-        """Count the bytes before they are written, if the quota has room for them or gets it."""
+        """Count the bytes before they are written, if the quota has room or eviction makes some."""
         if self._bytes_used is None:
             self.recover()
         if self._add_within_quota(size):
@@ -286,10 +284,10 @@ class FileStore:
             return True
 
     def _evict_of_what_is_there(self, size: int) -> bool:
-        """The disk is full, whatever the quota says. Returns whether something went.
+        """The disk is full, whatever the quota says: evict. Returns whether anything went.
 
-        Once, until a block could be written again: where others take what gets free, the store
-        would be emptied for nothing.
+        Once, until a block could be written again: if others take the room that gets free, the
+        store would be emptied in vain.
         """
         if self._evicted_in_vain:
             return False
@@ -303,7 +301,7 @@ class FileStore:
         """Down to `target_of(bytes in use)`: files of owners beyond their share first, then the
         least recently used.
 
-        One process of all that share the directory evicts at a time; the lock goes with its holder.
+        Of all processes that share the directory, one evicts at a time; its lock ends with it.
         """
         lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
         try:
@@ -340,9 +338,9 @@ class FileStore:
         yield from self._kept_too_many(kept)
 
     def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
-        """Kept files beyond the share, those whose time is furthest ahead first.
+        """Kept files beyond the share, those with the latest time first.
 
-        A clock that was wrong set that time, or it was for a pin that may be forgotten.
+        A wrong clock may have set that time, or a pin that was removed since.
         """
         num_bytes = sum(stored.num_bytes for stored in kept)
         for stored in reversed(kept):
@@ -354,11 +352,11 @@ class FileStore:
     def _touch(self, path: Path) -> None:
         """The file was used.
 
-        On a disk that cannot be written the order of eviction does not matter.
+        If the disk cannot be written, the order of eviction does not matter.
         """
         now = self._clock()
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < now:  # not one that is kept
+            if path.stat().st_mtime < now:  # not a kept file
                 os.utime(path, (now, now))
 
     def _unlink(self, path: Path, num_bytes: int | None = None, is_counted: bool = True) -> bool:
@@ -373,7 +371,7 @@ class FileStore:
         return True
 
     def _count(self, num_bytes: int) -> None:
-        """Of a block that went, or that was not written after all."""
+        """Of a block that was evicted, or that was not written in the end."""
         with contextlib.suppress(OSError), self._counted() as count:
             if num_bytes < 0:
                 count.removed -= num_bytes
@@ -398,7 +396,7 @@ class FileStore:
                 yield count
                 if is_lost or count != before:
                     self._write_count(fd, count)
-                self._bytes_used = None if is_lost else count.used  # None: count anew
+                self._bytes_used = None if is_lost else count.used  # None: count again
             finally:
                 os.close(fd)
 
@@ -416,8 +414,8 @@ class FileStore:
         return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, float]]:
-        """(path, bytes, modification time) of everything below; what vanishes meanwhile is
-        left out.
+        """(path, bytes, modification time) of every file below; skips files that vanish
+        meanwhile.
         """
         try:
             entries = list(os.scandir(folder))
@@ -435,13 +433,14 @@ class FileStore:
                 continue
 
 
-def _nobody() -> None:
+def _no_step() -> None:
     """The default of `on_step`: does nothing."""
 
 
 def _make_folder(folder: Path) -> None:
-    """With those above it that lack, for this user alone: `parents=True` would give those the
-    default mode.
+    """Make it and its missing parents, for this user only.
+
+    `parents=True` would give the parents the default mode.
     """
     if not folder.is_dir():
         if not folder.parent.is_dir():
@@ -465,7 +464,7 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _read_into(fd: int, out: memoryview) -> int:
-    """Bytes read, fewer than asked for at the end of the file only."""
+    """The bytes read: fewer than asked for only at the end of the file."""
     done = 0
     while done < len(out) and (count := os.readv(fd, [out[done:]])):
         done += count

@@ -1,9 +1,8 @@
-"""The file store behind a few threads: reads and writes never run on an event loop or an engine's
-thread.
+"""The file store behind a few threads: no I/O runs on an event loop or an engine's thread.
 
-Bounded on all sides: so many threads, so many blocks waiting to be read or written (more are
-dropped and counted). A disk that fails or hangs is left alone for a while and tried again
-(`core.kv.tiers.disk_health`); the tier then serves nothing or takes nothing.
+Everything is bounded: so many threads, so many blocks waiting to be read or written; more are
+dropped and counted. A disk that fails or hangs is left alone for a while and tried again
+(`core.kv.tiers.disk_health`); meanwhile the tier serves nothing or takes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MAX_READS: Final = 1024  # waiting for a thread
 
 
 class FileTier:
-    """`write` may be called from any thread; what is awaited, on one loop."""
+    """`write` may be called from any thread; await the rest on one loop."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class FileTier:
         return self._writer.num_open
 
     def watch(self) -> None:
-        """Notice a call that hangs, and let go of all that wait behind it.
+        """Notice a call that hangs, and drop all calls that wait behind it.
 
-        To be called often; cheap.
+        Call it often; it is cheap.
         """
         reading, writing = self._readers.waits_since(), self._writer.waits_since()
         with self._health_lock:
@@ -98,7 +97,7 @@ class FileTier:
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
         """Mask of positions; 0 while the disk is off or fails.
 
-        When cancelled, nothing more is looked up.
+        When cancelled, no more files are looked up.
         """
         is_given_up = threading.Event()
         try:
@@ -108,10 +107,11 @@ class FileTier:
         return found or 0
 
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Fill `out` with the block, verified; its checksum. None: not there, bad (and removed), or
-        the disk failed.
+        """Fill `out` with the block, verified; returns its checksum.
 
-        Goes on to its end in its thread when cancelled; `out` must stay what it is until then, so
+        None: no file, a bad one (now removed), or the disk failed.
+
+        A cancelled read continues to its end in its thread; `out` must stay in place until then, so
         shield it.
         """
         try:
@@ -160,8 +160,9 @@ class FileTier:
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self, names: Sequence[bytes], first: int = 0) -> None:
-        """Store these blocks of the pool in the background; `first` is the position of the
-        first in its prompt.
+        """Store these blocks of the pool in the background.
+
+        `first` is the position of the first in its prompt.
         """
         self.watch()
         for position, name in enumerate(names, first):
@@ -181,9 +182,9 @@ class FileTier:
         written.add_done_callback(lambda done: self._written(block, done))
 
     def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: Sequence[float]) -> None:
-        """Have these blocks stay until then, each, of the wall clock, in the background.
+        """Keep each of these blocks until its wall-clock time, in the background.
 
-        Those without a file are left out.
+        Blocks without a file are skipped.
         """
 
         def work() -> None:
@@ -199,11 +200,11 @@ class FileTier:
             log.info("kv.tier.not_kept", cause="too much waits for the disk")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing waits to be written. False if the time is over first."""
+        """Wait until no block waits to be written. False if the time is over first."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as the time and the disk allow, and let go of the threads.
+        """Write what waits, as far as the time and the disk allow, and release the threads.
 
         Idempotent.
         """
@@ -231,7 +232,7 @@ class FileTier:
             raise
         finally:
             self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
-        # One that is there already says nothing about a disk that failed, but that it answers.
+        # A block that existed already shows about a failed disk only that it answers.
         if is_new or self._health.is_write_hanging:
             self._write_ended(None)
         if is_new:

@@ -1,9 +1,7 @@
-"""Which peers' host pools hold a prompt's blocks, as the kv-cache-index knows it: a hint, in
-bounded time.
+"""Which peers' host pools hold a prompt's blocks, by the kv-cache-index: a hint, in bounded time.
 
-Who the instances are is read from the registry now and then, not followed: every instance following
-all others would cost the square of their number. A peer that is newer than the last reading is
-simply not asked yet.
+The registry is read now and then, not followed: if every instance followed all others, the cost
+would be the square of their number. A peer that is newer than the last reading is not asked yet.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class HolderDirectory:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._kv_region = ""  # that its KV stays in, as its record says
+        self._kv_region = ""  # the region that its KV stays in, by its record
         self._channel: grpc.aio.Channel | None = None
         self._address = ""
         self._not_before = 0.0
@@ -95,5 +93,5 @@ class HolderDirectory:
             old = self._channel
             self._address, self._channel = found[0], rpc.channel(found[0])
             if old is not None:
-                await old.close(_ASK_S)  # who still asks there has until then
+                await old.close(_ASK_S)  # pending calls have until then
         return self._channel

@@ -1,9 +1,8 @@
-"""Blocks in host memory: one arena mapped up front, one slot per block, all layers of a block
-together (S68, S76).
+"""Blocks in host memory: one arena mapped up front, one slot for all layers of a block (S68, S76).
 
-The step's thread saves and loads at memory speed; other threads fill slots from slower tiers. Who
-holds which slot is `core.kv.tiers.eviction`'s decision, taken under one lock; bytes are copied
-outside it, into a slot that nobody else has or out of one that is pinned.
+The step's thread saves and loads at memory speed; other threads fill slots from slower tiers.
+`core.kv.tiers.eviction` decides which block has which slot, under one lock. Bytes are copied
+outside it, into a slot that no other thread has or out of one that is pinned.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """A block that stays where it is until it is unpinned."""
+    """A block that stays in place until it is unpinned."""
 
     name: bytes
     data: ByteArray
@@ -86,10 +85,8 @@ class HostPool:
     ) -> bool:
         """Let `write` fill a slot, and have the block found from then on.
 
-        False: here already, or no room.
-
-        What `write` raises is raised, and the block is not there. `checksum` is given where it is
-        known.
+        False: already here, or no room. An exception of `write` is passed on, and the block is not
+        there. `checksum` is given if it is known.
         """
         slot = self.reserve(name, owner)
         if slot is None:
@@ -105,7 +102,7 @@ class HostPool:
     def reserve(self, name: bytes, owner: bytes) -> ByteArray | None:
         """The bytes to write the block to, before `commit` or `abandon`.
 
-        None: here already, or no room.
+        None: already here, or no room.
         """
         with self._lock:
             slot = self._book.reserve(name, owner)
@@ -121,7 +118,7 @@ class HostPool:
     def commit(
         self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
     ) -> None:
-        """The bytes that `reserve` returned hold the block, and have this checksum.
+        """The bytes that `reserve` returned now hold the block, with this checksum.
 
         `is_pinned`: as after `pin`.
         """
@@ -136,7 +133,7 @@ class HostPool:
             self._book.abandon(name)
 
     def pin(self, names: Sequence[bytes]) -> list[PinnedBlock]:
-        """The longest prefix of `names` that is here; each block is to be unpinned once."""
+        """The longest prefix of `names` that is here; unpin each block once."""
         pinned: list[PinnedBlock] = []
         with self._lock:
             for name in names:
@@ -149,9 +146,7 @@ class HostPool:
         return pinned
 
     def unpin(self, names: Sequence[bytes], is_use: bool = True) -> None:
-        """In the reverse of their order, so that the tail of a prompt is evicted before its
-        head.
-        """
+        """In reverse order, so that the end of a prompt is evicted before its beginning."""
         with self._lock:
             for name in reversed(names):
                 self._book.unpin(name, is_use)
@@ -165,16 +160,15 @@ class HostPool:
         return self._book.num_fixed
 
     def fix(self, names: Sequence[bytes]) -> None:
-        """Never evict these once they are here, as far as the book allows; in place of those
-        of the last call.
+        """Never evict these once they are here, as far as the pool allows.
+
+        They replace those of the last call.
         """
         with self._lock:
             self._book.fix(names)
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of the blocks that so many asked for that they are kept, since the
-        last call.
-        """
+        """(name, owner) of the blocks kept for their many requests, since the last call."""
         with self._lock:
             names = self._book.take_kept()
             return [(name, self._owners[self._book.slot(name)]) for name in names]

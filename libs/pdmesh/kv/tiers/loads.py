@@ -1,7 +1,6 @@
-"""Blocks on their way into the host pool, from files and from peers: requests that want the same
-ones share a load.
+"""Blocks on their way into the host pool, from files and peers; requests share a load.
 
-A load goes on when a request stops waiting for it, and serves the next one. What it brings stays
+A load continues when a request stops waiting for it, and serves the next one. What it brings stays
 pinned while any request waits.
 """
 
@@ -116,10 +115,9 @@ class Loads:
         (name,) = load.names
         data = self._pool.reserve(name, owner)
         if data is None:
-            return  # the engine saved it meanwhile, or there is no room
+            return  # the engine just saved it, or there is no room
         started = self._clock()
-        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to
-        # it.
+        # Cancelled only at the end; then the slot stays reserved: a thread may still write to it.
         checksum = await self._files.get(name, owner, data)
         if checksum is None:
             self._pool.abandon(name)

@@ -11,7 +11,7 @@ OWNER_BYTES: Final = 8
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(cache_salt: str) -> bytes:
-    """A digest, since the salt is the key of the tenant's block names and must not be written
+    """A digest: the salt is the key of the tenant's block names and must not be written
     anywhere.
     """
     return hashlib.blake2b(

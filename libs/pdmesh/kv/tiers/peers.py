@@ -1,9 +1,9 @@
-"""Other instances' host pools, as a tier: who holds which blocks, and how their bytes get here
+"""Other instances' host pools as a tier: who holds which blocks, and how their bytes get here
 (S76).
 
-Who holds what is a hint from the KV index and may be out of date: the peer serves what it still has
-of the beginning of what is asked for, under its own incarnation and the same fingerprint, and every
-block is verified on arrival.
+Who holds what is a hint from the KV index and may be out of date. The peer serves what it still has
+of the beginning of the names asked for, under its own incarnation and the same fingerprint. Every
+block is verified when it arrives.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ class PeerPools(Protocol):
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
-        """Fill targets with the longest prefix of the names that the peer has, and return their
-        checksums, verified.
+        """Fill targets with the longest prefix of the names that the peer has; returns checksums.
 
-        Returns when no late write can reach a target any more. Never raises, and is cancelled at
-        the end only.
+        The blocks are verified. Returns when no late write can reach a target any more. Never
+        raises, and is cancelled only at the end.
         """
         ...
 
@@ -80,7 +79,7 @@ class FetchBlocks(Protocol):
 
 
 class AgentPeers:
-    """Over the KV agent. `timeout_s` bounds one fetch; who waits for it has a bound of its own."""
+    """Over the KV agent. `timeout_s` bounds one fetch; its callers have bounds of their own."""
 
     def __init__(
         self, fetch: FetchBlocks, timeout_s: float, rank: int = 0, num_ranks: int = 1
@@ -92,7 +91,7 @@ class AgentPeers:
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
         if len(peer.addresses) != self._num_ranks:
-            return ()  # its blocks are cut in another way
+            return ()  # its blocks are divided in another way
         names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
         loop, freed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -123,7 +122,7 @@ class _Lent(PinnedBlocks):
 class PoolSource:
     """A host pool that peers may fetch from: the agent's `BlockSource`.
 
-    Serving them is no use that keeps a block here.
+    A fetch by a peer is no use that keeps a block here.
     """
 
     def __init__(self, pool: HostPool, counts: TierCounts) -> None:

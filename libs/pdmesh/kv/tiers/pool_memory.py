@@ -1,8 +1,8 @@
-"""The pool's memory, brought in by the kernel ahead of its first use.
+"""Brings the pool's memory in before its first use.
 
-A page that is touched for the first time costs several times the copy that touches it, and the copy
-is an engine's step. So a thread asks for the pages in pieces, which changes nothing in them. A
-kernel that cannot do that brings them in as they are used.
+Touching a page for the first time costs several times the copy that touches it, and the copy is
+part of an engine's step. So a thread asks the kernel for the pages, piece by piece, without
+changing them. A kernel that cannot do that brings them in as they are used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Final
 from pdmesh.kv.agent.arena_memory import HostArena
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not among Python's constants
-_PIECE_BYTES: Final = (
-    4 << 20
-)  # the interpreter is held for as long as one piece takes, about a millisecond
+_PIECE_BYTES: Final = 4 << 20  # one piece holds the interpreter for about a millisecond
 
 
 class PopulatedArena(HostArena):
@@ -30,7 +28,7 @@ class PopulatedArena(HostArena):
                 return
             try:
                 self._map.madvise(_MADV_POPULATE_WRITE, start, min(_PIECE_BYTES, self.size - start))
-            except OSError:  # an older kernel, or no memory left to bring in
+            except OSError:  # an older kernel, or no memory left
                 return
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What the tiers of an instance did: counts by tier and event, blocks that came and went, faults.
 
-Gathered where the bytes are, which may be an engine's worker, and told to the host in small pieces.
+Collected where the bytes are, possibly an engine's worker, and reported to the host in small
+pieces.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from typing import Final
 
 from pdmesh.core.kv.tiers.load_plan import Tier
 
-MAX_FAULTS: Final = 64  # waiting to be told; more are counted only
+MAX_FAULTS: Final = 64  # waiting to be reported; more are only counted
 
 
 class TierEvent(StrEnum):
     """What is counted in blocks, per tier."""
 
-    SERVED = "served"  # a request got it from here instead of computing it
+    SERVED = "served"  # a request got it from here and did not compute it
     STORED = "stored"
     LENT = "lent"  # sent to a peer
     EVICTED = "evicted"
-    CORRUPT = "corrupt"  # a checksum or header did not hold; recomputed
+    CORRUPT = "corrupt"  # a checksum or header did not match; recomputed
     FAILED = "failed"  # could not be read or written in time; recomputed
-    LATE = "late"  # not there when the request had to go on; still on its way
-    DROPPED = "dropped"  # not stored: no room, or too much was waiting
+    LATE = "late"  # not there when the request had to continue; still on its way
+    DROPPED = "dropped"  # not stored: no room, or too many blocks waited
 
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """The state of a tier changed for the worse or the better: an operator may want to know."""
+    """The state of a tier changed, for the worse or the better; for the operator."""
 
     tier: Tier
     reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED
@@ -43,15 +44,13 @@ class TierReport:
     """Increments since the last report, and levels as they are now."""
 
     counts: dict[tuple[str, str], int]  # (tier, event)
-    seconds: dict[str, float]  # by tier: time that loads took
+    seconds: dict[str, float]  # by tier: the time that loads took
     bytes_used: dict[str, int]
     stored: tuple[bytes, ...] = ()  # into the host pool
     removed: tuple[bytes, ...] = ()
     faults: tuple[TierFault, ...] = ()
-    num_pinned: int | None = (
-        None  # blocks of pinned prefixes in the host pool; None: as many as before
-    )
-    num_leased: int | None = None  # blocks of the host pool that are being read; None: as before
+    num_pinned: int | None = None  # blocks of pinned prefixes in the host pool; None: unchanged
+    num_leased: int | None = None  # blocks of the host pool that are being read; None: unchanged
 
     @property
     def is_empty(self) -> bool:

@@ -1,10 +1,10 @@
-"""Bringing the blocks of a prompt into the host pool, from whichever tier has them, before it is
-computed (S76, S77).
+"""Brings the blocks of a prompt into the host pool, from any tier, before it is computed (S76,
+S77).
 
-All tiers are asked at the same time, and what is worth loading is loaded at the same time
-(`core.kv.tiers.load_plan`). The wait is bounded: by the caller's deadline, and by what computing
-the blocks would take. What has not arrived then is computed; a load under way goes on and serves
-the next request. Every failure ends the same way: fewer blocks.
+All tiers are asked at the same time, and all blocks that are worth it are loaded at the same time
+(`core.kv.tiers.load_plan`). The wait is bounded by the caller's deadline and by the time that
+computing the blocks would take. Blocks that have not arrived by then are computed; a load under way
+continues and serves the next request. Every failure ends the same way: fewer blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierReport
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-LOOKUP_S: Final = 0.05  # for all tiers together to say what they hold
+LOOKUP_S: Final = 0.05  # for all tiers together to answer what they hold
 KEEP_FILES_S: Final = 24 * 3600.0
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
@@ -118,12 +118,12 @@ class TierStack:
     ) -> BlockLease:
         """Pin as many of the blocks from `first` on as can be had in time.
 
-        Never raises but when cancelled.
+        Raises only when cancelled.
 
-        The lease begins earlier where the pool has the blocks before `first`, too: the engine,
-        which was said to hold those, may have evicted some meanwhile, and a lease that does not
-        continue what it holds is of no use. `find` says which peers hold blocks of `names`; it is
-        asked beside the other tiers and must not raise.
+        The lease begins earlier if the pool also has the blocks before `first`: the engine, which
+        was thought to hold those, may have evicted some, and a lease must continue what the engine
+        holds. `find` says which peers hold blocks of `names`; it is asked beside the other tiers
+        and must not raise.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)
@@ -152,7 +152,7 @@ class TierStack:
         while begin and here >> (begin - 1) & 1:
             begin -= 1
         blocks = self.pool.pin(names[begin:])
-        if len(blocks) < len(names) - begin:  # another thread evicted one just now
+        if len(blocks) < len(names) - begin:  # another thread has just evicted one
             self.pool.unpin([block.name for block in blocks], is_use=False)
             return []
         return blocks
@@ -170,10 +170,10 @@ class TierStack:
                 self._keep_file(pinned, prefixes)
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Blocks of these go from no tier that is here, in place of those of the last call.
+        """No tier here evicts these blocks; they replace those of the last call.
 
-        Of the host pool they may take half, and of the file store, which ends it itself when their
-        time is over; what is beyond that, the first pins first, is as any other block.
+        They may take half of the host pool, and of the file store, where their time limits them.
+        Beyond that share, counted from the first pin on, blocks are like any other.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
@@ -196,7 +196,7 @@ class TierStack:
     def report(self) -> TierReport:
         """What happened since the last report.
 
-        To be asked for often: a disk that hangs is noticed here.
+        Call it often: it also notices a disk that hangs.
         """
         if self.files is not None:
             self.files.watch()
@@ -218,8 +218,9 @@ class TierStack:
         return TierReport(counts, seconds, used, stored, removed, faults, num_pinned, num_leased)
 
     def _keep_files(self) -> None:
-        """What many ask for is served from pools, so that its files look unused; they are for
-        instances to come.
+        """Keep the files of blocks that many ask for.
+
+        Pools serve those blocks, so their files look unused; but later instances need them.
         """
         kept = self.pool.take_kept()
         if kept and self.files is not None:
@@ -271,7 +272,7 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None,
     ) -> tuple[int, list[PeerHolding]]:
-        """Ask the slower tiers at once; one that does not answer in time holds nothing (S106).
+        """Ask the slower tiers at once; one that does not answer in time counts as empty (S106).
 
         The mask of files counts from `missing`, the first block that is not here.
         """
@@ -282,7 +283,7 @@ class TierStack:
         return _answer(files, 0), list(_answer(peers, ()))
 
     def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
-        """So that what is loaded beside them does not push them out."""
+        """So that the blocks loaded beside them do not evict them."""
         pinned: list[bytes] = []
         for run in plan.runs:
             if run.tier is Tier.HOST:
@@ -316,13 +317,12 @@ class TierStack:
 
 
 def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
-    """What it said in time; one that is late is given up, or they would gather behind a disk
-    that hangs.
+    """The answer if it came in time.
+
+    A late question is cancelled; otherwise questions would gather behind a disk that hangs.
     """
     if ask is None or ask.cancel() or ask.cancelled():
-        return (
-            nothing  # cancelled by another: the channel to the index was closed under the question
-        )
+        return nothing  # cancelled by another: the channel to the index was closed during the call
     if (error := ask.exception()) is not None:
         log.error("kv.tier.lookup_died", exc_info=error)
         return nothing

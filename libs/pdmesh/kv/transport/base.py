@@ -2,10 +2,10 @@
 
 The adapter is UCX (`ucx.py`); tests also have one in memory.
 
-A connection has two lanes, each in order. Messages are small and copied; payloads go straight out
-of one arena into another, without a copy here, and meet by key. Everything is called back on the
-event loop that started the transport: a coroutine per message would cost more than a small prompt's
-bytes do.
+A connection has two lanes, each in order. Messages are small and copied. Payloads go straight from
+one arena into another, without a copy here, and are matched by key. All callbacks run on the event
+loop that started the transport: a coroutine per message would cost more than the bytes of a small
+prompt.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ class KvConnection(Protocol):
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send one message of at most MAX_MESSAGE bytes, made of parts.
 
-        They may be reused at once.
+        The parts may be reused at once.
         """
         ...
 
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
         """Send all bytes.
 
-        `on_sent` when the buffer may be reused; never, if the connection closes first.
+        `on_sent` is called when the buffer may be reused; never, if the connection closes first.
         """
         ...
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
-        """Receive the next payload of `key`, which has the buffer's length; callback as in
-        `send_payload`.
+        """Receive the next payload of `key`, which is as long as the buffer.
+
+        The callback as in `send_payload`.
         """
         ...
 
@@ -57,7 +58,7 @@ class KvConnection(Protocol):
 
 
 class ConnectionHandler(Protocol):
-    """What the user of a transport does with what happens. Must not raise."""
+    """A transport's callbacks into its user. They must not raise."""
 
     def on_connected(self, connection: KvConnection) -> None:
         """A peer connected to us."""
@@ -68,16 +69,14 @@ class ConnectionHandler(Protocol):
         ...
 
     def on_closed(self, connection: KvConnection, reason: str) -> None:
-        """Exactly once per connection, and last: no send reads and no late write reaches any
-        buffer any more.
+        """Exactly once per connection, and last: from now on no send reads and no late write
+        reaches any buffer.
         """
         ...
 
 
 class KvTransport(Protocol):
-    """Connections that carry small messages in order, and payloads straight from one arena
-    into another.
-    """
+    """Connections that carry small messages in order, and payloads from one arena into another."""
 
     async def start(self, handler: ConnectionHandler) -> str:
         """Accept connections; returns the address that peers pass to `connect`.

@@ -1,16 +1,15 @@
-"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a
-laptop.
+"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shm on a laptop.
 
 All connections share one receive for messages, so that the cost of a wake-up does not grow with the
-number of peers; a frame names the connection by a random number only the two ends know. What one
-turn of the loop says to a peer goes as one frame: a send and its receipt cost more than a small
-prompt's bytes. Payloads have a tag of their own, made of that number and the pull's key, and are
-received where they belong.
+number of peers. A frame names its connection by a random number that only the two ends know. All
+messages to a peer from one turn of the loop go as one frame: a send and its completion cost more
+than a small prompt's bytes. Payloads have a tag of their own, made of that number and the pull's
+key, and are received in place.
 
-Nothing listens: peers are reached by their worker's address, and say hello to its door
-(`ucx_handshake`). The transports of a process, one after the other, have the same door
-(`ucx_worker`). What tells them apart is the life that an address ends with: a hello that names
-another life than the present one makes no connection.
+There is no listener. A peer is reached by its worker's address and gets a hello at connection
+number 0 (`ucx_handshake`). The transports of a process, one after the other, share the worker and
+its handshake key (`ucx_worker`). The life at the end of an address tells them apart: a hello that
+names another life than the present one makes no connection.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.base import MAX_MESSAGE, ConnectionHandler, KvConnection
 from pdmesh.kv.transport.ucx_connection import UcxConnection
 from pdmesh.kv.transport.ucx_handshake import (
-    DOOR,
+    HANDSHAKE,
     Address,
     Hello,
     pack_hello,
@@ -51,19 +50,20 @@ from pdmesh.kv.transport.ucx_worker import (
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without its header
-_AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
+_AT_ONCE = 32 << 10  # messages from this length on are not copied to wait for others
 MAX_CONNECTIONS = 4096  # both directions
-_FLUSH_S = 0.2  # for last words, acks above all
+_FLUSH_S = 0.2  # for last messages, above all acks
 _DRAIN_S = 2.0
 _WARM_UP_S = 1.0
 
 
 class UcxTransport:
-    """Starts and connects on the running loop (asyncio's or uvloop's), and lives on it."""
+    """Starts and connects on the running loop (asyncio's or uvloop's), and stays on it."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """A loopback `host` keeps UCX to the loopback device; else it takes what
-        `UCX_NET_DEVICES` says, or all there are.
+        """A loopback `host` keeps UCX on the loopback device.
+
+        Otherwise it uses the devices of `UCX_NET_DEVICES`, or all.
         """
         self._host = host
         self._is_local = is_local(host)
@@ -88,7 +88,7 @@ class UcxTransport:
             raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
         self._array, self._tag = ucx.array, ucx.tag
         self._ucx_error: type[Exception] = ucx.api.UCXError
-        self._handler = _Nobody()
+        self._handler = _NoHandler()
         ucx.begin(self._on_progressed)
         if not ucx.is_warm:
             await self._warm_up(ucx)
@@ -104,7 +104,7 @@ class UcxTransport:
         return str(Address(self._ucx.address, self._ucx.key, self._life))
 
     async def _warm_up(self, ucx: UcxWorker) -> None:
-        """Connect to ourselves: what a worker's first connection costs is no request's to pay."""
+        """Connect to ourselves, so that no request pays for a worker's first connection."""
         try:
             connection = await self.connect(self._address(), _WARM_UP_S)
         except KvTransferFailed as error:
@@ -128,13 +128,14 @@ class UcxTransport:
                 self._say_hello(connection, there)
                 await connection.greeted
                 if connection.close_reason:
-                    # It is buried as one that nobody knew: its end would never be told.
+                    # Close it without a report: nothing knew of it, so its end would never be
+                    # reported.
                     raise ConnectionError(connection.close_reason)
                 connection.is_announced = True
         except BaseException as exc:
             if connection is not None:
                 if connection.greeted is not None:
-                    connection.greeted.cancel()  # its caller waits no more
+                    connection.greeted.cancel()  # its caller no longer waits
                 connection.abort("not connected")
             if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
                 raise  # TimeoutError is an OSError
@@ -148,7 +149,7 @@ class UcxTransport:
         ucx = self._ucx
         if ucx is None or self._is_closing:
             return
-        self._is_closing = True  # from here whoever connects is turned away
+        self._is_closing = True  # new peers are turned away from now on
         self._send_waiting()
         ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
         for connection in list(self._by_number.values()):
@@ -159,7 +160,7 @@ class UcxTransport:
         for connection in self._draining:
             # the worker that could touch their buffers is never used again
             connection.payloads.clear()
-        self._bury_dead()
+        self._close_dying()
 
     # -- what connections use ---------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class UcxTransport:
         return bool(talking)
 
     def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None:
-        """Post what waits and then `more`, unless that is nothing."""
+        """Post what waits, and then `more` if there is any."""
         body, connection.waiting, connection.num_waiting_bytes = connection.waiting, [], 0
         if connection.endpoint is None or not (body or more):
             return
@@ -213,10 +214,8 @@ class UcxTransport:
             connection.num_unsent += 1
             self.watch(request, connection.on_posted, frame)
 
-    def bury(self, connection: UcxConnection) -> None:
-        """Close its endpoint soon: this may be a callback inside UCX, where nothing may be
-        closed.
-        """
+    def close_soon(self, connection: UcxConnection) -> None:
+        """Close its endpoint soon: UCX may be calling back, where nothing may be closed."""
         _settle(connection.greeted, "the peer refused")
         self._dying.append(connection)
         if self._ucx is not None:
@@ -227,16 +226,16 @@ class UcxTransport:
     def _on_progressed(self) -> bool:
         assert self._ucx is not None
         has_work = self._ucx.read_inbox(self._on_frame)
-        has_work = self._bury_dead() or has_work
+        has_work = self._close_dying() or has_work
         return self._send_waiting() or has_work
 
     def _on_frame(self, view: memoryview) -> None:
         assert self._ucx is not None
         number, size = FRAME.unpack_from(view)
         if size > _MAX_FRAME:
-            return  # a stranger's
+            return  # from a stranger
         at, end = FRAME.size, FRAME.size + size
-        if number == DOOR:
+        if number == HANDSHAKE:
             self._on_hello(bytes(view[at:end]))
             return
         connection = self._by_number.get(number)
@@ -247,7 +246,7 @@ class UcxTransport:
             if not connection.is_fenced:
                 connection.lose("the peer said goodbye")
             return
-        # A welcome is heard even now: without it the peer could not be told goodbye.
+        # A welcome counts even now: without it the peer could not get a goodbye.
         while at + LENGTH.size <= end and not (connection.is_fenced and connection.peer_number):
             (length,) = LENGTH.unpack_from(view, at)
             at += LENGTH.size
@@ -276,7 +275,7 @@ class UcxTransport:
     def _say_hello(self, connection: UcxConnection, there: Address) -> None:
         assert self._ucx is not None
         hello = pack_hello(Hello(there.life, connection.number, self._ucx.address), there.key)
-        frame = FRAME.pack(DOOR, len(hello)) + hello
+        frame = FRAME.pack(HANDSHAKE, len(hello)) + hello
         request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
         if request is None:
             raise ConnectionError("the endpoint refused a message")
@@ -286,7 +285,7 @@ class UcxTransport:
     def _on_hello(self, data: bytes) -> None:
         """A peer that knows our key may connect.
 
-        One that means another life, or is one too many, is told so at once.
+        One that names another life, or exceeds the limit, gets a goodbye at once.
         """
         assert self._ucx is not None
         ucx = self._ucx
@@ -302,7 +301,7 @@ class UcxTransport:
         try:
             connection = self._add(ucx.endpoint_to(hello.worker))
         except self._ucx_error:
-            return  # gone, or by a device that is not ours
+            return  # gone, or on a device that is not ours
         connection.peer_number = hello.number
         connection.is_announced = True
         connection.send([pack_welcome(hello.number, connection.number, ucx.key)])
@@ -320,9 +319,10 @@ class UcxTransport:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _bury_dead(self) -> bool:
-        """Close the endpoints of dying connections, and say so once UCX has let go of their
-        buffers.
+    def _close_dying(self) -> bool:
+        """Close the endpoints of dying connections.
+
+        Report each end once UCX has released the buffers.
         """
         has_work = bool(self._dying)
         while self._dying:
@@ -333,9 +333,9 @@ class UcxTransport:
             close_endpoint(endpoint)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
-            # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and
-            # does it in its own way to progress, which is not ours. Without, one that nothing
-            # matches never ends, nor does the connection.
+            # For receives on an endpoint that ended by itself. ucxx only marks them for
+            # cancellation and cancels them in its own progress loop, which we do not run. Without
+            # this call a receive that nothing matches never ends, nor does its connection.
             self._ucx.worker.cancel_inflight_requests()
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)
@@ -347,7 +347,7 @@ class UcxTransport:
         return has_work
 
     def _say_goodbye(self, connection: UcxConnection, ucx: UcxWorker | None) -> None:
-        """Best effort: nothing else tells the peer, while both processes live."""
+        """Best effort: nothing else tells the peer while both processes live."""
         if ucx is None:
             return
         if connection.peer_number:
@@ -357,8 +357,8 @@ class UcxTransport:
             ucx.give_up(connection.number, connection.there)
 
 
-class _Nobody:
-    """Whoever there is before there is a handler."""
+class _NoHandler:
+    """The handler until the user's is set."""
 
     def on_connected(self, connection: KvConnection) -> None: ...
     def on_message(self, connection: KvConnection, message: memoryview) -> None: ...

@@ -1,6 +1,4 @@
-"""One UCX endpoint as a `KvConnection`: what is posted on it, and what becomes of that when
-it ends.
-"""
+"""One UCX endpoint as a `KvConnection`: what is posted on it, and what happens when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pdmesh.kv.transport.ucx_handshake import Address
 
 
 class Owner(Protocol):
-    """What a connection asks of its transport."""
+    """What a connection needs of its transport."""
 
     def post(self, post: Any, buffer: Any, tag: int) -> Any: ...
 
@@ -27,7 +25,7 @@ class Owner(Protocol):
 
     def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None: ...
 
-    def bury(self, connection: UcxConnection) -> None: ...
+    def close_soon(self, connection: UcxConnection) -> None: ...
 
 
 class UcxConnection:
@@ -37,12 +35,12 @@ class UcxConnection:
         self.key = key
         self.number = number
         self.peer_number = 0  # not welcome yet
-        self.there: Address | None = None  # of the door that it knocks at
+        self.there: Address | None = None  # the worker's address that it sent a hello to
         self.greeted: asyncio.Future[None] | None = None  # of one that we opened
         self.endpoint = endpoint
         self.is_announced = False
         self.close_reason = ""
-        self.is_fenced = False  # we dropped it: what it still says is not heard
+        self.is_fenced = False  # we dropped it: later messages from it are ignored
         self.waiting: list[bytes] = []  # messages, each with its length, for the next frame
         self.num_waiting_bytes = 0
         self.num_unsent = 0  # frames on their way out
@@ -71,7 +69,7 @@ class UcxConnection:
         """The peer is gone; messages that have arrived already still count."""
         if not self.close_reason:
             self.close_reason = reason
-            self._transport.bury(self)
+            self._transport.close_soon(self)
 
     def _post_payload(
         self, post: Any, number: int, key: int, buffer: ByteArray, on_done: Callable[[], None]
@@ -96,7 +94,7 @@ class UcxConnection:
         self._transport.watch(request, done, buffer)
 
     def on_posted(self, is_ok: bool) -> None:
-        """A frame or greeting left, or could not."""
+        """A frame or greeting left, or failed."""
         self.num_unsent -= 1
         if not is_ok:
             self.lose("the peer is gone")

@@ -1,12 +1,11 @@
-"""How two UCX transports get to know each other without a listener: what is in an address, and the
-two messages that open a connection.
+"""How two UCX transports connect without a listener: addresses, and the two opening messages.
 
-An address has all that it takes to reach a process: UCX's own address of its worker, a key that the
-process made for its door, and the life of the transport that is meant. It travels over the mesh's
-control channel. A peer that connects sends a hello to the door (number 0); the answer goes to the
-number that the hello names. Both carry a keyed digest, so that nothing of what a stranger says, and
-no damaged byte, reaches UCX's parser of addresses. A stranger gets no answer. A welcome that comes
-when its connection was given up is answered with goodbye.
+An address has all that is needed to reach a process: UCX's own address of its worker, the process's
+handshake key, and the life of the transport that is meant. It travels over the mesh's control
+channel. A peer that connects sends a hello to connection number 0; the answer goes to the number
+that the hello names. Both carry a keyed digest, so that no stranger's message and no damaged byte
+reaches UCX's parser of addresses. A stranger gets no answer. A welcome for a connection that was
+given up meanwhile is answered with goodbye.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import secrets
 import struct
 from dataclasses import dataclass, field
 
-DOOR = 0  # the number that is no connection's
+HANDSHAKE = 0  # the connection number that hellos are sent to; no connection has it
 KEY_BYTES = 16
 MAX_WORKER_ADDRESS = 8 << 10
 _SCHEME = "ucx:"
@@ -40,9 +39,9 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Raises ValueError: it is no address of ours."""
-    door, _, life = text.removeprefix(_SCHEME).partition("/")
-    worker, _, key = door.partition(".")
+    """Raises ValueError if it is no address of ours."""
+    before, _, life = text.removeprefix(_SCHEME).partition("/")
+    worker, _, key = before.partition(".")
     if not text.startswith(_SCHEME) or len(key) != 2 * KEY_BYTES:
         raise ValueError("not a UCX address of a KV agent")
     secret = bytes.fromhex(key)
@@ -58,7 +57,7 @@ def make_key() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """I want to talk to this life of yours: call me by this number, at this worker's address."""
+    """I want to connect to this life of yours; answer to this number at this worker's address."""
 
     life: int
     number: int
@@ -70,7 +69,7 @@ def pack_hello(hello: Hello, key: bytes) -> bytes:
 
 
 def read_hello(data: bytes, key: bytes) -> Hello | None:
-    """None: a stranger's, or damaged."""
+    """None: from a stranger, or damaged."""
     body = _opened(data, key)
     if body is None or not 0 < len(body) - _HELLO.size <= MAX_WORKER_ADDRESS:
         return None

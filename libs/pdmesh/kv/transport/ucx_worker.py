@@ -1,14 +1,13 @@
-"""One UCX worker for as long as the process lives; its event fd wakes the loop, so that idle costs
+"""One UCX worker for the process's lifetime; its event fd wakes the loop, so that idle costs
 nothing.
 
-ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by
-polling it (`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker
-progresses, completed requests are called back, and the worker is armed again. Nothing is awaited
-per message.
+ucxx's own asyncio front end either polls or progresses in a thread, and polls for a request
+(`sleep(0)`). Here the loop watches the worker's fd. When it is readable, the worker progresses,
+completed requests are called back, and the worker is armed again. No message costs an await.
 
-There is no listener (ADR 0002): peers come by the worker's address, which they know from the mesh.
-The worker is never destroyed (ADR 0024), but lent to one transport after the other, and turns peers
-away in between.
+There is no listener (ADR 0002): peers use the worker's address, which they know from the mesh. The
+worker is never destroyed (ADR 0024) but lent to one transport after the other. In between it turns
+peers away.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from pdmesh.kv.transport.ucx_handshake import DOOR, Address, make_key, read_hello, read_welcome
+from pdmesh.kv.transport.ucx_handshake import HANDSHAKE, Address, make_key, read_hello, read_welcome
 from pdmesh.net.loopback import is_loopback
 
 log = structlog.get_logger(__name__)
@@ -36,29 +35,28 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a peer that says nothing is not noticed
-    # else a peer that falls silent as it connects stops the loop for minutes
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a silent peer is not noticed
+    # else a peer that falls silent while it connects stops the loop for minutes
     "UCX_TCP_CONN_NB": "y",
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
-    # A receiver reads large payloads straight out of the sender's memory. With error handling on
-    # UCX wants to be able to revoke that, which one machine's memory cannot: a late read is torn at
-    # worst, and every byte has a checksum (ADR 0006).
+    # A receiver reads large payloads straight out of the sender's memory. With error handling on,
+    # UCX wants to be able to revoke that access, which the memory of one machine does not allow. At
+    # worst a late read is torn, and every byte has a checksum (ADR 0006).
     "UCX_CMA_MEMORY_INVALIDATE": "y",
+    # Shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K.
     "UCX_MM_SEG_SIZE": "60K",
-    # shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K
-    # A peer that dies is an event here, not an error of the library's: three loggers say so
-    # otherwise.
+    # A peer that dies is an event here, not an error; three loggers would report it.
     "UCX_LOG_LEVEL": "fatal",
     "UCXX_LOG_LEVEL": "FATAL",
     "UCXPY_LOG_LEVEL": "CRITICAL",
 }
 MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
-# Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
+# Some transports' events do not reach the fd (ucxx guards against it too): poll now and then.
 _GUARD_S = 0.5
-# A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still
-# meanwhile.
+# A large payload must not keep the loop to itself. Not by `loop.time()`, which stands still within
+# a callback under uvloop.
 _TURN_S = 0.002
 _CLOSE_NS = 1_000_000_000
 MAX_REFUSING = 64  # peers that are being turned away
@@ -69,7 +67,7 @@ FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that 
 
 
 def load_library() -> Any:  # ucxx has no type information
-    """Import ucxx with what must be set before; whatever the user has set wins.
+    """Import ucxx with the environment that it needs; values that the user has set win.
 
     Returns `ucxx._lib.libucxx`.
     """
@@ -90,7 +88,7 @@ def is_local(host: str) -> bool:
 def options_for(host: str) -> dict[str, str]:
     """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else.
 
-    Those in the environment win.
+    Values in the environment win.
     """
     if not is_local(host):
         return {}
@@ -148,15 +146,17 @@ class UcxWorker:
         return len(self._pending)
 
     def next_key(self) -> int:
-        """For a connection: unique as long as the process lives, so that no late byte is
-        taken for another connection's.
+        """A connection number, unique for the process's lifetime.
+
+        So no late byte is taken for another connection's.
         """
         self._num_connections += 1
         return self._num_connections
 
     def has_fabric(self) -> bool:
-        """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never
-        does.
+        """Whether UCX found an RDMA device (verbs, mlx5, EFA).
+
+        The PyPI wheel of libucx never finds one.
         """
         return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
 
@@ -181,27 +181,26 @@ class UcxWorker:
         self.kick()
 
     def end(self) -> None:
-        """The transport is done: until the next one, whoever connects is turned away."""
+        """The transport is done: until the next one, peers that connect are turned away."""
         self._on_progressed = self._turn_away
         self.kick()
 
     def stop(self) -> None:
-        """Never progress again: operations are left that would touch memory which is no
-        longer theirs.
-        """
+        """Never progress again: pending operations would touch memory that is no longer theirs."""
         self._is_stopped = True
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
 
     def endpoint_to(self, address: bytes) -> Any:
-        """To a peer's worker, whose address is believed. Connects as it is used."""
+        """To a peer's worker, whose address is trusted. Connects as it is used."""
         there = self.api.UCXAddress.create_from_buffer(address)
         return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
 
     def turn_away(self, address: bytes, number: int) -> None:
-        """Say goodbye to a peer that connects, without a connection of our own, so that it
-        need not wait for its deadline.
+        """Send goodbye to a peer that connects, without a connection of our own.
+
+        So the peer need not wait for its deadline.
         """
         if len(self._refusing) >= MAX_REFUSING or self._loop is None:
             return
@@ -216,7 +215,10 @@ class UcxWorker:
         self._loop.call_later(_REFUSE_S, self._refused, key)
 
     def give_up(self, number: int, there: Address) -> None:
-        """A connection of ours ended before its welcome. The peer may have made its end of it."""
+        """A connection of ours ended before its welcome.
+
+        The peer may have opened its end already.
+        """
         self._given_up[number] = there
         if len(self._given_up) > MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
@@ -246,7 +248,7 @@ class UcxWorker:
         if size > len(frame) - FRAME.size:
             return
         body = frame[FRAME.size : FRAME.size + size]
-        if number != DOOR:
+        if number != HANDSHAKE:
             self.on_late(number, body)
             return
         hello = read_hello(bytes(body), self.key)
@@ -266,9 +268,9 @@ class UcxWorker:
             try:
                 self._inbox_request.check_error()
                 on_frame(memoryview(self._inbox))  # type: ignore[arg-type]  # numpy arrays are buffers
-            except self.api.UCXError:  # longer than any frame of ours; who sent it cannot be known
+            except self.api.UCXError:  # longer than any frame of ours; its sender cannot be known
                 log.warning("kv.frame.refused")
-            finally:  # or nothing would be heard any more
+            finally:  # or nothing more would be received
                 self._post_inbox()
         return has_read
 
@@ -280,8 +282,7 @@ class UcxWorker:
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
         """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.
 
-        `buffer` is kept alive until then: a request does not hold on to the bytes it reads or
-        writes.
+        `buffer` is kept alive until then: a request does not hold a reference to its bytes.
         """
         self._pending.append((request, on_done, buffer))
         self.kick()
@@ -294,8 +295,8 @@ class UcxWorker:
         self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Progress until there is nothing to do and arm the fd; or until others on the loop
-        have waited enough.
+        """Progress until there is nothing to do and arm the fd, or until the loop needs its
+        turn.
         """
         self._is_kicked = False
         if self._is_stopped or self._is_pumping:
@@ -341,7 +342,7 @@ class UcxWorker:
         for request, on_done, _ in done:
             try:
                 on_done(self._is_ok(request))
-            except Exception as error:  # others have ended with it, and hear of it once
+            except Exception as error:  # others have ended with it, and get one report
                 log.error("kv.completion.died", exc_info=error)
         return True
 
@@ -358,8 +359,9 @@ _idle_lock = threading.Lock()  # agents on threads of their own take and give ba
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """The one given back last, or a new one: a process has as many as it ever had transports
-    at once.
+    """The one given back last, or a new one.
+
+    A process has as many as it ever had transports at once.
     """
     loop = asyncio.get_running_loop()
     with _idle_lock:
@@ -385,8 +387,6 @@ def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
 
 
 def _keep_for_good(*objects: object) -> None:
-    """One reference more than anybody will ever drop: not even the end of the interpreter
-    destroys them.
-    """
+    """Add a reference that is never dropped: not even the interpreter's end destroys them."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

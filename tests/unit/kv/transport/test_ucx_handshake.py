@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.kv.transport import ucx_handshake as door
+from pdmesh.kv.transport import ucx_handshake as handshake
 
 KEY, OTHER = bytes(range(16)), bytes(16)
 WORKER = bytes(range(52))
-HELLO = door.Hello(7, 9, WORKER)
+HELLO = handshake.Hello(7, 9, WORKER)
 
 
 def flips(data: bytes) -> list[bytes]:
@@ -25,46 +25,46 @@ def flips(data: bytes) -> list[bytes]:
 
 
 def test_an_address_says_what_it_was_made_of() -> None:
-    address = door.Address(WORKER, KEY, 2**64 - 1)
-    assert door.parse_address(str(address)) == address
+    address = handshake.Address(WORKER, KEY, 2**64 - 1)
+    assert handshake.parse_address(str(address)) == address
     assert str(address).count("/") == 1
 
 
 @pytest.mark.fault("F34")
 def test_no_changed_character_of_an_address_reaches_ucx() -> None:
-    address = door.Address(WORKER, KEY, 0xABC)
+    address = handshake.Address(WORKER, KEY, 0xABC)
     text = str(address)
-    end = text.index("/")  # the life is compared at the door
+    end = text.index("/")  # the life is compared on arrival
     for at in range(end):
         for other in "Aaf0-_.x":
             with contextlib.suppress(
                 ValueError
             ):  # or it says the same, as bits behind the last byte do
                 changed = text[:at] + other + text[at + 1 :]
-                assert door.parse_address(changed) == address
+                assert handshake.parse_address(changed) == address
 
 
 @given(st.text(max_size=200))
 def test_what_is_no_address_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
-        door.parse_address(text)
+        handshake.parse_address(text)
 
 
 @pytest.mark.fault("F34", "F39")
 def test_a_hello_and_its_welcome_are_heard_with_the_key_alone_and_unchanged() -> None:
-    hello, welcome = door.pack_hello(HELLO, KEY), door.pack_welcome(9, 11, KEY)
-    assert door.read_hello(hello, KEY) == HELLO
-    assert door.read_welcome(welcome, 9, KEY) == 11
-    assert door.read_hello(hello, OTHER) is None
-    assert door.read_welcome(welcome, 9, OTHER) is None
-    assert door.read_welcome(welcome, 8, KEY) is None, "an answer to another hello"
-    assert door.read_hello(welcome, KEY) is None
-    assert door.read_welcome(hello, 9, KEY) is None
-    assert not any(door.read_hello(changed, KEY) for changed in flips(hello))
-    assert not any(door.read_welcome(changed, 9, KEY) for changed in flips(welcome))
+    hello, welcome = handshake.pack_hello(HELLO, KEY), handshake.pack_welcome(9, 11, KEY)
+    assert handshake.read_hello(hello, KEY) == HELLO
+    assert handshake.read_welcome(welcome, 9, KEY) == 11
+    assert handshake.read_hello(hello, OTHER) is None
+    assert handshake.read_welcome(welcome, 9, OTHER) is None
+    assert handshake.read_welcome(welcome, 8, KEY) is None, "an answer to another hello"
+    assert handshake.read_hello(welcome, KEY) is None
+    assert handshake.read_welcome(hello, 9, KEY) is None
+    assert not any(handshake.read_hello(changed, KEY) for changed in flips(hello))
+    assert not any(handshake.read_welcome(changed, 9, KEY) for changed in flips(welcome))
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_at_the_door_are_ignored(data: bytes) -> None:
-    assert door.read_hello(data, KEY) is None
-    assert door.read_welcome(data, 9, KEY) is None
+    assert handshake.read_hello(data, KEY) is None
+    assert handshake.read_welcome(data, 9, KEY) is None
