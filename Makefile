@@ -97,7 +97,7 @@ faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process 
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 
 kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## the kill matrix, and its table in docs/kill-matrix.md
-kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py tests/integration/kv/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## the faults of KV beside their bounds, and their table
+kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## the faults of KV beside their bounds, and their table
 kill-matrix kv-faults: $(DONE)/dev
 	@rm -rf .cache/$@ && mkdir -p .cache/$@
 	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)

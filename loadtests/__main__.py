@@ -32,25 +32,37 @@ class Bench:
 
 BENCHES = {
     "replay": Bench(
-        "replay", "send a workload to a mesh, and a page on what came back", traces=True
+        "traffic.replay", "send a workload to a mesh, and a page on what came back", traces=True
     ),
-    "until-failure": Bench("until_failure", "more and more users until one answer misses its SLO"),
+    "until-failure": Bench(
+        "traffic.until_failure", "more and more users until one answer misses its SLO"
+    ),
     "users": Bench("users", "users from A to 4A on twelve prefills, on demand and with queues"),
-    "chats": Bench("chats", "conversations: what each turn reuses of those before"),
-    "leak": Bench("leak", "100,000 requests with disconnects and kills; nothing may be left (I4)"),
-    "overhead": Bench("overhead", "what the mesh adds over the bare engine"),
-    "tiers": Bench("tiers", "time to first token by where a prompt's blocks are", needs_vllm=True),
-    "retrieval": Bench("retrieval", "what running decodes feel of KV coming in beside them (S52)"),
+    "chats": Bench("gateway.chats", "conversations: what each turn reuses of those before"),
+    "leak": Bench(
+        "faults.leak", "100,000 requests with disconnects and kills; nothing may be left (I4)"
+    ),
+    "overhead": Bench("gateway.overhead", "what the mesh adds over the bare engine"),
+    "tiers": Bench(
+        "kv.tiers", "time to first token by where a prompt's blocks are", needs_vllm=True
+    ),
+    "retrieval": Bench(
+        "kv.retrieval", "what running decodes feel of KV coming in beside them (S52)"
+    ),
     "handover": Bench("handover", "what handing KV over costs a client on vLLM", needs_vllm=True),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
-    "recovery": Bench("recovery", "how long each step of replacing an instance takes"),
-    "plan": Bench("plan_bench", "what one placement decision costs, by the number of workers"),
-    "index": Bench("index_bench", "match time and memory of the index, by blocks and workers"),
-    "staleness": Bench("staleness", "how old what the master knows is, with 10 to 1,000 instances"),
+    "recovery": Bench("faults.recovery", "how long each step of replacing an instance takes"),
+    "plan": Bench("placement.plan", "what one placement decision costs, by the number of workers"),
+    "index": Bench("placement.index", "match time and memory of the index, by blocks and workers"),
+    "staleness": Bench(
+        "placement.staleness", "how old what the master knows is, with 10 to 1,000 instances"
+    ),
     "compare": Bench(
         "sim.compare", "placement policies side by side on a virtual clock", traces=True
     ),
-    "compare-mesh": Bench("mesh_compare", "the same on real meshes of sim instances", traces=True),
+    "compare-mesh": Bench(
+        "placement.compare", "the same on real meshes of sim instances", traces=True
+    ),
     "ratio": Bench(
         "sim.ratio", "whether formula (1) and the loop find the best ratio", record=True
     ),

@@ -26,7 +26,7 @@ from loadtests.handover.mesh import running_ways
 from loadtests.handover.nixl_pair import NixlPair
 from loadtests.handover.report import Run, Sample, about, markdown
 from loadtests.handover.timing import Timing
-from loadtests.progress import Progress
+from loadtests.harness.progress import Progress
 
 _LENGTHS: Final = (128, 512, 1024, 2000)
 _NUM_TOKENS: Final = 8

@@ -15,7 +15,7 @@ from typing import Any, Final
 import psutil
 
 from loadtests.handover.timing import Timing
-from loadtests.results import describe_versions
+from loadtests.harness.results import describe_versions
 
 _LABELS: Final = {
     "local": "one engine, nothing handed over",

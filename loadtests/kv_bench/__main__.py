@@ -8,12 +8,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from loadtests.generator import ROOT
-from loadtests.kv_bench import peers
-from loadtests.kv_bench.figures import Figures, write_csv
+from loadtests.harness.generator import ROOT
+from loadtests.kv_bench.movers import peers
 from loadtests.kv_bench.pair import TRANSPORTS
-from loadtests.kv_bench.plot import draw
-from loadtests.kv_bench.report import markdown
+from loadtests.kv_bench.report.figures import Figures, write_csv
+from loadtests.kv_bench.report.page import markdown
+from loadtests.kv_bench.report.plot import draw
 from loadtests.kv_bench.rounds import Plan, measure
 
 

@@ -16,11 +16,11 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from loadtests.generator import ROOT
-from loadtests.kv_bench.block_report import BlockFigures, markdown
+from loadtests.harness.generator import ROOT
 from loadtests.kv_bench.block_rounds import measure
-from loadtests.kv_bench.figures import write_csv
 from loadtests.kv_bench.pair import TRANSPORTS
+from loadtests.kv_bench.report.block_page import BlockFigures, markdown
+from loadtests.kv_bench.report.figures import write_csv
 
 
 def main() -> None:

@@ -112,7 +112,14 @@ class Pair:
         role: str, largest: int, pipe: int, environment: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "loadtests.kv_bench.worker", role, str(largest), str(pipe)],
+            [
+                sys.executable,
+                "-m",
+                "loadtests.kv_bench.movers.worker",
+                role,
+                str(largest),
+                str(pipe),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from loadtests.kv_bench import cases, peers, yardsticks
+from loadtests.kv_bench import cases, yardsticks
+from loadtests.kv_bench.movers import peers
 from loadtests.kv_bench.pair import Pair, pair
 
 _WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from loadtests.progress import Progress
-from loadtests.results import Spread, quantile, write
+from loadtests.harness.progress import Progress
+from loadtests.harness.results import Spread, quantile, write
+from loadtests.harness.verdicts import OURS, Measure, verdicts
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from loadtests.verdicts import OURS, Measure, verdicts
-from loadtests.workloads import (
+from loadtests.traffic.workloads import (
     Arrival,
     long_prompts,
     mooncake,

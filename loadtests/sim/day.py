@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from loadtests.day_figure import Action, Day, Point, clock
+from loadtests.day.figure import (
+    Action,
+    Day,
+    Point,
+    clock,
+)
 from loadtests.sim.control import Control
 from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, merged, poisson

@@ -15,7 +15,7 @@ from typing import Final
 
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh, _Life
 from loadtests.sim.worker import Job, Worker
-from loadtests.workloads import Arrival
+from loadtests.traffic.workloads import Arrival
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     TRAINING_POOL,

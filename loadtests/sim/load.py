@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from loadtests.workloads import Arrival
+from loadtests.traffic.workloads import Arrival
 
 
 @dataclass(frozen=True, slots=True)

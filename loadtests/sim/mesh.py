@@ -19,7 +19,7 @@ from typing import Final
 from loadtests.sim.clock import Clock
 from loadtests.sim.host_pools import HostPools
 from loadtests.sim.worker import Job, Worker
-from loadtests.workloads import Arrival
+from loadtests.traffic.workloads import Arrival
 from pdmesh.core.instance.admission import (
     Admission,
     Admitted,

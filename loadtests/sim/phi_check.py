@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from loadtests.results import spread_table, write
+from loadtests.harness.results import spread_table, write
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
-from loadtests.workloads import Arrival, poisson, prefixed_scenarios
+from loadtests.traffic.workloads import Arrival, poisson, prefixed_scenarios
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Final
 
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
-from loadtests.traffic import Answer
-from loadtests.users_plan import (
+from loadtests.traffic.loops import Answer
+from loadtests.traffic.workloads import Arrival
+from loadtests.users.plan import (
     BLOCK_SIZE,
     DECODE_SLOTS,
     LAW,
@@ -27,7 +28,6 @@ from loadtests.users_plan import (
     Variant,
     thinking,
 )
-from loadtests.workloads import Arrival
 from pdmesh.core.placement.baselines import ShortestQueue
 from pdmesh.core.placement.plan import Plan, RankedInstance
 from pdmesh.core.placement.policies import Weights

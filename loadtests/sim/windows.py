@@ -17,9 +17,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from loadtests.results import quantile, spread_table, write
+from loadtests.harness.results import quantile, spread_table, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from loadtests.workloads import Arrival, mooncake, poisson, scaled, trace_file
+from loadtests.traffic.workloads import (
+    Arrival,
+    mooncake,
+    poisson,
+    scaled,
+    trace_file,
+)
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU
 

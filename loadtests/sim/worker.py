@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from loadtests.sim.clock import Clock
 from loadtests.sim.host_pools import HostPools
-from loadtests.workloads import block_name
+from loadtests.traffic.workloads import block_name
 from pdmesh.core.instance.admission import (
     Admission,
     Admitted,

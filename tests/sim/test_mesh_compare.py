@@ -13,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from loadtests import mesh_compare, replay
-from loadtests.mesh_compare import CASES
-from loadtests.mesh_compare_report import EVEN_OFF, OFF, Run, page
-from loadtests.verdicts import OURS
+from loadtests.harness.verdicts import OURS
+from loadtests.placement import compare as mesh_compare
+from loadtests.placement.compare import CASES
+from loadtests.placement.compare_report import (
+    EVEN_OFF,
+    OFF,
+    Run,
+    page,
+)
+from loadtests.traffic import replay
 
 
 def options(case: str, policy: str, seed: int) -> argparse.Namespace:

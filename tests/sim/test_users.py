@@ -7,8 +7,13 @@ from __future__ import annotations
 import pytest
 
 from loadtests.sim.users import UsersMesh
-from loadtests.users_plan import CAPACITY_PER_S, ON_DEMAND, QUEUES, Variant
-from loadtests.users_report import Point, point
+from loadtests.users.plan import (
+    CAPACITY_PER_S,
+    ON_DEMAND,
+    QUEUES,
+    Variant,
+)
+from loadtests.users.report import Point, point
 
 USERS, SLO_S, WARM_S, DURATION_S = 96, 0.5, 6.0, 12.0
 

@@ -14,7 +14,13 @@ import pytest
 
 from loadtests.sim import phi_check
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from loadtests.workloads import Arrival, block_name, poisson, prefixed_scenarios, scaled
+from loadtests.traffic.workloads import (
+    Arrival,
+    block_name,
+    poisson,
+    prefixed_scenarios,
+    scaled,
+)
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU, Law

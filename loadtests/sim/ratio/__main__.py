@@ -24,8 +24,8 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from loadtests.progress import Progress
-from loadtests.results import describe_machine, describe_versions
+from loadtests.harness.progress import Progress
+from loadtests.harness.results import describe_machine, describe_versions
 from loadtests.sim.ratio import aggregated, faults, loop, report, scale, sweep
 from loadtests.sim.ratio.report import Results
 from pdmesh.core.ratio.model import Split, splits

@@ -10,7 +10,7 @@ from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from loadtests.results import Spread
+from loadtests.harness.results import Spread
 from loadtests.sim.ratio import aggregated, faults, sweep
 from pdmesh.core.ratio.model import Split
 

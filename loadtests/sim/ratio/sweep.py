@@ -10,7 +10,7 @@ from typing import Final
 
 from loadtests.sim.load import Lengths
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
-from loadtests.workloads import Arrival
+from loadtests.traffic.workloads import Arrival
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Profile, Split
 from pdmesh.engine.laws import SMOLLM2_CPU, Law

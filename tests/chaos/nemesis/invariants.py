@@ -21,7 +21,7 @@ from urllib.error import URLError
 
 import httpx
 
-from loadtests.leak import gauges, held
+from loadtests.faults.leak import gauges, held
 from pdmesh.core.groups.desired import SERVING_ROLES
 from pdmesh.core.model import Role
 from pdmesh.desired_file import read

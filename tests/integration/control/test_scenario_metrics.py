@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtests.phi_mesh import exported, scenario_metrics
+from loadtests.placement.phi_mesh import exported, scenario_metrics
 from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

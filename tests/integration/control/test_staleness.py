@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.staleness import measure
+from loadtests.placement.staleness import measure
 
 
 @pytest.mark.req("S100")

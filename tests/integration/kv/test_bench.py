@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.generator import ROOT
+from loadtests.harness.generator import ROOT
 from loadtests.kv_bench import cases
-from loadtests.kv_bench.figures import BAR_TOTAL
+from loadtests.kv_bench.report.figures import BAR_TOTAL
 from loadtests.kv_bench.rounds import Row
 
 

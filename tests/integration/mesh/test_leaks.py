@@ -16,8 +16,13 @@ import nats
 import pytest
 from redis.asyncio import Redis
 
-from loadtests.leak import leak_mesh, leak_test
-from loadtests.leftovers import lasting_keys, num_consumers, shared_memory, still_there
+from loadtests.faults.leak import leak_mesh, leak_test
+from loadtests.faults.leftovers import (
+    lasting_keys,
+    num_consumers,
+    shared_memory,
+    still_there,
+)
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.kv.index.redis_index import RedisIndex

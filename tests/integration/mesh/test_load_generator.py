@@ -6,7 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from loadtests.client import LoadResult, LoadSpec, chat_body, run_load
+from loadtests.harness.client import (
+    LoadResult,
+    LoadSpec,
+    chat_body,
+    run_load,
+)
 
 Writer = asyncio.StreamWriter
 Answer = Callable[[Writer, bytes], None]

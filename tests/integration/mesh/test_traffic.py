@@ -13,12 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from loadtests import services
-from loadtests.generator import canned_server
-from loadtests.replay import by_rejections
-from loadtests.traffic import Answer, Target, closed_loop, open_loop, prompt_tokens
-from loadtests.traffic_report import Run, Slo, parts, write
-from loadtests.workloads import Arrival, chats, prefixed_scenarios
+from loadtests.harness.generator import canned_server
+from loadtests.traffic import services
+from loadtests.traffic.loops import (
+    Answer,
+    Target,
+    closed_loop,
+    open_loop,
+    prompt_tokens,
+)
+from loadtests.traffic.replay import by_rejections
+from loadtests.traffic.report import (
+    Run,
+    Slo,
+    parts,
+    write,
+)
+from loadtests.traffic.workloads import Arrival, chats, prefixed_scenarios
 
 
 def workload() -> list[Arrival]:

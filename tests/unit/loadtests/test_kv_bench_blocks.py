@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 
 from loadtests.kv_bench import cases
-from loadtests.kv_bench.block_report import BlockFigures, markdown
 from loadtests.kv_bench.block_rounds import FREE, MODES, SMOLLM2, SWEEP, Prompt, Row
 from loadtests.kv_bench.cases import Command, PagedCache, Paging
+from loadtests.kv_bench.report.block_page import BlockFigures, markdown
 
 MIB = 1 << 20
 

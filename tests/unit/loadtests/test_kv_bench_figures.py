@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from loadtests.kv_bench import cases
-from loadtests.kv_bench.figures import BARS, Figures, Spread, write_csv
-from loadtests.kv_bench.report import markdown
+from loadtests.kv_bench.report.figures import (
+    BARS,
+    Figures,
+    Spread,
+    write_csv,
+)
+from loadtests.kv_bench.report.page import markdown
 from loadtests.kv_bench.rounds import Row, repeats_of
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from loadtests.histogram import Histogram
-from loadtests.memory import least_squares_slope
+from loadtests.gateway.memory import least_squares_slope
+from loadtests.harness.histogram import Histogram
 
 
 def filled(values: list[float]) -> Histogram:

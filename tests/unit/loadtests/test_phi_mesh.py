@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.phi_mesh import exported, scenario_metrics, table
+from loadtests.placement.phi_mesh import exported, scenario_metrics, table
 from pdmesh.core.ratio.model import Profile, Split
 
 PAGE = """\

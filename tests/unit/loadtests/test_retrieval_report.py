@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.retrieval import as_markdown
+from loadtests.kv.retrieval import as_markdown
 
 
 def rounds(**p90_ms: float) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from loadtests.traffic import Answer
-from loadtests.users_plan import (
+from loadtests.traffic.loops import Answer
+from loadtests.users.plan import (
     BLOCK_SIZE,
     CAPACITY_PER_S,
     NUM_TOKENS,
@@ -16,7 +16,7 @@ from loadtests.users_plan import (
     QUEUES,
     Prompts,
 )
-from loadtests.users_report import Point, bars, point
+from loadtests.users.report import Point, bars, point
 
 ARRIVAL = Prompts(1)()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loadtests.index_bench import Index, PerWorker, SetPerBlock
+from loadtests.placement.index import Index, PerWorker, SetPerBlock
 from pdmesh.core.kv.prefix.prefix_index import (
     MAX_WAITING,
     DeltaOutcome,

@@ -1,0 +1,337 @@
+"""A run of overhead.py as Markdown: the bars first, then what was measured, then peers for
+the eye.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from loadtests.gateway.peers import (
+    DYNAMO_REQUESTS,
+    DYNAMO_TOKENS,
+    DYNAMO_TTFT,
+    PEERS,
+)
+from loadtests.gateway.scenarios import (
+    LOW_LOAD,
+    LOW_LOAD_REAL,
+    ONE_STREAM,
+    Kind,
+    Scenario,
+)
+from loadtests.harness.results import Cell, Run, Spread
+
+_TTFT_BAR_MS: Final = 2.0
+_REQUESTS_BAR: Final = 2000.0
+_TOKENS_BAR: Final = 100_000.0
+_STALL_BAR: Final = 0.001
+_BEST_CONCURRENCIES: Final = (64, 256)
+_ABOUT_PEERS: Final = (
+    "Peers were **measured elsewhere, on a like 2-core machine, in other minutes**, with instant"
+    " backends; routers pass bytes through, Dynamo and pdmesh tokenize and detokenize."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A promise and what each round measured for it.
+
+    It is met if the median of the rounds is within `limit`.
+    """
+
+    name: str
+    wanted: str
+    form: str  # of a number and its unit
+    limit: float
+    rounds: Sequence[float]
+    is_least: bool = True  # the limit is the least that is wanted, not the most
+
+    @property
+    def measured(self) -> str:
+        return Spread.of(self.rounds).text(self.form)
+
+    @property
+    def verdict(self) -> str:
+        if self._is_within(statistics.median(self.rounds)):
+            return "yes"
+        met = sum(map(self._is_within, self.rounds))
+        return f"**no**, in {met} of {len(self.rounds)} rounds"
+
+    def _is_within(self, value: float) -> bool:
+        return value >= self.limit if self.is_least else value <= self.limit
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def low_load(run: Run) -> Scenario:
+    return LOW_LOAD if run.engine == "sim" else LOW_LOAD_REAL
+
+
+def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float]:
+    """Mesh minus bare engine of each round: p50, p90 or p99 (0, 1, 2).
+
+    Empty if it was not measured.
+    """
+    alone = run.cells(scenario.name)
+    if len(alone) != len(run.bare):
+        return []
+    return [
+        cell.ttft_ms[quantile] - bare.ttft_ms[quantile]
+        for cell, bare in zip(alone, run.bare, strict=True)
+    ]
+
+
+def added_per_token_us(run: Run) -> Spread | None:
+    """Time a streamed token takes at one stream beyond what the bare engine takes for it."""
+    alone = run.cells(low_load(run).name)
+    if not alone or len(alone) != len(run.bare):
+        return None
+    tokens_after_first = low_load(run).kind.num_tokens - 1
+    return Spread.of(
+        [
+            (cell.latency_ms[0] - cell.ttft_ms[0]) * 1e3 / tokens_after_first - bare.per_token_us
+            for cell, bare in zip(alone, run.bare, strict=True)
+        ]
+    )
+
+
+def bars(run: Run) -> list[Bar]:
+    """The bars of the 2-core machine that this run measured."""
+    low, most = low_load(run), f"<= {_TTFT_BAR_MS:g} ms"
+    tokens = [cell.tokens_per_s for cell in run.cells(Scenario(Kind.STREAM, 64).name)]
+    found = [
+        Bar("added TTFT p50, ms, one stream", most, ".2f", _TTFT_BAR_MS,
+            added_ttft_ms(run, ONE_STREAM), is_least=False),
+        Bar(f"added TTFT p50, ms, one stream, pauses of {low.pauses}", most, ".2f", _TTFT_BAR_MS,
+            added_ttft_ms(run, low), is_least=False),
+        *(
+            Bar(f"requests/s, {kind.value}", f">= {_REQUESTS_BAR:,.0f}", ",.0f", _REQUESTS_BAR,
+                _best(run, kind))
+            for kind in (Kind.ONE_TOKEN, Kind.HANDOVER)
+        ),
+        Bar("streamed tokens/s, 64 x 128", f">= {_TOKENS_BAR:,.0f}", ",.0f", _TOKENS_BAR, tokens),
+    ]  # fmt: skip
+    if run.engine == "sim":  # a real model's own steps may take 40 ms
+        stalls = [cell.stall_share for cell in run.cells(low.name)]
+        name = "share of stalls of 35-60 ms, low load"
+        found.append(Bar(name, "none", ".3%", _STALL_BAR, stalls, is_least=False))
+    return [bar for bar in found if bar.rounds]
+
+
+def _best(run: Run, kind: Kind) -> list[float]:
+    """Requests/s at that of the high concurrencies which has the best median, because nobody tunes
+    it per round.
+    """
+    rates = [
+        [cell.requests_per_s for cell in cells]
+        for c in _BEST_CONCURRENCIES
+        if (cells := run.cells(Scenario(kind, c).name))
+    ]
+    return max(rates, key=statistics.median, default=[])
+
+
+def markdown(run: Run) -> str:
+    parts = [
+        f"# Overhead of the mesh, {run.began[:10]}, engine {run.engine}",
+        _how(run),
+        "## Bars",
+        table(
+            ("what", "bar", "measured: median (low..high of rounds)", "met"),
+            [(b.name, b.wanted, b.measured, b.verdict) for b in bars(run)],
+        ),
+        *_beside_passthrough(run),
+        *_bare(run),
+        "## Throughput",
+        _throughput(run),
+        "## CPU seconds by process",
+        _by_process(run),
+        *_ceiling(run),
+        *(_peers(run) if run.engine == "sim" else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _how(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    dropped = f"{run.num_dropped} windows were dropped because others took over a quarter of a core"
+    return "\n".join(
+        (
+            f"- Command: `{run.command}`",
+            f"- Mesh: {run.mesh}. Prompts: {run.prompt}. {len(run.rounds)} rounds.",
+            f"- Machine: {run.machine}; load average before: {run.load_before[0]:.2f}.",
+            f"- Mesh and generator share the cores; {dropped}.",
+            f"- Versions: {versions}.",
+        )
+    )
+
+
+def _beside_passthrough(run: Run) -> list[str]:
+    """A machine's hour slows both alike, so that the ratio can be held against that of
+    another day.
+    """
+    compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str, float], ...] = (
+        ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
+            ",.0f", DYNAMO_REQUESTS),
+        ("TTFT p50, ms, one stream", ONE_STREAM, lambda c: c.ttft_ms[0], ".2f", DYNAMO_TTFT),
+        ("tokens/s, 64 x 128", Scenario(Kind.STREAM, 64), lambda c: c.tokens_per_s, ",.0f",
+            DYNAMO_TOKENS),
+    )  # fmt: skip
+    rows = []
+    for name, scenario, value, form, dynamo in compared:
+        theirs = [value(cell) for cell in run.passed_through(scenario.name)]
+        ours = [value(cell) for cell in run.cells(scenario.name)]
+        if theirs and len(theirs) == len(ours):
+            ratio = Spread.of([o / t for o, t in zip(ours, theirs, strict=True)])
+            spreads = (Spread.of(theirs).text(form), Spread.of(ours).text(form), ratio.text(".2f"))
+            rows.append((name, *spreads, f"{dynamo:.2f}"))
+    if not rows:
+        return []
+    head = (
+        "",
+        "aiohttp passthrough",
+        "pdmesh",
+        "pdmesh / passthrough",
+        "Dynamo P/D / passthrough, measured elsewhere",
+    )
+    about = (
+        "The passthrough (`loadtests/harness/passthrough.py`) has canned answers behind it and "
+        "passes bytes on: no tokenizer, no"
+        " placement, no prefill, no decode. It was measured in the same minutes, and in those of "
+        "the peers' table, too."
+    )
+    return ["## Beside the simplest gateway, in the same minutes", about, table(head, rows)]
+
+
+def _bare(run: Run) -> list[str]:
+    per_token = added_per_token_us(run)
+    if per_token is None:
+        return []
+    alone = run.cells(low_load(run).name)
+    rows = []
+    for i, name in enumerate(("p50", "p90", "p99")):
+        bare = Spread.of([bare.ttft_ms[i] for bare in run.bare])
+        mesh = Spread.of([cell.ttft_ms[i] for cell in alone])
+        added = Spread.of(added_ttft_ms(run, low_load(run), i))
+        rows.append((f"TTFT {name}, ms", *(s.text(".2f") for s in (bare, mesh, added))))
+    bare_token = Spread.of([bare.per_token_us for bare in run.bare])
+    rows.append(
+        ("per token after the first, us", bare_token.text(".1f"), "", per_token.text(".1f"))
+    )
+    return [
+        "## Added at low load (one stream at a time, a pause before each)",
+        table(("", "bare engine", "mesh", "added"), rows),
+    ]
+
+
+def _throughput(run: Run) -> str:
+    head = (
+        "answer x connections", "requests/s", "tokens/s", "TTFT p50 / p99 ms",
+        "latency p50 / p99 ms",
+        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "tokens per event",
+        "cores taken by others", "errors",
+    )  # fmt: skip
+    return table(head, [_throughput_row(run.cells(name)) for name in run.scenarios()])
+
+
+def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
+    def middle(value: Callable[[Cell], float]) -> float:
+        return statistics.median([value(cell) for cell in cells])
+
+    return (
+        cells[0].scenario,
+        Spread.of([cell.requests_per_s for cell in cells]).text(",.0f"),
+        Spread.of([cell.tokens_per_s for cell in cells]).text(",.0f"),
+        f"{middle(lambda c: c.ttft_ms[0]):.2f} / {middle(lambda c: c.ttft_ms[2]):.2f}",
+        f"{middle(lambda c: c.latency_ms[0]):.2f} / {middle(lambda c: c.latency_ms[2]):.2f}",
+        f"{middle(lambda c: c.mesh_cpu_s_per_1k_requests):.3f}",
+        f"{middle(lambda c: c.mesh_cpu_s_per_1m_tokens):.1f}",
+        f"{middle(lambda c: c.stall_share):.2%}",
+        _tokens_per_event(cells),
+        f"{middle(lambda c: c.others_cores):.2f}",
+        str(sum(sum(cell.errors.values()) + cell.num_stuck for cell in cells)),
+    )
+
+
+def _tokens_per_event(cells: list[Cell]) -> str:
+    """How many tokens one event of a stream carried; each stream also has four events without
+    any.
+    """
+    events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)
+    tokens = sum(round(cell.tokens_per_s * cell.window_s) for cell in cells)
+    return f"{tokens / events:.1f}" if events > 0 else ""
+
+
+def _by_process(run: Run) -> str:
+    """Share of one core each process used, in percent of the window."""
+    names = list(dict.fromkeys(name for cells in run.rounds for c in cells for name in c.cpu_s))
+    rows = []
+    for scenario in run.scenarios():
+        cells = run.cells(scenario)
+        shares = [
+            statistics.median([c.cpu_s.get(n, 0.0) / c.window_s for c in cells]) for n in names
+        ]
+        rows.append((scenario, *(f"{share:.2f}" for share in shares), f"{sum(shares):.2f}"))
+    return "Cores used by each process.\n\n" + table(("", *names, "all"), rows)
+
+
+def _ceiling(run: Run) -> list[str]:
+    """It also shows how fast the machine was: neighbours on the same host slow it down unseen."""
+    rows = []
+    for scenario in dict.fromkeys(cell.scenario for cell in run.ceiling):
+        cells = [cell for cell in run.ceiling if cell.scenario == scenario and cell.num_requests]
+        costs = [cell.cpu_s["generator"] / cell.num_requests * 1e3 for cell in cells]
+        rows.append(
+            (
+                scenario,
+                Spread.of([cell.requests_per_s for cell in cells]).text(",.0f"),
+                Spread.of([cell.tokens_per_s for cell in cells]).text(",.0f"),
+                Spread.of(costs).text(".3f"),
+            )
+        )
+    head = ("answer x connections", "requests/s", "tokens/s", "generator CPU-s per 1k requests")
+    return [
+        "## The generator's own ceiling (a server of canned answers, once a round)",
+        table(head, rows),
+    ]
+
+
+def _peers(run: Run) -> list[str]:
+    def middle(scenario: Scenario, value: Callable[[Cell], float], form: str) -> str:
+        cells = run.cells(scenario.name)
+        return format(statistics.median([value(c) for c in cells]), form) if cells else ""
+
+    one = Scenario(Kind.ONE_TOKEN, 1)
+    busy, streams = Scenario(Kind.ONE_TOKEN, 64), Scenario(Kind.STREAM, 64)
+    ours = (
+        "**pdmesh, this run**",
+        middle(busy, lambda c: c.requests_per_s, ",.0f"),
+        middle(busy, lambda c: c.mesh_cpu_s_per_1k_requests, ".3f"),
+        (
+            f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/"
+            f"{middle(one, lambda c: c.latency_ms[2], '.2f')}"
+        ),
+        middle(low_load(run), lambda c: c.ttft_ms[0], ".2f"),
+        middle(streams, lambda c: c.tokens_per_s, ",.0f"),
+        middle(streams, lambda c: c.mesh_cpu_s_per_1m_tokens, ".1f"),
+    )
+    rows = [ours]
+    rows += [
+        (p.name, p.requests_per_s, p.cpu_s_per_1k_requests, p.latency_ms, p.stream_ttft_ms,
+         p.tokens_per_s, p.cpu_s_per_1m_tokens)
+        for p in PEERS
+    ]  # fmt: skip
+    head = ("", "requests/s (all cores / one core)", "CPU-s per 1k requests",
+        "one connection p50/p99 ms",
+            "stream TTFT ms", "tokens/s at 64 x 128", "CPU-s per 1M tokens")  # fmt: skip
+    return [
+        "## Beside the peers",
+        _ABOUT_PEERS,
+        table(head, rows),
+    ]

@@ -1,0 +1,75 @@
+"""A server that does nothing but answer: the ceiling of the generator, and the floor of what HTTP
+costs here.
+
+It gives every request the same answer: a plain JSON document, or a stream of one event per token,
+each written by itself as a server that streams would. The number of tokens comes from the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from typing import Final, cast
+
+from loadtests.harness.client import event_loop_factory
+
+_LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_MAX_TOKENS: Final = re.compile(rb'"max_tokens": (\d+)')
+_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: "
+_EVENT: Final = (
+    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk",'
+    b'"created":1700000000,"model":"default",'
+    b'"choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
+)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _usage(num_tokens: int) -> bytes:
+    return b'{"usage":{"prompt_tokens":1,"completion_tokens":%d}}' % num_tokens
+
+
+class _Canned(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        length = _LENGTH.search(self._received)
+        if end < 0 or length is None or len(self._received) < end + 4 + int(length[1]):
+            return
+        request, self._received = self._received, b""
+        asked = _MAX_TOKENS.search(request)
+        num_tokens = int(asked[1]) if asked else 1
+        if b'"stream": true' in request:
+            self._stream(num_tokens)
+        else:
+            body = _usage(num_tokens)
+            head = b"application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self._transport.write(_HEAD + head + body)
+
+    def _stream(self, num_tokens: int) -> None:
+        self._transport.write(_HEAD + b"text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        event = _chunk(_EVENT)
+        for _ in range(num_tokens):
+            self._transport.write(event)
+        end = _chunk(b"data: " + _usage(num_tokens) + b"\n\n") + _chunk(b"data: [DONE]\n\n")
+        self._transport.write(end + b"0\r\n\r\n")
+
+
+async def _serve() -> None:
+    server = await asyncio.get_running_loop().create_server(_Canned, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)  # until the parent goes
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(_serve())

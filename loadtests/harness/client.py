@@ -1,0 +1,369 @@
+"""A closed-loop load generator for the OpenAI endpoints that costs less than what it measures.
+
+Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next
+request the moment an answer ends. Answers are not parsed but searched: the end by HTTP framing,
+events by counting, tokens by the `usage` the server reports. What it can carry at most is measured
+in the same run, against `loadtests.harness.canned`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, cast
+
+from loadtests.harness.histogram import Histogram
+
+_HEADER_END: Final = b"\r\n\r\n"
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
+_EVENT: Final = b"data: "
+_CONTENT_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+_FIRST_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
+_COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
+_TAIL_BYTES: Final = 2048  # holds the usage chunk and [DONE]
+_STUCK_S: Final = 5.0  # an answer this late when the run ends is reported
+_RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so that errors do not spin
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What one generator process does. `bodies` are sent round robin, each as one request."""
+
+    host: str
+    port: int
+    path: str
+    bodies: tuple[str, ...]
+    concurrency: int
+    warmup_s: float
+    duration_s: float
+    max_requests: int | None = None  # the window ends early after this many answers
+    # Mean pause of a connection between an answer and its next request, half of it to one and a
+    # half times, at random: with equal ones the requests could fall in step with the timers of what
+    # is measured, and all meet the same one.
+    think_s: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LoadSpec:
+        fields = json.loads(text)
+        return cls(**{**fields, "bodies": tuple(fields["bodies"])})
+
+
+@dataclass(slots=True)
+class LoadResult:
+    """What was seen inside the measuring window; `ttft` of a plain answer is its whole latency."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_events: int = 0
+    num_stuck: int = 0
+    duration_s: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+    ttft: Histogram = field(default_factory=Histogram)
+    latency: Histogram = field(default_factory=Histogram)
+    gaps: Histogram = field(default_factory=Histogram)
+
+    def merge(self, other: LoadResult) -> None:
+        self.num_requests += other.num_requests
+        self.num_tokens += other.num_tokens
+        self.num_events += other.num_events
+        self.num_stuck += other.num_stuck
+        self.duration_s = max(self.duration_s, other.duration_s)
+        self.errors.update(other.errors)
+        self.ttft.merge(other.ttft)
+        self.latency.merge(other.latency)
+        self.gaps.merge(other.gaps)
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.num_requests / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.duration_s if self.duration_s else 0.0
+
+    def to_json(self) -> str:
+        plain = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        histograms = {name: getattr(self, name).to_json() for name in _HISTOGRAMS}
+        return json.dumps({**plain, "errors": dict(self.errors), **histograms})
+
+    @classmethod
+    def from_json(cls, text: str) -> LoadResult:
+        data = json.loads(text)
+        result = cls(**{name: data[name] for name in _PLAIN_FIELDS}, errors=Counter(data["errors"]))
+        for name in _HISTOGRAMS:
+            setattr(result, name, Histogram.from_json(data[name]))
+        return result
+
+
+_PLAIN_FIELDS: Final = ("num_requests", "num_tokens", "num_events", "num_stuck", "duration_s")
+_HISTOGRAMS: Final = ("ttft", "latency", "gaps")
+
+
+class _Run:
+    """One run's shared state: what to send next, and what came back while the window was open."""
+
+    def __init__(self, spec: LoadSpec) -> None:
+        self.spec = spec
+        self.result = LoadResult()
+        self.is_measuring = False
+        self.is_over = False
+        self.enough = asyncio.Event()
+        self._requests: Iterator[bytes] = itertools.cycle(
+            [http_request(spec.host, spec.port, spec.path, body.encode()) for body in spec.bodies]
+        )
+
+    def next_request(self) -> bytes:
+        return next(self._requests)
+
+    def answered(self, num_tokens: int, ttft_s: float, latency_s: float) -> None:
+        if not self.is_measuring:
+            return
+        result = self.result
+        result.num_requests += 1
+        result.num_tokens += num_tokens
+        result.ttft.record(ttft_s)
+        result.latency.record(latency_s)
+        if result.num_requests == self.spec.max_requests:
+            self.enough.set()
+
+    def failed(self, what: str) -> None:
+        if self.is_measuring:
+            self.result.errors[what] += 1
+
+
+def http_request(host: str, port: int, path: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Connection(asyncio.Protocol):
+    """One socket: a request, its answer, the next request.
+
+    `closed` is set when the socket is gone.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.closed = asyncio.Event()
+        self.sent_at = 0.0
+        self.is_waiting = False
+        self._transport: asyncio.Transport | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._head = b""
+        self._is_ok = False
+        self._body_left: int | None = None  # of a plain answer; None while chunked or in the head
+        self._is_in_body = False
+        self._first_text_at = 0.0
+        self._last_data_at = 0.0
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
+        sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.is_waiting and not self._run.is_over:
+            self._run.failed(
+                f"connection lost: {type(exc).__name__ if exc else 'closed by server'}"
+            )
+        self.is_waiting = False
+        self.closed.set()
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        self._reset()
+        self.is_waiting = True
+        self.sent_at = time.perf_counter()
+        self._transport.write(self._run.next_request())
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if not self._is_in_body:
+            data = self._read_head(data)
+            if not self._is_in_body:
+                return
+        if self._body_left is not None:
+            self._read_plain(data, now)
+        else:
+            self._read_events(data, now)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Take the head off `data` (of all that came so far); returns what follows it."""
+        self._head += data
+        end = self._head.find(_HEADER_END)
+        if end < 0:
+            return b""
+        head, rest = self._head[: end + 2], self._head[end + 4 :]
+        self._is_in_body = True
+        self._is_ok = head.startswith(b"HTTP/1.1 200")
+        if not self._is_ok:
+            self._run.failed(f"status {head[9:12].decode('ascii', 'replace')}")
+        length = _CONTENT_LENGTH.search(head)
+        if length is not None:
+            self._body_left = int(length[1])
+        elif not _CHUNKED.search(head):
+            self._run.failed("no framing")
+            self._close()
+        else:
+            self._tail = b"\r\n"  # so that an empty body ends like any other
+        return rest
+
+    def _read_plain(self, data: bytes, now: float) -> None:
+        assert self._body_left is not None
+        self._body_left -= len(data)
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if self._body_left <= 0:
+            self._finish(now)
+
+    def _read_events(self, data: bytes, now: float) -> None:
+        if self._run.is_measuring and self._is_ok:
+            self._run.result.num_events += data.count(_EVENT)
+            if self._last_data_at:
+                self._run.result.gaps.record(now - self._last_data_at)
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if not self._first_text_at and _FIRST_TEXT.search(self._tail):
+            self._first_text_at = now
+        if self._first_text_at:
+            self._last_data_at = now
+        if self._tail.endswith(_LAST_CHUNK):
+            self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        self.is_waiting = False
+        if self._is_ok:
+            self._count(now)
+        think_s = self._run.spec.think_s
+        if self._run.is_over:
+            self._close()
+        elif self._is_ok and not think_s:
+            self._send()
+        elif self._is_ok:
+            asyncio.get_running_loop().call_later(think_s * random.uniform(0.5, 1.5), self._send)
+        else:
+            asyncio.get_running_loop().call_later(_RECONNECT_S, self._close)
+
+    def _count(self, now: float) -> None:
+        tokens = _COMPLETION_TOKENS.search(self._tail)
+        if tokens is None:
+            self._run.failed("no usage")
+            return
+        self._run.answered(
+            int(tokens[1]), (self._first_text_at or now) - self.sent_at, now - self.sent_at
+        )
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def run_load(
+    spec: LoadSpec, on_window: Callable[[bool], None] = lambda is_open: None
+) -> LoadResult:
+    """Drive the load: warm up, open the window, close it; `on_window` is told when it opens and
+    closes.
+    """
+    run = _Run(spec)
+    connections: dict[int, _Connection] = {}
+    tasks = [
+        asyncio.create_task(_keep_connected(run, connections, slot))
+        for slot in range(spec.concurrency)
+    ]
+    await asyncio.sleep(spec.warmup_s)
+    on_window(True)
+    run.is_measuring, began = True, time.perf_counter()
+    with contextlib.suppress(TimeoutError):  # the usual end: the window's time is over
+        await asyncio.wait_for(run.enough.wait(), spec.duration_s)
+    run.is_measuring, run.is_over = False, True
+    now = time.perf_counter()
+    on_window(False)
+    run.result.duration_s = now - began
+    run.result.num_stuck = sum(
+        c.is_waiting and now - c.sent_at > _STUCK_S for c in connections.values()
+    )
+    for connection in connections.values():
+        connection.abort()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return run.result
+
+
+async def _keep_connected(run: _Run, connections: dict[int, _Connection], slot: int) -> None:
+    loop = asyncio.get_running_loop()
+    while not run.is_over:
+        try:
+            _, connection = await loop.create_connection(
+                lambda: _Connection(run), run.spec.host, run.spec.port
+            )
+        except OSError as exc:
+            run.failed(f"connect: {type(exc).__name__}")
+            await asyncio.sleep(_RECONNECT_S)
+            continue
+        connections[slot] = connection
+        await connection.closed.wait()
+
+
+def chat_body(text: str, max_tokens: int, *, is_stream: bool, model: str = "default") -> str:
+    """A chat request that runs to `max_tokens` and reports usage."""
+    body: dict[str, Any] = {  # Any: a JSON document
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": is_stream,
+    }
+    if is_stream:
+        body["stream_options"] = {"include_usage": True}
+    return json.dumps(body)
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it halves what the generator costs."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
+
+
+def main(lines: Sequence[str]) -> None:
+    """A generator process: a LoadSpec on stdin, "open" and "close" and the result on stdout."""
+
+    def report(is_open: bool) -> None:
+        print("open" if is_open else "close", flush=True)
+
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        result = runner.run(run_load(LoadSpec.from_json("".join(lines)), report))
+    print(result.to_json(), flush=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.stdin.readlines())

@@ -1,0 +1,86 @@
+"""The mesh under test: started by pdmesh's own launcher on free ports, in a private directory."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from loadtests.harness.processes import ProcessSet
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import EngineKind, MeshSpec
+
+# As many requests as the widest scenario sends find room, so that no number shows admission's
+# refusals.
+_NUM_SLOTS: Final = 256
+_SIM_SETTINGS: Final = {
+    "SIM_LAW": "zero",
+    "SIM_EOS_PERIOD": "0",  # every answer runs to its max_tokens
+    "NUM_SLOTS": str(_NUM_SLOTS),
+    "MAX_RETRIEVALS": str(_NUM_SLOTS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOptions:
+    engine: EngineKind
+    num_gateways: int = 1
+    is_fusion: bool = False
+    model_dir: str = ""  # empty: the launcher's own
+
+    @property
+    def description(self) -> str:
+        instances = "1 fusion" if self.is_fusion else "1 prefill, 1 decode"
+        law = f", zero law, {_NUM_SLOTS} slots each" if self.engine == "sim" else ""
+        return f"{self.num_gateways} gateway(s), {instances} ({self.engine}{law})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMesh:
+    host: str
+    port: int
+    processes: ProcessSet
+    description: str
+
+
+@asynccontextmanager
+async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
+    """Up and ready; stopped, with its directory removed, at the end."""
+    with tempfile.TemporaryDirectory(prefix="pdmesh-load-") as directory:
+        async with Mesh(_spec(options), Path(directory), report=_report) as mesh:
+            url = urlsplit(mesh.http_url)
+            assert url.hostname is not None
+            assert url.port is not None
+            pids = {name: mesh.pid(name) for name in mesh.names}
+            yield RunningMesh(url.hostname, url.port, ProcessSet(pids), options.description)
+
+
+def _spec(options: MeshOptions) -> MeshSpec:
+    settings = instance_settings(options.engine)
+    return MeshSpec(
+        engine=options.engine,
+        model_dir=Path(options.model_dir) if options.model_dir else None,
+        num_prefill=0 if options.is_fusion else 1,
+        num_decode=0 if options.is_fusion else 1,
+        num_fusion=1 if options.is_fusion else 0,
+        num_gateways=options.num_gateways,
+        http_port=0,
+        grpc_port=0,
+        service_env={
+            "prefill": {f"PDMESH_PREFILL_{key}": value for key, value in settings.items()},
+            "decode": {f"PDMESH_DECODE_{key}": value for key, value in settings.items()},
+        },
+    )
+
+
+def instance_settings(engine: EngineKind) -> dict[str, str]:
+    return _SIM_SETTINGS if engine == "sim" else {}
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""What moving KV cost, as figures, bars, pages and plots."""

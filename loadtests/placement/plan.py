@@ -1,0 +1,270 @@
+"""What one placement decision costs, in the core and through gRPC, by the number of workers
+(`make bench NAME=plan`).
+
+python -m loadtests.placement.plan --out loadtests/results/plan-2026-11-21
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from loadtests.harness.processes import ProcessSet, cpu_between
+from loadtests.harness.results import quantile, write
+from loadtests.traffic.workloads import block_name
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    InstanceRecorded,
+    LoadReported,
+    PrefillComputed,
+)
+from pdmesh.core.placement.instance import Identity
+from pdmesh.core.placement.plan import Placement, Plan
+from pdmesh.core.placement.policies import Query
+from pdmesh.core.request.backpressure import Backpressure
+from pdmesh.lifecycle import calm_the_collector
+from pdmesh.net.grpc import rpc
+from pdmesh.services.master_scheduler.placement.servicer import SchedulerServicer
+from pdmesh.v1 import scheduler_service_pb2
+from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
+from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+NUM_BLOCKS: Final = 128  # of 64 tokens each
+_PREFIXES: Final = 64  # in use; each is held by three prefills up to half of its length
+
+
+def build(num_workers: int) -> tuple[Placement, PrefixIndex]:
+    """Half prefills, half decodes, under load, with an index of what they hold."""
+    rng, fleet, index = random.Random(1), Fleet(), PrefixIndex()
+    prefills = [f"prefill-{i}" for i in range(num_workers // 2)]
+    for role, names in (
+        (Role.PREFILL, prefills),
+        (Role.DECODE, [f"decode-{i}" for i in range(num_workers - len(prefills))]),
+    ):
+        for name in names:
+            identity = Identity(name, 1, role, "g0", "default", "m", "f", 64, 64, 16384, 131_072)
+            fleet.handle(InstanceRecorded(identity), 0.0)
+            done = [PrefillComputed(f"x{i}", 1000 * i, 0, 0.02 * i) for i in range(1, 6)]
+            report = LoadReported(name, 1, 64, rng.randrange(60), 9000, False, (), done)
+            fleet.handle(report, 0.0)
+    sequences = dict.fromkeys(prefills, 0)
+    for prefix in range(_PREFIXES):
+        for name in rng.sample(prefills, min(3, len(prefills))):
+            sequences[name] += 1
+            blocks = prompt(prefix)[: NUM_BLOCKS // 2]
+            index.apply(IndexDelta(name, 1, sequences[name], stored=blocks))
+    return Placement(fleet, random.Random(2)), index
+
+
+def prompt(number: int) -> list[bytes]:
+    return [block_name(number, part) for part in range(NUM_BLOCKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Times in milliseconds, over `num` decisions.
+
+    `cpu_ms`: of the deciding process, for one decision, gRPC included where it is used.
+    """
+
+    how: str
+    num_workers: int
+    batch: int
+    num: int
+    per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float
+
+
+def in_process(num_workers: int, count: int) -> Cost:
+    """Match and plan, with the reports that settle what was booked.
+
+    CPU time: what else the machine does is not its cost.
+    """
+    placement, index = build(num_workers)
+    calm_the_collector()  # as in a service
+    prompts = [prompt(i) for i in range(_PREFIXES)]
+    times, now = [], 0.0
+    for number in range(count):
+        now += 0.001
+        query = Query(
+            block_hashes=prompts[number % _PREFIXES],
+            num_prompt_tokens=NUM_BLOCKS * 64,
+            max_tokens=256,
+            request_id=f"r{number}",
+        )
+        began = time.thread_time()
+        matches = index.match(query.block_hashes)
+        plan = placement.plan(query, matches, now, num_cached=index.num_blocks_of)
+        times.append(time.thread_time() - began)
+        assert isinstance(plan, Plan)
+        _settle(placement, plan, query.request_id, now)
+    return _cost("core", num_workers, 1, times, sum(times), count, sum(times))
+
+
+def _settle(placement: Placement, plan: Plan, request_id: str, now: float) -> None:
+    fleet = placement.fleet
+    for chosen, is_prefill in ((plan.prefills[0], True), (plan.decodes[0], False)):
+        used = fleet.instances[chosen.instance_id].num_slots_used
+        done = [PrefillComputed(request_id, NUM_BLOCKS * 64, 0, 0.14)] if is_prefill else []
+        report = LoadReported(chosen.instance_id, 1, 64, used, 9000, False, (request_id,), done)
+        fleet.handle(report, now)
+
+
+def _cost(
+    how: str,
+    num_workers: int,
+    batch: int,
+    times: Sequence[float],
+    wall_s: float,
+    count: int,
+    cpu_s: float,
+) -> Cost:
+    ordered = sorted(times)
+    p50, p99 = (1e3 * quantile(ordered, q) for q in (0.5, 0.99))
+    return Cost(how, num_workers, batch, count, count / wall_s, p50, p99, 1e3 * cpu_s / count)
+
+
+# --- through gRPC ---------------------------------------------------------------------------------
+
+
+def _no_rate(scenario: str, now: float) -> float:
+    return 0.0
+
+
+def _serve(num_workers: int, pipe: Connection) -> None:
+    quiet = structlog.make_filtering_bound_logger(logging.INFO)  # as a master is by default
+    structlog.configure(wrapper_class=quiet)
+
+    async def serve() -> None:
+        placement, index = build(num_workers)
+        view: Any = None  # only ListGroups reads it
+        servicer = SchedulerServicer(
+            placement, index, GroupTracker(), Backpressure(_no_rate), view, lambda: (True, 1)
+        )
+        server = rpc.server()
+        service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+        rpc.add_service(server, service, servicer)
+        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        calm_the_collector()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+@contextmanager
+def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
+    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse.
+
+    Yields its port and what it costs.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(num_workers, there), daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield here.recv(), ProcessSet({"master": process.pid})
+    finally:
+        process.kill()
+        process.join()
+
+
+async def _ask(
+    port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
+) -> Cost:
+    """Each stream, one gateway's, has one question of `batch` queries under way."""
+    queries = [
+        PlanQuery(
+            request_id=f"q{i}",
+            block_hashes=prompt(i % _PREFIXES),
+            num_prompt_tokens=NUM_BLOCKS * 64,
+            max_tokens=256,
+        )
+        for i in range(batch)
+    ]
+    request = PlanStreamRequest(request=PlanRequest(gateway_id="bench", queries=queries))
+    times: list[float] = []
+    channel = rpc.channel(f"127.0.0.1:{port}")
+    stub: Any = SchedulerServiceStub(channel)  # the stubs do not type calls without an iterator
+
+    async def gateway() -> None:
+        call = stub.PlanStream()
+        for _ in range(count // num_streams // batch):
+            began = time.perf_counter()
+            await call.write(request)
+            response = await call.read()
+            times.append(time.perf_counter() - began)
+            assert len(response.response.results) == batch
+        await call.done_writing()
+
+    before, began = processes.costs(), time.perf_counter()
+    await asyncio.gather(*(gateway() for _ in range(num_streams)))
+    wall_s = time.perf_counter() - began
+    cpu_s = cpu_between(before, processes.costs())["master"]
+    await channel.close(None)
+    how = f"gRPC, {num_streams} gateway{'s' * (num_streams > 1)}"
+    return _cost(how, num_workers, batch, times, wall_s, len(times) * batch, cpu_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--workers", default="10,100,1000")
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    options = parser.parse_args()
+    costs = []
+    for num_workers in map(int, options.workers.split(",")):
+        costs.append(in_process(num_workers, options.count))
+        with master(num_workers) as (port, processes):
+            for batch, streams in ((1, 1), (1, 4), (16, 2)):
+                asked = _ask(port, processes, num_workers, batch, streams, options.count)
+                costs.append(asyncio.run(asked))
+    lines = [
+        "| where | workers | queries a message | decisions/s | p50 ms | p99 ms | CPU ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        (
+            f"| {c.how} | {c.num_workers} | {c.batch} | {c.per_s:,.0f} | {c.p50_ms:.3f} | "
+            f"{c.p99_ms:.3f} | {c.cpu_ms:.3f} |"
+        )
+        for c in costs
+    ]
+    text = "\n".join(lines)
+    print(text)
+    if options.out:
+        write(
+            options.out,
+            "loadtests.placement.plan",
+            "The cost of a placement decision",
+            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. The core's times are "
+            "of its thread's CPU; a message's through gRPC are of the"
+            " clock, for all its queries, while client and master share the machine. CPU: the "
+            "master's, for one query.",
+            text,
+            costs=[asdict(cost) for cost in costs],
+        )
+
+
+if __name__ == "__main__":
+    main()

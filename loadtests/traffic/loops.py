@@ -1,0 +1,219 @@
+"""Workloads sent to a real mesh over HTTP: open loop at their own times, or users in a closed loop.
+
+Each request is a streamed completion of token ids, so that its length and what it shares with
+others are exactly the workload's. An open loop never waits for answers: what is late is late.
+`loadtests.traffic.replay --ceiling` says what the generator itself carries, against canned answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from loadtests.traffic.workloads import Arrival
+
+_TOKEN_IDS: Final = range(20, 200)  # single bytes in every vocabulary we serve
+_CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
+_COMPLETION: Final = re.compile(rb'"completion_tokens": ?(\d+)')
+_HAS_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
+_PATH: Final = "/v1/completions"
+_GIVE_UP_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got.
+
+    Times in seconds since it was sent; inf if it never got there. `status` 0: no answer.
+    """
+
+    arrival: Arrival
+    sent_at: float  # since the run began
+    lag_s: float = 0.0  # behind its time, by the generator's own fault
+    status: int = 0
+    ttft_s: float = math.inf
+    e2e_s: float = math.inf
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        return self.status == 200 and self.num_tokens > 0
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.e2e_s - self.ttft_s) / max(1, self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`names_scenario`: requests carry their scenario, and the mesh has a group for each."""
+
+    host: str
+    port: int
+    block_size: int = 64
+    model: str = "default"
+    names_scenario: bool = False
+
+    @classmethod
+    def at(cls, url: str, *, block_size: int = 64, names_scenario: bool = False) -> Target:
+        """Raises ValueError if no host is in `url`."""
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ValueError(f"{url}: it must look like http://127.0.0.1:8000")
+        return cls(parts.hostname, parts.port or 80, block_size, names_scenario=names_scenario)
+
+    def request(self, arrival: Arrival) -> bytes:
+        body = json.dumps(
+            {
+                "model": self.model,
+                "prompt": prompt_tokens(arrival, self.block_size),
+                "max_tokens": arrival.num_output_tokens,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "chat_id": arrival.chat_id,
+                **({"scenario": arrival.scenario} if self.names_scenario else {}),
+            }
+        ).encode()
+        head = (
+            f"POST {_PATH} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+def prompt_tokens(arrival: Arrival, block_size: int) -> list[int]:
+    """Named blocks always give the same tokens; the rest is this request's own."""
+    tokens = [token for name in arrival.blocks for token in _block_tokens(name, block_size)]
+    rng = random.Random(arrival.at_s)
+    rest = arrival.num_prompt_tokens - len(tokens)
+    return [*tokens, *rng.choices(_TOKEN_IDS, k=max(0, rest))]
+
+
+@functools.lru_cache(maxsize=65_536)
+def _block_tokens(name: bytes, block_size: int) -> tuple[int, ...]:
+    return tuple(random.Random(name).choices(_TOKEN_IDS, k=block_size))
+
+
+class Connections:
+    """Kept-alive connections, made when none is idle; at most as many as requests are under way."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, answer: Answer) -> None:
+        """Fills the answer in. A connection that broke, or was never made, gives status 0."""
+        request = self._target.request(answer.arrival)
+        try:
+            reader, writer = await self._open()
+        except OSError:
+            return
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(_GIVE_UP_S):
+                writer.write(request)
+                is_reusable = await _read(reader, answer, began)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            is_reusable = False
+        if is_reusable:
+            self._idle.append((reader, writer))
+        else:
+            writer.close()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._idle:
+            return self._idle.pop()
+        return await asyncio.open_connection(self._target.host, self._target.port)
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, answer: Answer, began: float) -> bool:
+    """True if the connection can be used again."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    status = int(head[9:12])
+    length = re.search(rb"content-length: *(\d+)", head)
+    if length is not None:
+        await reader.readexactly(int(length[1]))
+    else:
+        await _read_events(reader, answer, began)
+    answer.e2e_s = time.perf_counter() - began
+    answer.status = status
+    return b"connection: close" not in head
+
+
+async def _read_events(reader: asyncio.StreamReader, answer: Answer, began: float) -> None:
+    tail = b""
+    while size := int((await reader.readline()).strip() or b"0", 16):
+        chunk = (await reader.readexactly(size + 2))[:-2]
+        if math.isinf(answer.ttft_s) and _HAS_TEXT.search(chunk):
+            answer.ttft_s = time.perf_counter() - began
+        tail = (tail + chunk)[-4096:]
+    await reader.readline()
+    tokens, cached = _COMPLETION.search(tail), _CACHED.search(tail)
+    answer.num_tokens = int(tokens[1]) if tokens else 0
+    answer.num_cached_tokens = int(cached[1]) if cached else 0
+
+
+async def open_loop(
+    target: Target, arrivals: Sequence[Arrival], on_answer: Callable[[Answer], None]
+) -> list[Answer]:
+    """Each request at its own time, whatever became of those before."""
+    connections, answers = Connections(target), []
+    tasks: set[asyncio.Task[None]] = set()
+    began = time.perf_counter()
+
+    async def ask(answer: Answer) -> None:
+        await connections.ask(answer)
+        on_answer(answer)
+
+    for arrival in arrivals:
+        due = began + arrival.at_s
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        now = time.perf_counter()
+        answer = Answer(arrival, now - began, lag_s=now - due)
+        answers.append(answer)
+        task = asyncio.create_task(ask(answer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    connections.close()
+    return answers
+
+
+async def closed_loop(
+    target: Target,
+    num_users: int,
+    next_request: Callable[[], Arrival],
+    *,
+    think_s: Callable[[], float],
+    duration_s: float,
+) -> list[Answer]:
+    """Each user asks, reads the answer or the refusal, thinks, and asks again."""
+    connections, answers = Connections(target), []
+    began = time.perf_counter()
+
+    async def user() -> None:
+        await asyncio.sleep(think_s())
+        while (now := time.perf_counter() - began) < duration_s:
+            answer = Answer(next_request(), now)
+            await connections.ask(answer)
+            answers.append(answer)
+            await asyncio.sleep(think_s())
+
+    await asyncio.gather(*(user() for _ in range(num_users)))
+    connections.close()
+    return answers

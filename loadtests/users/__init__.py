@@ -1,0 +1,1 @@
+"""Users from A to 4A on twelve prefills: on demand against queues at the workers."""

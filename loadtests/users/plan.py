@@ -1,0 +1,75 @@
+"""What users A to 4A ask, and of what mesh (S7, S45, S62): prompts that hit prefixes of different
+length, and two ways to wait.
+
+As where P/D-Serve shows why queues fail (section 2.2.2): prompts of one scenario, equally long, of
+which a prefill computes more or less by the prefix it holds, and reports of queues every 100 ms. A
+first token counts within 0.5 s, three times what a prompt takes on an idle prefill, whoever
+forwards (S9: an SLO for each scenario).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from loadtests.traffic.workloads import Arrival, block_name
+from pdmesh.engine.laws import SMOLLM2_CPU
+
+LAW: Final = SMOLLM2_CPU
+NUM_PREFILL: Final = 12
+NUM_DECODE: Final = 2
+PREFILL_SLOTS: Final = 2  # b_p: the next prompt computes while the last one's KV is taken
+QUEUE: Final = 64
+DECODE_SLOTS: Final = 64
+BLOCK_SIZE: Final = 64
+NUM_TOKENS: Final = 768
+PREFIX_TOKENS: Final = (320, 384, 448)  # half of a prompt on average
+NUM_OUTPUT: Final = 2
+
+# Of a prompt whose prefix the prefill holds, computed alone. With b_p prompts at once the engine
+# takes b_p times as long for each.
+MEAN_PREFILL_S: Final = statistics.mean(
+    LAW.prefill_s(NUM_TOKENS - prefix, prefix) for prefix in PREFIX_TOKENS
+)
+CAPACITY_PER_S: Final = NUM_PREFILL * PREFILL_SLOTS / (PREFILL_SLOTS * MEAN_PREFILL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to wait: a placement policy by its name, and how many prompts a prefill takes at
+    once.
+    """
+
+    name: str
+    policy: str
+    prefill_slots: int
+
+
+ON_DEMAND: Final = Variant("on demand", "default", PREFILL_SLOTS)
+QUEUES: Final = Variant("queues, shortest by 100 ms reports", "shortest_queue", QUEUE)
+
+
+class Prompts:
+    """Prompts one after the other: one of the prefixes by chance, then what no other prompt has."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._numbers = random.Random(seed), itertools.count(1)
+
+    def __call__(self) -> Arrival:
+        number, prefix_tokens = next(self._numbers), self._rng.choice(PREFIX_TOKENS)
+        num_shared = prefix_tokens // BLOCK_SIZE
+        names = [
+            block_name(-prefix_tokens, part) if part < num_shared else block_name(number, part)
+            for part in range(NUM_TOKENS // BLOCK_SIZE)
+        ]
+        return Arrival(0.0, NUM_TOKENS, NUM_OUTPUT, tuple(names))
+
+
+def thinking(seed: int, mean_s: float) -> Callable[[], float]:
+    """Seconds from an answer to the next question."""
+    rng = random.Random(seed)
+    return lambda: rng.uniform(0.5 * mean_s, 1.5 * mean_s)
