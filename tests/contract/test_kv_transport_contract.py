@@ -169,6 +169,16 @@ async def test_another_model_is_refused(transport: MakeTransport) -> None:
         assert await refused(pair) == "KV_REFUSED_WRONG_MODEL"
 
 
+@pytest.mark.req("S13")
+async def test_another_group_is_refused(transport: MakeTransport) -> None:
+    async with kv_pair(transport, receiver_group="other") as pair:
+        pair.stage(SMALL)
+        assert await refused(pair) == "KV_REFUSED_WRONG_GROUP"
+        assert pair.receiver_events == [AgentLandingFreed(0)]
+        assert pair.sender.stats().bytes_sent == 0
+        assert pair.sender.num_tickets == 1, "a refusal costs the ticket nothing"
+
+
 class FlipOneBit(AgentHooks):
     def on_received(self, payload: ByteArray) -> None:
         payload[payload.size // 2] ^= 1

@@ -48,6 +48,7 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
+    group_id: str = ""  # KV is handed on within it alone
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
@@ -112,7 +113,9 @@ def build_sim(
     landing_bytes = settings.receives_kv * (
         settings.landing_bytes or settings.max_retrievals * prompt_bytes
     )
-    identity = AgentIdentity(settings.instance_id, settings.incarnation, fingerprint, 0)
+    identity = AgentIdentity(
+        settings.instance_id, settings.incarnation, fingerprint, group_id=settings.group_id
+    )
     tiers = _sim_tiers(settings, params, fingerprint) if settings.tiers.is_on else None
 
     def make_agent(on_event: Callable[[AgentEvent], None]) -> KvAgent:
@@ -193,6 +196,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
         kv_host=settings.kv_host,
+        group_id=settings.group_id,
         lease_s=settings.ticket_lease_s,
         max_pulls=settings.max_pulls,
         max_model_len=settings.max_model_len,

@@ -77,6 +77,7 @@ async def kv_pair(
     hooks: AgentHooks | None = None,
     sender_hooks: AgentHooks | None = None,
     receiver_fingerprint: str = FINGERPRINT,
+    receiver_group: str = "g",
     blocks: BlockSource | None = None,
     quarantine: Quarantine[str] | None = None,
 ) -> AsyncIterator[KvPair]:
@@ -86,7 +87,7 @@ async def kv_pair(
     transports = make_transport(), make_transport()
     sender = KvAgent(
         transports[0],
-        AgentIdentity("prefill-0", INCARNATION, FINGERPRINT),
+        AgentIdentity("prefill-0", INCARNATION, FINGERPRINT, group_id="g"),
         staging_bytes=ARENA_BYTES,
         landing_bytes=0,
         on_event=sender_events.append,
@@ -95,7 +96,7 @@ async def kv_pair(
     )
     receiver = KvAgent(
         transports[1],
-        AgentIdentity("decode-0", INCARNATION + 1, receiver_fingerprint),
+        AgentIdentity("decode-0", INCARNATION + 1, receiver_fingerprint, group_id=receiver_group),
         staging_bytes=0,
         landing_bytes=ARENA_BYTES,
         on_event=receiver_events.append,

@@ -54,6 +54,7 @@ class VllmConfig:
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
+    group_id: str = ""  # KV is handed on within it alone
     max_pulls: int = 64  # of KV, at once
     lease_s: float = 10.0  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
@@ -222,6 +223,7 @@ def connector_config(config: VllmConfig, private_dir: Path, computation: str) ->
         "staging_bytes": config.staging_bytes,
         "landing_bytes": config.landing_bytes,
         "kv_host": config.kv_host,
+        "group_id": config.group_id,
         "block_size": config.block_size,
         "tiers": config.tiers.to_plain() if config.tiers.is_on else None,
         "max_pulls": config.max_pulls,

@@ -104,6 +104,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,
         kv_host=settings.inner_host,
+        group_id=settings.group_id,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,

@@ -24,7 +24,7 @@ from pdmesh.core.kv.transfer.quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena
-from pdmesh.kv.agent.checksums import decode_hash, fingerprint_hash
+from pdmesh.kv.agent.checksums import decode_hash, fingerprint_hash, group_hash
 from pdmesh.kv.agent.connections import ConnectionPool, Peers
 from pdmesh.kv.agent.handler import AgentHandler
 from pdmesh.kv.agent.probes import KvProbe
@@ -251,6 +251,7 @@ class KvAgent:
                 heads=heads,
                 num_takers=num_takers,
                 decode=decode_hash(identity.instance_id, identity.incarnation, leg),
+                group_hash=group_hash(identity.group_id),
                 on_range=on_range,
                 on_silent=on_silent,
                 on_freed=lambda: self.give_back(landing),

@@ -22,6 +22,10 @@ def fingerprint_hash(fingerprint: str) -> int:
     return xxhash.xxh3_64_intdigest(fingerprint.encode())
 
 
+def group_hash(group_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(group_id.encode())
+
+
 def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
     """The same at all ranks of a decode for one leg, and different for every other leg and
     decode.

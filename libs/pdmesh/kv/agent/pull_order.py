@@ -60,6 +60,7 @@ def order_ticket(
     heads: tuple[int, int] | None,
     num_takers: int,
     decode: int,
+    group_hash: int,
     on_range: OnRange | None,
     on_silent: Callable[[], None],
     on_freed: Callable[[], None],
@@ -72,7 +73,7 @@ def order_ticket(
     first_head, num_heads = heads or (0, 0)
 
     def make_message(pull_id: int) -> wire.Question:
-        # The fingerprint is ours: the sender compares it with its own.
+        # Fingerprint and group are ours: the sender compares them with its own.
         return wire.Pull(
             pull_id,
             ticket.ticket_id,
@@ -84,6 +85,7 @@ def order_ticket(
             num_heads,
             num_takers,
             decode,
+            group_hash,
         )
 
     # How many bytes of it a part has depends on the sender's layout, which the ticket does not

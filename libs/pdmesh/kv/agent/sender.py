@@ -28,7 +28,7 @@ from pdmesh.core.kv.transfer.ticket import (
 from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.arena_memory import ArenaMemory
-from pdmesh.kv.agent.checksums import INLINE_BYTES, fingerprint_hash
+from pdmesh.kv.agent.checksums import INLINE_BYTES, fingerprint_hash, group_hash
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.probes import probe_bytes
 from pdmesh.kv.agent.staged import LentBlocks, StagedRange
@@ -67,7 +67,8 @@ class SenderHalf:
         self._hooks = hooks
         self._blocks = blocks
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
-        self._book = book.TicketBook(identity.incarnation, self._fingerprint_hash)
+        self._group_hash = group_hash(identity.group_id)
+        self._book = book.TicketBook(identity.incarnation, self._fingerprint_hash, self._group_hash)
         self._staged: dict[str, StagedRange | LentBlocks] = {}
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
@@ -197,6 +198,7 @@ class SenderHalf:
                 heads,
                 message.num_takers,
                 message.decode,
+                message.group_hash,
                 wire.question(message),
             )
         )
@@ -249,8 +251,9 @@ class SenderHalf:
         self._num_fetches += 1
         self.handle(tx.LayersReady(ticket_id, 1))
         ours = (self._identity.incarnation, self._fingerprint_hash)
-        question = wire.question(message)
-        self.handle(tx.PullAsked(peer, message.pull_id, ticket_id, 0, *ours, question=question))
+        asked = tx.PullAsked(peer, message.pull_id, ticket_id, 0, *ours)
+        asked.group_hash, asked.question = self._group_hash, wire.question(message)
+        self.handle(asked)
 
     def _refusal(self, message: wire.Fetch | wire.Probe) -> Refusal | None:
         if message.incarnation != self._identity.incarnation:

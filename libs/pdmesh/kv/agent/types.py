@@ -15,6 +15,7 @@ class AgentIdentity:
     incarnation: int
     model_fingerprint: str
     rank: int = 0
+    group_id: str = ""  # KV is handed on within it alone (S13)
 
 
 @dataclass(frozen=True, slots=True)

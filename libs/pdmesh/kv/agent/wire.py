@@ -28,7 +28,7 @@ from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
-VERSION = 3
+VERSION = 4
 
 MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
 MAX_RANGES = MAX_SPANS
@@ -41,8 +41,9 @@ _HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message byt
 _SEAL = struct.Struct("<Q")  # after the head: xxh3_64 of the head and of what follows the seal
 BODY_AT = _HEAD.size + _SEAL.size
 _KIND_AT = 5
-# attempt, incarnation, fingerprint, first block, first head, heads, takers, decode, ticket id bytes
-_PULL = struct.Struct("<IQQIIIBQH")
+# attempt, incarnation, fingerprint, first block, first head, heads, takers, decode, group, bytes of
+# the ticket id
+_PULL = struct.Struct("<IQQIIIBQQH")
 _FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, names
 _PROBE = struct.Struct(f"<QQ{NAME_BYTES}s")  # incarnation, fingerprint, nonce
 _RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
@@ -84,6 +85,7 @@ class Pull:
     num_heads: int = 0
     num_takers: int = 1
     decode: int = 0  # distinguishes the takers of one decode from those of another
+    group_hash: int = 0  # of the receiver: its own group alone hands KV to it
 
 
 @dataclass(slots=True)
@@ -208,6 +210,7 @@ def _plain(message: Message) -> bytes:
                 message.num_heads,
                 message.num_takers,
                 message.decode,
+                message.group_hash,
                 len(name),
             )
             return _head(Kind.PULL, message.pull_id, len(body) + len(name)) + body + name
@@ -282,7 +285,7 @@ def _parse_pull(pull_id: int, data: memoryview) -> Pull:
     _need(data, _PULL.size)
     fields = _PULL.unpack_from(data)
     attempt, incarnation, fingerprint, first_block, first_head, num_heads = fields[:6]
-    num_takers, decode, size = fields[6:]
+    num_takers, decode, group, size = fields[6:]
     if not num_takers:
         raise WireError("a pull for nobody")
     return Pull(
@@ -296,6 +299,7 @@ def _parse_pull(pull_id: int, data: memoryview) -> Pull:
         num_heads,
         num_takers,
         decode,
+        group,
     )
 
 

@@ -105,9 +105,10 @@ class _Ticket:
 class TicketBook:
     """One agent's tickets. `handle` is the only way to change it."""
 
-    def __init__(self, incarnation: int, fingerprint_hash: int) -> None:
+    def __init__(self, incarnation: int, fingerprint_hash: int, group_hash: int = 0) -> None:
         self._incarnation = incarnation
         self._fingerprint_hash = fingerprint_hash
+        self._group_hash = group_hash
         self._tickets: dict[str, _Ticket] = {}
         self._tickets_by_pull: dict[_Key, str] = {}
         self._heard_at: dict[int, float] = {}  # by peer: when it asked, took or renewed last
@@ -221,6 +222,8 @@ class TicketBook:
             return Refusal.WRONG_INCARNATION
         if event.fingerprint_hash != self._fingerprint_hash:
             return Refusal.WRONG_MODEL
+        if event.group_hash != self._group_hash:
+            return Refusal.WRONG_GROUP
         if ticket is None:
             return Refusal.UNKNOWN_TICKET
         if event.attempt != ticket.attempt:

@@ -55,6 +55,7 @@ class PullAsked:
     heads: tuple[int, int] | None = None
     num_takers: int = 1
     decode: int = 0
+    group_hash: int = 0
     question: int = 0
 
 

@@ -66,6 +66,7 @@ class Refusal(IntEnum):
     BAD_RANGE = 7
     TOO_MANY_PULLS = 8
     STOPPED = 10  # the receiver asked the sender to stop
+    WRONG_GROUP = 11
 
 
 class PullFailure(StrEnum):

@@ -33,7 +33,7 @@ LAYERS = LAYOUT.parts(chunk_bytes=40)  # one layer each
 def book_with_ticket(
     lease_s: float = 10.0, *, num_ready: int = 4, chunk_bytes: int = 1000, is_single: bool = False
 ) -> TicketBook:
-    book = TicketBook(incarnation=7, fingerprint_hash=11)
+    book = TicketBook(incarnation=7, fingerprint_hash=11, group_hash=13)
     book.handle(tx.OpenAsked("t", 1, LAYOUT, lease_s, chunk_bytes, is_single), now=0.0)
     book.handle(tx.LayersReady("t", num_ready), now=0.0)
     return book
@@ -51,6 +51,7 @@ def ask(
     heads: tuple[int, int] | None = None,
     num_takers: int = 1,
     decode: int = 0,
+    group: int = 13,
 ) -> tx.PullAsked:
     return tx.PullAsked(
         peer,
@@ -63,6 +64,7 @@ def ask(
         heads,
         num_takers,
         decode,
+        group,
     )
 
 
@@ -94,6 +96,8 @@ def test_an_ack_that_overtakes_the_end_of_its_send_waits_for_it() -> None:
     [
         (ask(incarnation=8), Refusal.WRONG_INCARNATION),
         (ask(fingerprint=12), Refusal.WRONG_MODEL),
+        (ask(group=14), Refusal.WRONG_GROUP),
+        (ask(group=14, ticket_id="u"), Refusal.WRONG_GROUP),
         (ask(ticket_id="u"), Refusal.UNKNOWN_TICKET),
         (ask(attempt=2), Refusal.WRONG_ATTEMPT),
         (ask(first_block=5), Refusal.BAD_RANGE),

@@ -134,7 +134,11 @@ class HandoffWorker:
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or comes
         identity = AgentIdentity(
-            config["instance_id"], config["incarnation"], self._fingerprint, self._rank
+            config["instance_id"],
+            config["incarnation"],
+            self._fingerprint,
+            self._rank,
+            config["group_id"],
         )
         agent = self._agent = AgentThread(lambda: self._make_agent(identity), die=_die)
         address = agent.start()
