@@ -39,13 +39,13 @@ from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.keep import keep_answer
-from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key
 from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
-from pdmesh.engine.sim.tier_lane import TierLane
+from pdmesh.engine.sim.tier_lane import FetchedBlocks, TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed, KvFormatMismatch
 from pdmesh.kv.agent import types as kv_events
@@ -93,30 +93,16 @@ class SimEngine:
         self._batch = DecodeBatch(self._model, config.num_slots)
         self._agent = make_agent(self._on_agent_event)
         self._stager = Stager(config, self._memory, self._agent)
+        kv = SimKv(self._memory, self._pool)
         self._retriever = Retriever(
-            self._model,
-            self._memory,
-            self._pool,
-            self._agent,
-            config.max_pulls,
-            self._emit,
-            self._on_retrieved,
-            self._die,
+            kv, self._agent, config.max_pulls, self._emit, self._on_retrieved, self._die
         )
         self._tiers: TierLane | None = None
         if tiers is not None:
             if find_holders is not None:
                 tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s)
-            self._tiers = TierLane(
-                tiers,
-                config.tier_timeout_s,
-                self._memory,
-                self._pool,
-                self._emit,
-                self._arrive,
-                self._die,
-                find_holders,
-            )
+            source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
+            self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}

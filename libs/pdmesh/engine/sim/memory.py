@@ -7,10 +7,12 @@ of a sequence is always taken from these bytes, never from its tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.model import SimModel, Words
 from pdmesh.kv.device.scatter import HostBlocks
 
@@ -69,3 +71,11 @@ class PagedMemory:
         words = self._bytes[:, used].view(np.uint64)
         tokens = words.reshape(params.num_layers, -1, params.token_bytes // 8)[:, :num_tokens]
         return self.model.digest(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SimKv:
+    """The blocks' bytes, and which blocks are in use under which names."""
+
+    memory: PagedMemory
+    pool: BlockPool

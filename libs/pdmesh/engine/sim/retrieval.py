@@ -1,9 +1,8 @@
-"""Retrieving KV at the sim engine's decode half: pull, scatter into fresh blocks, read the digest back.
+"""Retrieving KV at the sim engine's decode half: pull, scatter into fresh blocks, read the digest
+back.
 
-Pulls run beside the step loop, so that running sequences go on drawing (S52); each verified range is scattered as it
-lands. One that ends lets the next begin (S53). A decode that was started before token 1 is known does not wait
-its turn, since its KV comes at the pace of prefill, and joins when both are there. A landing range is given back
-exactly once, when the agent or this code knows that no late write can reach it.
+`core.kv.transfer.incoming_blocks` decides, as it does for vLLM's workers. Pulls run beside the step
+loop, so that running sequences go on drawing (S52).
 """
 
 from __future__ import annotations
@@ -14,21 +13,44 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from pdmesh import failpoints
-from pdmesh.core.kv.transfer.pull_queue import PullQueue
+from pdmesh.core.kv.transfer.incoming_blocks import IncomingBlocks
+from pdmesh.core.kv.transfer.incoming_events import (
+    AgentLandingFreed,
+    BoundSilence,
+    CancelPull,
+    CompleteLoad,
+    FirstTokenKnown,
+    IncomingEffect,
+    IncomingEvent,
+    KeepLease,
+    LoadCancelled,
+    LoadFailure,
+    LoadStarted,
+    PullEnded,
+    PullFellSilent,
+    RangeScattered,
+    RangeVerified,
+    ReleaseBlocks,
+    ReportLoad,
+    StartPull,
+    StopRenewing,
+)
+from pdmesh.core.kv.transfer.receiver_events import FreeLanding
 from pdmesh.core.kv.transfer.ticket import PullFailure
+from pdmesh.core.model import Tick
 from pdmesh.engine.base import DecodeJob, Failed, KvPulling, KvReceived, LandingFreed, Output
-from pdmesh.engine.sim.block_pool import BlockPool
-from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.engine.sim.model import SimModel
+from pdmesh.engine.sim.memory import SimKv
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
+
+T = TypeVar("T")
 
 _TICK_S: Final = 0.01  # more than a loop's timers may be early
 _QUICK_BYTES: Final = 1 << 20  # of KV: read within the loop's turn, a thread would cost more
@@ -47,39 +69,33 @@ class Retrieved:
 
 @dataclass(slots=True)
 class _Retrieval:
-    """From `begin` until it joined, failed or was aborted. `blocks` are held while it is pulled and after."""
+    """From `begin` until its sequence joined or its blocks were released."""
 
     job: DecodeJob
     first_token: int | None
-    deadline: float
-    started: float
-    blocks: list[int] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None  # of the pull, from its turn on
-    has_kv: bool = False
-    digest: int = 0  # of it
-    waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
+    blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
+    pull: asyncio.Task[LoadFailure | None] | None = None  # from its turn on
+    has_landing: bool = True  # it is ours: nothing was asked for yet, or all of it came
+    digest: int | None = None  # of its KV, once that was read
+    is_complete: bool = False
 
 
 class Retriever:
     def __init__(
         self,
-        model: SimModel,
-        memory: PagedMemory,
-        pool: BlockPool,
+        kv: SimKv,
         agent: KvAgent,
         max_pulls: int,
         emit: Callable[[Output], None],
         on_retrieved: Callable[[Retrieved], None],
         die: Callable[[BaseException], None],
     ) -> None:
-        self._model, self._memory, self._pool = model, memory, pool
+        self._memory, self._pool = kv.memory, kv.pool
         self._emit, self._on_retrieved = emit, on_retrieved
         self._agent, self._die = agent, die
-        self._queue: PullQueue[int] = PullQueue(max_pulls)
+        self._loads = IncomingBlocks(max_pulls)
         self._retrievals: dict[int, _Retrieval] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._landings: dict[int, int] = {}  # offset -> leg
-        self._pulling: dict[int, _Pull] = {}  # by offset of the landing
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def num_retrieving(self) -> int:
@@ -87,175 +103,171 @@ class Retriever:
 
     @property
     def num_queued(self) -> int:
-        return self._queue.num_waiting
+        return self._loads.num_waiting
 
     async def stop(self) -> None:
+        for leg in list(self._retrievals):
+            self.abort(leg)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=1.0)
 
     def begin(self, job: DecodeJob) -> None:
-        now = time.monotonic()
-        retrieval = _Retrieval(job, job.first_token, now + job.deadline_s, now)
-        self._retrievals[job.leg] = retrieval
-        self._landings[job.landing.offset] = job.leg
-        if job.first_token is None:
-            self._start(job.leg)
-            return
-        source = (job.ticket.instance_id, job.ticket.incarnation)
-        until = retrieval.deadline
-        self._start_all(self._queue.add(job.leg, job.ticket.kv_bytes, source, until))
-        if self._queue.is_waiting(job.leg):
-            asyncio.get_running_loop().call_later(job.deadline_s + _TICK_S, self._look_for_overdue)
-            self._spawn(self._keep(job), f"keep-{job.leg}")
+        self._retrievals[job.leg] = _Retrieval(job, job.first_token)
+        is_early = job.first_token is None
+        source = None if is_early else (job.ticket.instance_id, job.ticket.incarnation)
+        ranges, num_bytes = (job.landing.offset,), job.ticket.kv_bytes
+        self._tell(LoadStarted(job.leg, ranges, source, num_bytes, job.deadline_s, is_early))
+        if self._loads.is_waiting(job.leg):
+            after_s = job.deadline_s + _TICK_S
+            asyncio.get_running_loop().call_later(after_s, self._tell, Tick())
 
     def join(self, leg: int, first_token: int) -> None:
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.first_token is None:
             retrieval.first_token = first_token
-            retrieval.waits_since = time.monotonic()
-            self._agent.expect(retrieval.job.ticket.ticket_id, retrieval.job.stall_s)
-            self._go_on_if_complete(retrieval)
+            self._tell(FirstTokenKnown(leg))
 
     def abort(self, leg: int) -> None:
         """What was pulled is dropped; a pull under way is cancelled, and the agent frees its landing range."""
-        if (retrieval := self._retrievals.pop(leg, None)) is None:
-            return
-        if retrieval.task is None:
-            self._end_in_queue(retrieval.job)
-            self._start_all(self._queue.end(leg))
-        elif retrieval.has_kv:
-            self._pool.release(retrieval.blocks)
-        else:
-            retrieval.task.cancel()
+        retrieval = self._retrievals.get(leg)
+        if retrieval is not None and retrieval.is_complete:  # its KV is being read
+            self._release(leg)
+        elif retrieval is not None:
+            self._tell(LoadCancelled(leg))
 
     def free_landing(self, offset: int) -> None:
-        """The range is free of late writes; announced once per job, and after its blocks are given back."""
-        if (pull := self._pulling.get(offset)) is not None:
-            pull.is_landing_free = True
-        elif (leg := self._landings.pop(offset, None)) is not None:
-            self._emit(LandingFreed(leg))
+        """The range is free of late writes."""
+        self._tell(AgentLandingFreed(offset))
 
-    # -- one pull ---------------------------------------------------------------------------------
+    # -- effects ----------------------------------------------------------------------------------
 
-    def _start_all(self, legs: list[int]) -> None:
-        for leg in legs:
-            self._start(leg)
+    def _tell(self, event: IncomingEvent) -> None:
+        for effect in self._loads.handle(event, time.monotonic()):
+            self._do(effect)
 
-    def _start(self, leg: int) -> None:
-        retrieval = self._retrievals[leg]
-        pull = self._pulling[retrieval.job.landing.offset] = _Pull(self, retrieval)
-        retrieval.task = self._spawn(pull.run(), f"pull-{leg}")
-        retrieval.task.add_done_callback(pull.on_done)
-        self._emit(KvPulling(leg))
+    def _do(self, effect: IncomingEffect) -> None:
+        match effect:
+            case StartPull(leg, awaits_prefill):
+                self._start(self._retrievals[leg], awaits_prefill)
+            case CancelPull(leg):
+                pull = self._retrievals[leg].pull
+                assert pull is not None, "it was started"
+                pull.cancel()
+            case KeepLease(leg):
+                self._spawn(self._keep(self._retrievals[leg].job), f"keep-{leg}")
+            case StopRenewing(leg):
+                self._agent.let_go(self._retrievals[leg].job.ticket.ticket_id)
+            case BoundSilence(leg):
+                job = self._retrievals[leg].job
+                self._agent.expect(job.ticket.ticket_id, job.stall_s)
+            case ReportLoad():
+                self._report(effect)
+            case CompleteLoad(leg):
+                self._retrievals[leg].is_complete = True
+                self._join_if_read(self._retrievals[leg])
+            case ReleaseBlocks(leg):
+                self._release(leg)
+            case FreeLanding(leg):
+                self._emit(LandingFreed(leg))
+
+    def _start(self, retrieval: _Retrieval, awaits_prefill: bool) -> None:
+        job, params = retrieval.job, self._memory.model.params
+        self._emit(KvPulling(job.leg))
+        # Admission has reserved as much.
+        last = min(len(job.prompt) + 1 + job.sampling.max_tokens, params.max_model_len)
+        retrieval.blocks = self._pool.allocate(-(-last // params.block_size))
+        pull = self._spawn(self._pull(retrieval, awaits_prefill), f"pull-{job.leg}")
+        pull.add_done_callback(lambda done: self._on_pull_done(retrieval, done))
+        retrieval.pull = pull
+
+    async def _pull(self, retrieval: _Retrieval, awaits_prefill: bool) -> LoadFailure | None:
+        job, blocks = retrieval.job, self._prompt_blocks(retrieval)
+        retrieval.has_landing = False  # from now on the agent says when it is free
+        try:
+            await self._agent.pull(
+                job.ticket,
+                job.landing,
+                deadline_s=job.deadline_s,
+                stall_s=math.inf if awaits_prefill else job.stall_s,
+                on_silent=lambda: self._tell(PullFellSilent(job.leg)),
+                on_range=lambda offset, data: self._land(job.leg, offset, data, blocks),
+            )
+        except KvTransferFailed as exc:
+            return LoadFailure(exc.reason, exc.message)
+        retrieval.has_landing = True
+        if failpoints.hit("decode.pulled") == "zero-kv":
+            for cache in self._memory.caches:
+                cache[blocks] = 0
+        return None
+
+    def _on_pull_done(self, retrieval: _Retrieval, pull: asyncio.Task[LoadFailure | None]) -> None:
+        job = retrieval.job
+        if pull.cancelled():
+            failure: LoadFailure | None = LoadFailure(PullFailure.CLOSING, "it was cancelled")
+        elif pull.exception() is not None:
+            return  # the engine dies of it
+        else:
+            failure = pull.result()
+        landings = (job.landing.offset,) if retrieval.has_landing else ()
+        self._tell(PullEnded(job.leg, failure, landings))
+
+    def _land(self, leg: int, offset: int, data: ByteArray, blocks: list[int]) -> None:
+        """A verified range goes into its blocks while the next ones are on their way."""
+        for _ in self._loads.handle(RangeVerified(leg), time.monotonic()):
+            try:
+                self._memory.blocks.scatter_part(data, offset, blocks)
+            finally:
+                self._tell(RangeScattered(leg))
+        failpoints.hit("decode.range")
 
     async def _keep(self, job: DecodeJob) -> None:
         """Its lease is renewed while it waits its turn; should that not work, its pull will say why."""
         with contextlib.suppress(KvTransferFailed):
             await self._agent.keep(job.ticket, job.deadline_s)
 
-    def _look_for_overdue(self) -> None:
-        dropped, begun = self._queue.drop_overdue(time.monotonic())
-        for leg in dropped:
-            self._end_in_queue(self._retrievals.pop(leg).job)
-            reason = PullFailure.OVERDUE
-            why = f"{reason}: its turn did not come in time"
-            self._emit(Failed(leg, KvTransferFailed.default_reason, why, cause=reason))
-        self._start_all(begun)
+    def _report(self, report: ReportLoad) -> None:
+        leg, failure = report.leg, report.failure
+        if failure is not None:
+            why = f"{failure.reason}: {failure.message}"
+            general = KvTransferFailed.default_reason
+            self._emit(Failed(leg, general, why, cause=failure.reason))
+            return
+        retrieval = self._retrievals[leg]
+        num_bytes = retrieval.job.ticket.kv_bytes
+        self._emit(KvReceived(leg, num_bytes, report.duration_s, waited_s=report.waited_s))
+        if num_bytes <= _QUICK_BYTES:
+            retrieval.digest = self._digest(retrieval)
+        else:
+            self._spawn(self._read_aside(retrieval), f"read-{leg}")
 
-    def _end_in_queue(self, job: DecodeJob) -> None:
-        """It is over before its turn."""
-        self._agent.let_go(job.ticket.ticket_id)
-        self.free_landing(job.landing.offset)
+    async def _read_aside(self, retrieval: _Retrieval) -> None:
+        """In a thread, so that running sequences step meanwhile (S52)."""
+        retrieval.digest = await asyncio.to_thread(self._digest, retrieval)
+        if self._retrievals.get(retrieval.job.leg) is retrieval:
+            self._join_if_read(retrieval)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    def _digest(self, retrieval: _Retrieval) -> int:
+        return self._memory.digest(self._prompt_blocks(retrieval), len(retrieval.job.prompt))
+
+    def _prompt_blocks(self, retrieval: _Retrieval) -> list[int]:
+        size = self._memory.model.params.block_size
+        return retrieval.blocks[: -(-len(retrieval.job.prompt) // size)]
+
+    def _join_if_read(self, retrieval: _Retrieval) -> None:
+        job, first, digest = retrieval.job, retrieval.first_token, retrieval.digest
+        if not retrieval.is_complete or first is None or digest is None:
+            return
+        del self._retrievals[job.leg]
+        state = self._memory.model.last_state(np.frombuffer(job.prompt, np.uint32))
+        self._on_retrieved(Retrieved(job, first, retrieval.blocks, state, digest))
+
+    def _release(self, leg: int) -> None:
+        self._pool.release(self._retrievals.pop(leg).blocks)
+
+    def _spawn(self, work: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
         task = watched(work, name, self._die)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _go_on_if_complete(self, retrieval: _Retrieval) -> None:
-        if not retrieval.has_kv or retrieval.first_token is None:
-            return
-        job, blocks = retrieval.job, retrieval.blocks
-        del self._retrievals[job.leg]
-        state = self._model.last_state(np.frombuffer(job.prompt, np.uint32))
-        got = Retrieved(job, retrieval.first_token, blocks, state, retrieval.digest)
-        self._on_retrieved(got)
-
-
-class _Pull:
-    """A retrieval's turn: its blocks, from allocation to the moment they are complete or given back."""
-
-    def __init__(self, owner: Retriever, retrieval: _Retrieval) -> None:
-        self._owner, self._retrieval = owner, retrieval
-        self._has_begun = False
-        self.is_landing_free = False
-
-    async def run(self) -> None:
-        owner, retrieval = self._owner, self._retrieval
-        job = retrieval.job
-        self._has_begun = True
-        if retrieval.first_token is not None:
-            retrieval.waits_since = time.monotonic()
-        used = self._allocate()
-        try:
-            # Counted from its turn; one that waits for prefill takes none.
-            left_s = max(0.0, retrieval.deadline - time.monotonic())
-            deadline_s = job.deadline_s if job.first_token is not None else left_s
-            await owner._agent.pull(
-                job.ticket,
-                job.landing,
-                deadline_s=deadline_s,
-                stall_s=math.inf if retrieval.first_token is None else job.stall_s,
-                on_silent=lambda: owner._start_all(owner._queue.fell_silent(job.leg)),
-                on_range=lambda offset, data: self._land(offset, data, used),
-            )
-        except KvTransferFailed as exc:
-            owner._retrievals.pop(job.leg, None)
-            why = f"{exc.reason}: {exc.message}"
-            owner._emit(Failed(job.leg, exc.default_reason, why, cause=exc.reason))
-            return
-        if failpoints.hit("decode.pulled") == "zero-kv":
-            for cache in owner._memory.caches:
-                cache[used] = 0
-        owner.free_landing(job.landing.offset)
-        now = time.monotonic()
-        waited_s = max(0.0, now - retrieval.waits_since)
-        duration_s = now - retrieval.started
-        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration_s, waited_s=waited_s))
-        retrieval.digest = await self._digest(used)
-        retrieval.has_kv = True
-        owner._go_on_if_complete(retrieval)
-
-    async def _digest(self, blocks: list[int]) -> int:
-        """It reads all of the prompt's KV: of a long one in a thread, so that running sequences step meanwhile (S52)."""
-        job, memory = self._retrieval.job, self._owner._memory
-        if job.ticket.kv_bytes <= _QUICK_BYTES:
-            return memory.digest(blocks, len(job.prompt))
-        return await asyncio.to_thread(memory.digest, blocks, len(job.prompt))
-
-    def _land(self, offset: int, data: ByteArray, blocks: list[int]) -> None:
-        """A verified range goes into its blocks while the next ones are on their way."""
-        self._owner._memory.blocks.scatter_part(data, offset, blocks)
-        failpoints.hit("decode.range")
-
-    def _allocate(self) -> list[int]:
-        """Blocks for the prompt and its longest answer, which admission has reserved; returns the prompt's."""
-        params, job = self._owner._model.params, self._retrieval.job
-        last = min(len(job.prompt) + 1 + job.sampling.max_tokens, params.max_model_len)
-        self._retrieval.blocks = self._owner._pool.allocate(-(-last // params.block_size))
-        return self._retrieval.blocks[: -(-len(job.prompt) // params.block_size)]
-
-    def on_done(self, task: asyncio.Task[None]) -> None:
-        owner, retrieval = self._owner, self._retrieval
-        if self._has_begun and not retrieval.has_kv:
-            owner._pool.release(retrieval.blocks)
-        offset = retrieval.job.landing.offset
-        del owner._pulling[offset]
-        if (
-            self.is_landing_free or not self._has_begun
-        ):  # if it never ran, the agent knows nothing of it
-            owner.free_landing(offset)
-        owner._start_all(owner._queue.end(retrieval.job.leg))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged, Output, PrefillJob, TiersReported
-from pdmesh.engine.sim.block_pool import BlockPool
-from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
@@ -24,23 +24,28 @@ from pdmesh.net.tasks import watched
 REPORT_EVERY_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedBlocks:
+    """Where blocks that the engine lacks come from, and how long a prompt waits for them."""
+
+    stack: TierStack
+    timeout_s: float
+    find: FindHolders | None = None  # which peers hold blocks; without it no peer is asked
+
+
 class TierLane:
     """`on_ready` gets a prompt whose blocks were fetched, or could not be."""
 
     def __init__(
         self,
-        stack: TierStack,
-        timeout_s: float,
-        memory: PagedMemory,
-        pool: BlockPool,
+        source: FetchedBlocks,
+        kv: SimKv,
         emit: Callable[[Output], None],
         on_ready: Callable[[PrefillJob], None],
         die: Callable[[BaseException], None],
-        find: FindHolders | None = None,
     ) -> None:
-        self.stack = stack
-        self._find = find
-        self._timeout_s, self._memory, self._pool = timeout_s, memory, pool
+        self.stack, self._timeout_s, self._find = source.stack, source.timeout_s, source.find
+        self._memory, self._pool = kv.memory, kv.pool
         self._emit, self._on_ready, self._die = emit, on_ready, die
         self._jobs: dict[int, PrefillJob] = {}
         self._fetches: dict[int, asyncio.Task[BlockLease]] = {}

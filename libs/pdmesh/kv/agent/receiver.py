@@ -326,7 +326,7 @@ class ReceiverHalf:
             pull.done.set_result(None)
 
     def _free(self, effect: rx.FreeLanding) -> None:
-        self._pulls.pop(effect.pull_id).order.on_freed()
+        self._pulls.pop(effect.owner).order.on_freed()
 
     def _retire(self, effect: rx.RetirePeer) -> None:
         self._peers.retire(effect.peer)

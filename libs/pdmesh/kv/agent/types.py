@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdmesh.core.kv.transfer.incoming_events import (
+    AgentLandingFreed as AgentLandingFreed,  # noqa: PLC0414
+)
 from pdmesh.kv.transport.base import ByteArray
 
 
@@ -24,16 +27,6 @@ class AgentTicketClosed:
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
-
-
-@dataclass(frozen=True, slots=True)
-class AgentLandingFreed:
-    """No late write can reach the landing range at `offset`.
-
-    Once per pull that raised or was cancelled.
-    """
-
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)

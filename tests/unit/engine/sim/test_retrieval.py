@@ -17,7 +17,7 @@ from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.engine.base import DecodeJob, Failed, KvPulling, LandingFreed, Output, Sampling
 from pdmesh.engine.sim.block_pool import BlockPool
-from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, SimParams
 from pdmesh.engine.sim.retrieval import Retriever
 from tests.support.waiting import until
@@ -54,9 +54,7 @@ class Half:
         self.deaths: list[BaseException] = []
         agent: Any = self.agent
         self.retriever = Retriever(
-            model,
-            PagedMemory(model, NUM_BLOCKS),
-            self.pool,
+            SimKv(PagedMemory(model, NUM_BLOCKS), self.pool),
             agent,
             max_pulls,
             self.said.append,

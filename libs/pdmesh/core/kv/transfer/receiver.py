@@ -1,11 +1,8 @@
-"""Decides how a receiver's pulls end: once each, and their landing bytes are freed only when safe.
+"""Decides how a receiver's pulls end, once each; `landing.py` decides when their bytes are free.
 
 The sender announces a pull's bytes part by part. Each part arrives, is verified, and is delivered
-in order. While a pull waits or receives, its lease is renewed.
-
-Once a receive may have been posted, only two things prove that no late write lands: its bytes have
-arrived, or its connection has ended. So a pull that fails or is given up asks the sender to stop
-and is then drained: it waits for the parts announced so far, up to the sender's answer.
+in order. While a pull waits or receives, its lease is renewed. A pull that fails or is given up
+asks the sender to stop and is then drained: it waits until its landing range is free.
 
 A pull also fails when nothing of it came for `stall_s`. So a cut link is known long before the
 deadline, all of which a slow link may use. If a sender does not answer within STOP_S of the
@@ -23,6 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdmesh.core.kv.transfer.landing import Landing
 from pdmesh.core.kv.transfer.lease_renewal import RENEWALS_PER_LEASE
 from pdmesh.core.kv.transfer.receiver_events import (
     AbortPeer,
@@ -60,40 +58,17 @@ LET_GO_S = 5.0  # for a pull that was given up to be drained
 @dataclass(slots=True)
 class _Pull:
     peer: int
-    min_bytes: int
-    max_bytes: int
+    landing: Landing
     deadline: float
     renew_every_s: float
     renew_at: float
     stall_s: float
     heard_at: float  # when something of it came last
-    num_bytes: int = -1  # of the whole pull; the first META tells
-    num_announced: int = 0  # bytes
-    num_parts: int = 0
     num_delivered: int = 0  # parts
-    posted: set[int] = field(default_factory=set)  # parts for which a write may still land
-    checking: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)  # and not delivered yet
     is_silent: bool = False
     has_caller: bool = True
     is_stopped: bool = False  # it failed or was given up: drain it
-    is_refused: bool = False  # the sender announces no more parts
-    is_peer_lost: bool = False
-
-    @property
-    def is_announced(self) -> bool:
-        return self.num_announced == self.num_bytes
-
-    @property
-    def is_owed(self) -> bool:
-        """Bytes are still to come."""
-        return not self.is_announced or bool(self.posted)
-
-    @property
-    def is_drained(self) -> bool:
-        """No byte can come any more, and none that came is being checked."""
-        is_over = self.is_announced or self.is_refused or self.is_peer_lost
-        return is_over and not self.posted and not self.checking
 
 
 class PullBook:
@@ -135,10 +110,11 @@ class PullBook:
 
     def check_invariants(self) -> None:
         for pull in self._pulls.values():
-            assert not pull.is_peer_lost or not pull.posted, "a receive outlived its connection"
-            assert not (pull.is_stopped and pull.is_drained), "let go late"
+            landing = pull.landing
+            assert not landing.is_peer_lost or not landing.posted, "it outlived its connection"
+            assert not (pull.is_stopped and landing.is_free), "let go late"
             assert pull.is_stopped or pull.has_caller
-            assert pull.num_delivered + len(pull.verified) <= pull.num_parts
+            assert pull.num_delivered + len(pull.verified) <= landing.num_parts
 
     def _on_requested(self, event: PullRequested, now: float) -> list[ReceiverEffect]:
         if event.pull_id in self._pulls:
@@ -146,8 +122,7 @@ class PullBook:
         every = event.lease_s / RENEWALS_PER_LEASE or math.inf
         self._pulls[event.pull_id] = _Pull(
             event.peer,
-            event.min_bytes,
-            event.max_bytes,
+            Landing(event.min_bytes, event.max_bytes),
             event.deadline,
             every,
             now + every,
@@ -160,54 +135,39 @@ class PullBook:
 
     def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.peer != event.peer or pull.is_peer_lost:
+        if pull is None or pull.peer != event.peer or pull.landing.is_peer_lost:
             # Inline bytes can be ignored. Bytes that follow would wait for ever for a receive.
             return [] if event.is_inline else [AbortPeer(event.peer)]
-        if not self._is_next(pull, event):
+        index = pull.landing.announce(event)
+        if index is None:
             return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
-        index = pull.num_parts
         self._hear(pull, now)
-        pull.num_bytes = event.num_bytes
-        pull.num_announced += event.length
-        pull.num_parts += 1
         if not event.is_inline:
-            pull.posted.add(index)
             return [ReceivePart(event.pull_id, index)]
         if pull.is_stopped:
             return self._settle(event.pull_id)
-        pull.checking.add(index)
+        pull.landing.checking.add(index)
         return [CheckPart(event.pull_id, index)]
 
     def _hear(self, pull: _Pull, now: float) -> None:
         pull.heard_at = self._heard_at[pull.peer] = now
 
-    @staticmethod
-    def _is_next(pull: _Pull, event: MetaArrived) -> bool:
-        """Whether the part follows the one before without a gap: no byte lands twice or outside."""
-        if pull.is_refused or pull.is_announced or event.offset != pull.num_announced:
-            return False
-        if pull.num_bytes >= 0 and event.num_bytes != pull.num_bytes:
-            return False
-        is_right_size = pull.min_bytes <= event.num_bytes <= pull.max_bytes
-        is_some = event.length > 0 or event.num_bytes == 0
-        return is_right_size and is_some and event.offset + event.length <= event.num_bytes
-
     def _on_part(self, event: PartArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or event.index not in pull.posted:
+        if pull is None or event.index not in pull.landing.posted:
             return []
-        pull.posted.remove(event.index)
+        pull.landing.posted.remove(event.index)
         self._hear(pull, now)
         if pull.is_stopped:
             return self._settle(event.pull_id)
-        pull.checking.add(event.index)
+        pull.landing.checking.add(event.index)
         return [CheckPart(event.pull_id, event.index)]
 
     def _on_checked(self, event: PartChecked) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or event.index not in pull.checking:
+        if pull is None or event.index not in pull.landing.checking:
             return []
-        pull.checking.remove(event.index)
+        pull.landing.checking.remove(event.index)
         if not event.is_intact:
             return [*self._fail(event.pull_id, PullFailure.CORRUPT), *self._settle(event.pull_id)]
         pull.verified.add(event.index)
@@ -220,29 +180,34 @@ class PullBook:
 
     def _on_check_failed(self, event: CheckFailed) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or event.index not in pull.checking:
+        if pull is None or event.index not in pull.landing.checking:
             return []
-        pull.checking.remove(event.index)
+        pull.landing.checking.remove(event.index)
         return [*self._fail(event.pull_id, PullFailure.UNCHECKED), *self._settle(event.pull_id)]
 
     def _settle(self, pull_id: int) -> list[ReceiverEffect]:
         """End the pull if nothing more can come."""
         pull = self._pulls.get(pull_id)
-        if pull is None or not pull.is_drained:
+        if pull is None or not pull.landing.is_free:
             return []
         del self._pulls[pull_id]
         if pull.is_stopped:
             return [FreeLanding(pull_id)]
-        ack: list[ReceiverEffect] = [] if pull.is_peer_lost else [SendAck(pull_id, True)]
+        ack: list[ReceiverEffect] = [] if pull.landing.is_peer_lost else [SendAck(pull_id, True)]
         return [*ack, CompletePull(pull_id)]
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _on_refused(self, event: PullRefused, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.peer != event.peer or pull.is_peer_lost or pull.is_announced:
+        if (
+            pull is None
+            or pull.peer != event.peer
+            or pull.landing.is_peer_lost
+            or pull.landing.is_announced
+        ):
             return []
-        pull.is_refused = True
+        pull.landing.is_refused = True
         self._heard_at[pull.peer] = now
         return [*self._fail(event.pull_id, event.reason), *self._settle(event.pull_id)]
 
@@ -262,10 +227,8 @@ class PullBook:
         self._retired.pop(peer, None)
         for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
             pull = self._pulls[pull_id]
-            pull.is_peer_lost = True
-            if pull.posted or not pull.is_announced:  # else all bytes are here
+            if pull.landing.lose_peer():  # else all bytes are here
                 effects += self._fail(pull_id, PullFailure.PEER_LOST)
-            pull.posted.clear()
             effects += self._settle(pull_id)
         return effects
 
@@ -273,7 +236,7 @@ class PullBook:
         effects: list[ReceiverEffect] = []
         overdue: dict[int, None] = {}  # peers
         for pull_id, pull in self._pulls.items():
-            if not pull.is_owed:
+            if not pull.landing.is_owed:
                 continue
             if pull.is_stopped:
                 pull.deadline = min(pull.deadline, now + LET_GO_S)
@@ -294,7 +257,9 @@ class PullBook:
         """A pull of each of `overdue` should be drained by now and is not."""
         effects: list[ReceiverEffect] = []
         wanted = {
-            pull.peer for pull in self._pulls.values() if pull.is_owed and not pull.is_stopped
+            pull.peer
+            for pull in self._pulls.values()
+            if pull.landing.is_owed and not pull.is_stopped
         }
         for peer in overdue:
             if peer not in wanted or now >= self._heard_at.get(peer, -math.inf) + LET_GO_S:
@@ -321,5 +286,5 @@ class PullBook:
     def _stop(self, pull_id: int) -> list[ReceiverEffect]:
         pull = self._pulls[pull_id]
         is_first, pull.is_stopped = not pull.is_stopped, True
-        is_heard = not (pull.is_refused or pull.is_peer_lost)
+        is_heard = not (pull.landing.is_refused or pull.landing.is_peer_lost)
         return [SendAck(pull_id, False)] if is_first and is_heard else []

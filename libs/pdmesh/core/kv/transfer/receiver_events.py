@@ -191,9 +191,12 @@ class FailPull:
 
 @dataclass(slots=True)
 class FreeLanding:
-    """No late write can land any more. The last effect of a pull that did not complete."""
+    """No late write can land any more: the last effect of a pull that did not complete.
 
-    pull_id: int
+    Of a load: the ranges of its `leg`, whether it completed or not.
+    """
+
+    owner: int  # pull id or leg
 
 
 ReceiverEffect = (

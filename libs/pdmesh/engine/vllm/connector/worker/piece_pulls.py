@@ -9,7 +9,7 @@ into the range any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -177,39 +177,3 @@ class TogetherPull:
             is_over = not self._num_open
         if is_over:
             self._on_done()
-
-
-class Landings:
-    """The landing ranges that may still be written to.
-
-    A leg is clear when the last piece of its range is; this is reported once.
-    """
-
-    def __init__(self, on_clear: Callable[[int], None]) -> None:
-        self._on_clear = on_clear
-        self._lock = threading.Lock()
-        self._leg_at: dict[int, int] = {}  # by offset
-        self._num_open: dict[int, int] = {}  # by leg
-
-    def take(self, leg: int, offsets: Iterable[int]) -> None:
-        """Before anything can write there.
-
-        A piece that the leg has already is not counted twice.
-        """
-        with self._lock:
-            for offset in offsets:
-                if offset not in self._leg_at:
-                    self._leg_at[offset] = leg
-                    self._num_open[leg] = self._num_open.get(leg, 0) + 1
-
-    def clear(self, offset: int) -> None:
-        """Nothing can write there any more. Only the first call for an offset counts."""
-        with self._lock:
-            leg = self._leg_at.pop(offset, None)
-            if leg is None:
-                return
-            self._num_open[leg] -= 1
-            if self._num_open[leg]:
-                return
-            del self._num_open[leg]
-        self._on_clear(leg)

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.transfer.ticket import Ticket
-from pdmesh.engine.vllm.connector.worker.piece_pulls import (
-    Landings,
-    PiecePull,
-    Share,
-    TogetherPull,
-)
+from pdmesh.engine.vllm.connector.worker.piece_pulls import PiecePull, Share, TogetherPull
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.types import PullResult
 
@@ -57,23 +52,6 @@ def test_a_prompt_that_is_here_already_still_has_a_place_for_each_word() -> None
     found = Share(4, 1, 0).pieces(of_ranks(4), LANDING, 0)
     assert [piece.source_rank for piece in found] == [0, 1, 2, 3]
     assert len({piece.landing.offset for piece in found}) == 4
-
-
-@pytest.mark.req("S57")
-@pytest.mark.fault("F3")
-def test_a_landing_is_clear_with_its_last_piece_and_that_is_said_once() -> None:
-    told: list[int] = []
-    landings = Landings(told.append)
-    landings.take(7, [0])
-    landings.take(7, [0, 100])  # its first piece lands where the whole would have
-    landings.take(8, [200])
-    landings.clear(0)
-    landings.clear(0)
-    assert told == []
-    landings.clear(100)
-    landings.clear(200)
-    landings.clear(100)
-    assert told == [7, 8]
 
 
 def together(*sizes: int) -> tuple[TogetherPull, list[Future[Any]], list[str]]:

@@ -1,0 +1,71 @@
+"""Decides when the landing range of a pull is free: when no late write can reach it.
+
+A part of the pull is announced, then its bytes arrive, inline or by a receive that was posted.
+Once a receive may have been posted, only two things prove that no late write lands: its bytes have
+arrived, or its connection has ended. So the range of a pull that ended early stays taken until all
+parts announced so far are drained and the sender announces no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.transfer.receiver_events import MetaArrived
+
+
+@dataclass(slots=True)
+class Landing:
+    """What may still be written into one pull's range, and which of its parts are being checked."""
+
+    min_bytes: int
+    max_bytes: int
+    num_bytes: int = -1  # of the whole pull; the first announcement tells
+    num_announced: int = 0  # bytes
+    num_parts: int = 0
+    posted: set[int] = field(default_factory=set)  # parts for which a write may still land
+    checking: set[int] = field(default_factory=set)
+    is_refused: bool = False  # the sender announces no more parts
+    is_peer_lost: bool = False
+
+    @property
+    def is_announced(self) -> bool:
+        return self.num_announced == self.num_bytes
+
+    @property
+    def is_owed(self) -> bool:
+        """Bytes are still to come."""
+        return not self.is_announced or bool(self.posted)
+
+    @property
+    def is_free(self) -> bool:
+        """No byte can come any more, and none that came is being checked."""
+        is_over = self.is_announced or self.is_refused or self.is_peer_lost
+        return is_over and not self.posted and not self.checking
+
+    def announce(self, part: MetaArrived) -> int | None:
+        """The number of the part, whose bytes may be written from now on.
+
+        None if it does not follow the one before without a gap: no byte lands twice or outside.
+        """
+        if self.is_refused or self.is_announced or part.offset != self.num_announced:
+            return None
+        if self.num_bytes >= 0 and part.num_bytes != self.num_bytes:
+            return None
+        is_right_size = self.min_bytes <= part.num_bytes <= self.max_bytes
+        is_some = part.length > 0 or part.num_bytes == 0
+        if not (is_right_size and is_some and part.offset + part.length <= part.num_bytes):
+            return None
+        index = self.num_parts
+        self.num_bytes = part.num_bytes
+        self.num_announced += part.length
+        self.num_parts += 1
+        if not part.is_inline:
+            self.posted.add(index)
+        return index
+
+    def lose_peer(self) -> bool:
+        """Its connection has ended: nothing lands any more. Whether bytes are missing."""
+        is_short = self.is_owed
+        self.is_peer_lost = True
+        self.posted.clear()
+        return is_short
