@@ -1,4 +1,4 @@
-"""A rank's loads in any interleaving of ranges, copies, late writes, cancellations and first tokens.
+"""A rank's loads: ranges, copies, late writes, cancellations and first tokens in any order.
 
 The model is the truth about memory: which blocks a request still holds, which copies into them are
 under way, and which landing ranges the network may still write. The engine hears that a pull was

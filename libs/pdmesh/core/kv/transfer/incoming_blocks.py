@@ -119,7 +119,7 @@ class IncomingBlocks:
             assert all(self._leg_at[offset] == leg for offset in load.landings)
         assert sum(len(load.landings) for load in self._loads.values()) == len(self._leg_at)
 
-    # -- until the pull ends ------------------------------------------------------------------------
+    # -- until the pull ends ----------------------------------------------------------------------
 
     def _on_started(self, event: LoadStarted, now: float) -> list[IncomingEffect]:
         leg = event.leg

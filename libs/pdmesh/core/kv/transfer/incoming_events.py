@@ -1,4 +1,4 @@
-"""What happens to the KV loads of a decode's rank, and what is to be done; see `incoming_blocks.py`."""
+"""What happens to a decode rank's KV loads, and what is to be done; see `incoming_blocks.py`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """`landings`: the ranges that no write can reach any more; of others the KV agent will say so."""
+    """`landings`: the ranges that no write can reach any more. The KV agent tells of the others."""
 
     leg: int
     failure: LoadFailure | None

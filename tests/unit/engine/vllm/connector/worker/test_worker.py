@@ -286,7 +286,7 @@ def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_f
 
 
 def test_a_load_given_up_when_it_had_just_arrived_is_not_handed_to_the_computation() -> None:
-    """vLLM asks for results once per step: the end of the request and of its load may meet there."""
+    """vLLM asks for results once per step. A request may end between its load and that step."""
     rank = Rank()
     rank.incoming.pull(load(1))
     rank.agent.pulls["t1"].set_result(ALL_CAME)
