@@ -465,7 +465,8 @@ class TransferMachine(RuleBasedStateMachine):
         if isinstance(effect, rx.AbortPeer | rx.RetirePeer):
             self.apply_to_link(effect, self.links[effect.peer - 1])
             return
-        pull, pull_id = self.pulls[effect.pull_id], effect.pull_id
+        pull_id = effect.owner if isinstance(effect, rx.FreeLanding) else effect.pull_id
+        pull = self.pulls[pull_id]
         match effect:
             case rx.SendPull():
                 pull.link.to_sender.append(message_of(pull, pull_id))
