@@ -1,8 +1,8 @@
 """API keys at rest: a small JSON file of tenants, their limits, and the SHA-256 of each key.
 
-A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as good as a slow
-one, and the file gives no key away. The id finds the entry; the secret is compared in constant
-time, also for ids that do not exist.
+A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as safe as a slow
+one, and the file reveals no key. The id finds the entry. The secret is compared in constant time,
+even for an unknown id.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def _check(file: KeyFile, path: Path) -> None:
 
 
 def save(path: Path, file: KeyFile) -> None:
-    """Whole or not at all, readable by this user alone. Raises OSError."""
+    """Atomic, and readable by this user only. Raises OSError."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(file)).decode() + "\n")
 
 
 def issue(file: KeyFile, tenant: str, expires_at: int | None = None) -> str:
-    """A new key for `tenant`, which is added if need be. The only time that the key can be seen."""
+    """A new key for `tenant`, which is added if needed. The key can be seen only now."""
     file.tenants.setdefault(tenant, TenantEntry())
     key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
     entry = KeyEntry(key_id, tenant, _sha256(secret).hex(), int(time.time()), expires_at)
@@ -126,7 +126,7 @@ class Keyring:
         return len(self._keys)
 
     def find(self, token: str, now: float) -> Tenant | None:
-        """Whose key it is; None if it is nobody's. `now`: seconds since 1970."""
+        """The key's tenant; None if the key is unknown or has expired. `now`: seconds since 1970."""
         parts = token.split("_", 2)
         if len(token) > _MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != _PREFIX:
             return None

@@ -1,7 +1,7 @@
 """Settings from the environment: one frozen class per service, read once in `main()`.
 
-Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also answers
-to the plain name (`PDMESH_NATS_URL`), so that one line configures the whole mesh; the service's own
+Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also reads the
+plain name (`PDMESH_NATS_URL`), so that one variable configures the whole mesh. The service's own
 name wins.
 """
 
@@ -36,9 +36,7 @@ _REQUIRED: Final = ...
 
 
 class BadSetting(Exception):
-    """The environment holds a value that cannot be used; the message is one line and names
-    the variable.
-    """
+    """An environment variable has an unusable value; the message is one line and names it."""
 
 
 def settings_config(prefix: str) -> SettingsConfigDict:
@@ -55,8 +53,9 @@ def settings_config(prefix: str) -> SettingsConfigDict:
 
 
 def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, str]) -> list[str]:
-    """Variables with the service's prefix that none of its fields reads: mistyped, or of
-    another version.
+    """Variables with the service's prefix that match none of its fields.
+
+    They are misspelled, or for another version.
     """
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     known = {prefix + name.upper() for name in settings_type.model_fields}
@@ -67,7 +66,7 @@ def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, s
     )
 
 
-# Any: pydantic's Field() is typed so too, to stand for a value of the annotated type.
+# Any: pydantic's Field() has the same type, to stand for a value of the annotated type.
 def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
     """A field that every service may also read from `PDMESH_<FIELD>`."""
     return Field(
@@ -79,10 +78,10 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with a server's address, without a part of the password in it; empty: nothing.
+    """What is wrong with a server's address, without any part of its password; empty: nothing.
 
-    Who reads it would raise in the midst of a start, with what stands where a port belongs: the
-    beginning of the password.
+    A client library would raise later, in the middle of the start, and quote as the port what may
+    be the beginning of the password.
     """
     try:
         parts = urlsplit(url if "://" in url else f"tcp://{url}")
@@ -107,7 +106,7 @@ ServerUrl = Annotated[str, AfterValidator(_checked_url)]
 
 
 class ServiceSettings(BaseSettings):
-    """What every service reads.
+    """The settings of every service.
 
     Subclass it and set `model_config = settings_config("PDMESH_X_")`.
     """
@@ -174,7 +173,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def reachable_host(self) -> str:
-        """The host that goes into the addresses this process publishes."""
+        """The host in the addresses that this process publishes."""
         return self.advertise_host or self.inner_host
 
     def read_mesh_token(self) -> str:
@@ -236,7 +235,7 @@ def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
 
 
 def node_status_file(state_dir: Path) -> Path:
-    """Where a node's agent and its instances look for the node's status unless told otherwise."""
+    """The default path of the node's status, for the node's agent and its instances."""
     return state_dir / "run" / "node-status.json"
 
 
@@ -284,14 +283,14 @@ def describe(
 
 
 def _type_name(field: FieldInfo) -> str:
-    """As an operator writes it: `json, pretty or auto`, `Path`, `JSON` for what has parts."""
+    """As an operator writes it: `json, pretty or auto`, `Path`, `JSON` for structures."""
     kind, parts = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
         *others, last = map(str, parts)
         return f"{', '.join(others)} or {last}" if others else last
     if kind in (dict, list):
         return "JSON"
-    # None is what stands for "not given", which nobody writes.
+    # None stands for "not given"; it is no value to write.
     kinds = [part for part in parts if part is not NoneType] or [field.annotation]
     return " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
 
@@ -329,7 +328,7 @@ def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str
 
 
 def _not_json(settings_type: type[ServiceSettings], text: str) -> str:
-    """pydantic-settings names the field in its text alone."""
+    """pydantic-settings names the field only in its text."""
     found = re.search(r'field "(\w+)"', text)
     return f"{_variable_of(settings_type, found[1], os.environ)}: not JSON" if found else text
 

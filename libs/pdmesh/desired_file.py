@@ -1,10 +1,8 @@
-"""Reads the desired state from YAML.
+"""Reads the desired state from YAML. An error names its line and field; the first one is reported.
 
-Whatever is wrong is said with its line and field, the first one first.
-
-Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file
-stays small. libyaml parses it: the parser in Python takes fifteen times as long, and a longest file
-would keep a master from renewing its lease.
+The file may have plain mappings, lists and scalars only: no anchors, tags or second documents, so
+that a small file stays small. libyaml parses it: the parser in Python takes fifteen times as long,
+and a file of the greatest length would keep a master from renewing its lease.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ T = TypeVar("T")
 
 
 def read(text: str) -> Desired:
-    """Raises InvalidRequest, whose message names the line and whose field names where."""
+    """Raises InvalidRequest; its message names the line, its `field` the path."""
     root = _compose(text)
     if root is None:
         return Desired()
@@ -120,7 +118,7 @@ def _upgrade(reader: _Reader) -> UpgradeLimits:
 
 
 def _groups(reader: _Reader | None) -> dict[str, Group]:
-    """`count: 3` of group chat are the groups chat-0, chat-1 and chat-2."""
+    """`count: 3` of group chat makes the groups chat-0, chat-1 and chat-2."""
     groups: dict[str, Group] = {}
     for name, each in reader.children() if reader else ():
         parts = each.parts(
@@ -259,9 +257,9 @@ _Node = _Scalar | _List | _Mapping
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A node and where it stands.
+    """A node and its position.
 
-    Every method raises InvalidRequest for what is not of its kind.
+    Every method raises InvalidRequest if the node is of another kind.
     """
 
     node: _Node
@@ -331,24 +329,24 @@ class _Reader:
 
 
 def _compose(text: str) -> _Node | None:
-    """Of one document; None if there is nothing in it."""
+    """The node of one document; None if the document is empty."""
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         raise InvalidRequest(f"the desired state is longer than {MAX_BYTES} bytes", field="text")
     try:
         return _built(text)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        line = mark.line + 1 if mark else 1  # beyond the last one, for what ends too early
+        line = mark.line + 1 if mark else 1  # after the last line, for a text that ends too early
         raise _wrong("", min(line, len(text.splitlines())), exc.problem or "is not YAML") from exc
     except (yaml.YAMLError, ValueError) as exc:
         raise _wrong("", 1, "is not YAML text") from exc
 
 
 def _built(text: str) -> _Node | None:
-    """From the parser's events, none of which is read beyond the bounds.
+    """From the parser's events; none is read beyond the bounds.
 
-    PyYAML's own nodes have two marks each: the garbage collector stops all threads for seconds to
-    look at those of a longest file.
+    PyYAML's own nodes have two marks each: for the longest file the garbage collector would stop
+    all threads for seconds to inspect them.
     """
     tops: list[_Node] = []  # of documents
     open_ones: list[list[_Node]] = [tops]
@@ -384,8 +382,8 @@ def _wrong(path: str, line: int, message: str) -> InvalidRequest:
 
 
 def _line_of(root: _Node, path: str) -> int:
-    """The line of the deepest part of `path` that the file has; a copy of a group stands
-    where its pattern does.
+    """The line of the deepest part of `path` in the file; a copy of a group has its pattern's
+    line.
     """
     node, line = root, 1
     for name in re.split(r"[.\[\]]+", path.rstrip("]")):

@@ -1,7 +1,7 @@
 """The errors that cross an edge, and what a caller should do about each.
 
 Raise one where the fact is known; each edge translates it once (`net.grpc.rpc` for gRPC, the
-gateway for HTTP). `reason` is stable and meant for programs, the message is for people and never
+gateway for HTTP). `reason` is stable and meant for programs. The message is for people and never
 holds a prompt.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-RETRY_AFTER_MS: Final = 1000  # what a retryable error says unless it knows better
-# What a caller sent may be part of a message: it comes back shortened. gRPC sends a message three
-# times in a head of 8 KiB.
+RETRY_AFTER_MS: Final = 1000  # what a retryable error suggests by default
+# A message may quote what a caller sent, shortened. gRPC sends a message three times in a head of 8
+# KiB.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_FIELD_BYTES: Final = 256
 
@@ -74,7 +74,7 @@ class Overloaded(MeshError):
 
 
 class NoInstance(MeshError):
-    """Nothing alive could serve it."""
+    """No live instance could serve it."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "NO_INSTANCE"
     is_retryable = True
@@ -93,7 +93,7 @@ class KvTransferFailed(MeshError):
 
 
 class KvFormatMismatch(MeshError):
-    """Two instances keep their KV in ways that do not fit; another pair may."""
+    """The KV formats of two instances do not match; another pair may."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "KV_FORMAT_MISMATCH"
     is_retryable = True
@@ -110,7 +110,7 @@ class Draining(MeshError):
 
 
 class WrongIncarnation(MeshError):
-    """The caller means an instance that was here before; look at the registry again."""
+    """The caller means an earlier incarnation; look at the registry again."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "WRONG_INCARNATION"
     is_retryable = True
@@ -124,7 +124,7 @@ class NotLeader(MeshError):
 
 
 class VersionConflict(MeshError):
-    """Somebody else has changed it since; read it again and decide anew."""
+    """Another writer has changed it since; read it again and decide again."""
 
     grpc_code, http_status, default_reason = "ABORTED", 409, "VERSION_CONFLICT"
 
@@ -152,7 +152,7 @@ class PoisonRequest(MeshError):
 
 
 class Unavailable(MeshError):
-    """A server this process depends on (NATS, Redis, another service) does not answer."""
+    """A server that this process depends on (NATS, Redis, another service) does not answer."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "UNAVAILABLE"
     is_retryable = True

@@ -1,10 +1,9 @@
 """Faults on demand: a test arms `prefill.staged=sigkill@3` and the process dies at the third hit.
 
-Named points are spread over the code that moves requests. Unarmed, a hit is one look at an empty
+Named points are spread over the code that moves requests. An unarmed hit is one look-up in an empty
 dict. `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action
 (`zero-kv`) is returned to the caller, which knows what it means. `@n` fires at the nth hit only,
-`@n+` from it on. `name[prefill-0]=...` is armed for what concerns that instance alone, where the
-point says whom it concerns.
+`@n+` from then on. `name[prefill-0]=...` fires only for that instance, at points that name one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Replace what is armed by `spec`: name=action[@n[+]] separated by commas.
+    """Arm exactly the points of `spec`: name=action[@n[+]] separated by commas.
 
     Raises ValueError.
     """
@@ -54,7 +53,7 @@ def arm(spec: str) -> None:
 def hit(name: str, of: str = "") -> str | None:
     """Called at a named point.
 
-    Returns the action if it fires and is the caller's to do. `of`: the instance it concerns.
+    Returns the action if it fires and is the caller's to do. `of`: the instance that it concerns.
     """
     if not _armed:
         return None

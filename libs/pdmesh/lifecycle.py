@@ -50,14 +50,15 @@ class StoppedEarly(Exception):
 
 
 class StartupError(Exception):
-    """The process cannot start or go on for a reason an operator can mend: one line, exit
-    code 1.
+    """The process cannot start or continue for a reason that an operator can fix.
+
+    It ends with one line and exit code 1.
     """
 
 
 @dataclass
 class App:
-    """What a service knows of its own process."""
+    """A service's view of its own process."""
 
     service: str
     instance_id: str
@@ -75,12 +76,12 @@ class App:
     def not_ready(self) -> list[str]:
         missing = [name for name, is_ready in self._checks.items() if not is_ready()]
         if not self._checks:
-            missing.append("started")  # main has not yet said what it needs
+            missing.append("started")  # main has not yet added its checks
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which may wait without bound; raises StoppedEarly when asked
-        to stop first.
+        """The result of `work`, which may wait without bound; raises StoppedEarly on a stop
+        before.
         """
         task = asyncio.create_task(work)
         try:
@@ -92,7 +93,7 @@ class App:
             await end([task])
 
     async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
-        """Until asked to stop, or all works are done; raises what one of them raised."""
+        """Until asked to stop, or until all works are done; raises what one of them raised."""
         stopping = asyncio.create_task(self.stopping.wait())
         pending = set(works)
         try:
@@ -120,17 +121,17 @@ def run(
 ) -> None:
     """Run `main` until it returns, then exit the process.
 
-    It should return soon after `app.stopping`.
+    `main` should return soon after `app.stopping`.
     """
     _parse_arguments(service, settings_type, help_note)
-    os.umask(0o077)  # state, usage, tokens, KV on disk: for this user alone
+    os.umask(0o077)  # state, usage, tokens, KV on disk: for this user only
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
     logs.take_over_stderr()
     if unknown := unknown_variables(settings_type, os.environ):
         log.warning(
             "service.settings_unknown", variables=unknown
-        )  # no error: versions are mixed while they change
+        )  # no error: versions are mixed during an upgrade
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
         # Not after the block: closing the loop waits for every task, and one that a stop cut short
         # may not end.
@@ -138,8 +139,9 @@ def run(
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without taking the interpreter apart: that costs half a second, and native
-    libraries may crash in it.
+    """Exit without tearing the interpreter down.
+
+    That costs half a second, and native libraries may crash in it.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -160,7 +162,7 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1
-    except BadSetting as exc:  # one that only reading what it names could show
+    except BadSetting as exc:  # found only when a file named by a setting was read
         log.error("service.failed", reason=f"bad setting {exc}")
         return 2
     except Exception:
@@ -171,8 +173,9 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
 
 
 def _join_mesh(settings: ServiceSettings) -> None:
-    """Whoever reaches an inner port is believed: on an address that others reach, they must
-    show that they belong here.
+    """Inner ports trust their callers.
+
+    So on an address that others reach, callers must show the mesh's token.
     """
     token = settings.read_mesh_token()
     if not token and not is_loopback(settings.inner_host):
@@ -218,7 +221,10 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
 
 
 def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
-    """At once; if that fails, a task goes on trying: a full disk keeps no service from its work."""
+    """Write the file at once; if that fails, a task keeps trying.
+
+    A full disk keeps no service from its work.
+    """
     if ops_file is None:
         return None
     try:
@@ -237,8 +243,7 @@ async def _tell(ops_file: Path, address: str) -> None:
 
 
 def calm_the_collector() -> None:
-    """What is loaded by now stays: let the garbage collector never look at it again, and look less
-    often.
+    """Exclude what is loaded by now from garbage collection, and collect less often.
 
     Most objects of a busy service live as long as a request and are freed without the collector.
     """

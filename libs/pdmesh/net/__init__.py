@@ -1,1 +1,1 @@
-"""Talking to other processes: events (bus), liveness (registry), calls (rpc)."""
+"""Communication between processes: events (bus), liveness (registry), calls (rpc)."""

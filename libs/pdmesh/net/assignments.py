@@ -1,10 +1,10 @@
-"""What each instance shall be: one Assignment per instance, written by the leading master, followed
-by the instance.
+"""What each instance shall be: one Assignment per instance, from the leading master.
 
-Assignments outlive both: they do not expire. The adapter is JetStream key-value
-(`nats_assignments.py`). Each write is compared with the revision that its writer last saw, and
-refused once a leader of a later epoch has written (I7); an instance besides ignores what is meant
-for another incarnation, or is older than what it has seen (`core.instance.lifecycle`).
+Assignments outlive both sides: they do not expire. The adapter is JetStream key-value
+(`nats/assignments.py`). Each write is compared with the revision that its writer last saw, and
+refused once a leader of a later epoch has written (I7). In addition an instance ignores an
+assignment that is meant for another incarnation or is older than one it has seen
+(`core.instance.lifecycle`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class AssignmentBook(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from
-        `known` then.
+        """False while the store is away or not fully read: `known` is no basis for decisions
+        then.
         """
         ...
 
@@ -33,7 +33,7 @@ class AssignmentBook(Protocol):
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Called on the event loop after each change that somebody else made."""
+        """Called on the event loop after each change by another writer."""
         ...
 
     async def write(self, assignment: Assignment) -> None:
@@ -43,14 +43,14 @@ class AssignmentBook(Protocol):
         ...
 
     async def forget(self, instance_id: str, epoch: int) -> None:
-        """Remove it; raises like `write`. Nothing happens if it is not there."""
+        """Remove it; raises like `write`. Does nothing if it is absent."""
         ...
 
     async def close(self) -> None: ...
 
 
 class AssignmentFeed(Protocol):
-    """One instance's assignment, for as long as it follows it."""
+    """One instance's assignment, for as long as the instance follows it."""
 
     async def close(self) -> None: ...
 
@@ -61,12 +61,12 @@ class Assignments(Protocol):
         ...
 
     def follow(self, instance_id: str, on_assignment: OnAssignment) -> AssignmentFeed:
-        """Tell what there is, then each change, and all again after an outage.
+        """Deliver the current assignment, then each change, and all again after an outage.
 
-        A removed assignment is not told.
+        The removal of an assignment is not delivered.
         """
         ...
 
 
 class StaleView(Exception):
-    """Somebody wrote the assignment since it was last read; read again and decide anew."""
+    """Another writer changed the assignment since it was last read; read again and decide again."""

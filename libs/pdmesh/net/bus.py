@@ -2,8 +2,9 @@
 
 The adapter is NATS; `MemoryBus` (tests/fakes) behaves the same in one process.
 
-Delivery is at most once: an event may be lost, and after an outage buffered ones arrive late. So
-every event carries (publisher, incarnation, sequence) and nothing is correct only if one arrives.
+Delivery is at most once: an event may be lost, and after an outage buffered events arrive late. So
+every event carries (publisher, incarnation, sequence), and correctness never depends on the arrival
+of one event.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`data` is as `headers["content-type"]` says (`net.events`)."""
+    """`headers["content-type"]` says how `data` is encoded (`net.events`)."""
 
     subject: str
     data: bytes
@@ -30,7 +31,7 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """Events at most once, in order per publisher. Nothing is correct only if one arrives."""
+    """Events at most once, in order per publisher. Correctness never depends on one arriving."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -49,9 +50,9 @@ class Bus(Protocol):
     ) -> Subscription:
         """Call `handler` for each event, in order.
 
-        `on_gap` tells that events were lost (slow consumer, reconnect).
+        `on_gap` is called when events were lost (slow consumer, reconnect).
 
-        Raises InvalidRequest for what is no subject, Unavailable once closed.
+        Raises InvalidRequest for an invalid subject, Unavailable once closed.
         """
         ...
 

@@ -1,7 +1,8 @@
 """protobuf's JSON mapping for event messages, about five times faster than `json_format`.
 
-A gateway writes one such event per request. Covers what our events use: numbers, strings, bytes,
-enums, messages, repeated ones, and Timestamp; a test holds it equal to `json_format.MessageToDict`.
+A gateway writes one such event per request. It covers what our events use: numbers, strings, bytes,
+enums, messages, repeated fields, and Timestamp. A test compares it with
+`json_format.MessageToDict`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Events as messages: how they are encoded, numbered, and told apart from repeated and late ones.
+"""Events as messages: their encoding and numbering, and how repeated and late ones are found.
 
-Low-rate events are protobuf's JSON mapping, for people and tools; KV deltas and loads are binary.
+Low-rate events use protobuf's JSON mapping, for people and tools; KV deltas and loads are binary.
 The `content-type` header says which. docs/events.md is the catalogue.
 """
 
@@ -36,7 +36,7 @@ _RETIRED_PER_PUBLISHER: Final = 4
 
 
 class Event(Protocol):
-    """A message that opens with a Header."""
+    """A message that begins with a Header."""
 
     @property
     def header(self) -> Header: ...
@@ -98,7 +98,7 @@ class EventOrder(enum.Enum):
     """What a sequence number says about an event."""
 
     NEW = "new"
-    STALE = "stale"  # repeated, late, or of an incarnation that is over
+    STALE = "stale"  # repeated, late, or of an earlier incarnation
     GAP = "gap"  # new, but events before it are lost: ask for a snapshot
 
 
@@ -112,9 +112,9 @@ class _Publisher:
 class SequenceGate:
     """Tells new events of one kind of subject from repeated, late and lost ones.
 
-    After GAP the numbering goes on from that event. The first event seen of an incarnation is NEW
-    if it is its first ever, else a GAP. Keeps at most 65,536 publishers, the least recently heard
-    leaving first.
+    After GAP the numbering continues from that event. The first event received from an incarnation
+    is NEW if it is number one, else a GAP. At most 65,536 publishers are kept; the one not heard
+    for longest is dropped first.
     """
 
     def __init__(self) -> None:

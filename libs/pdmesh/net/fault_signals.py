@@ -1,4 +1,4 @@
-"""Between the contract's fault signals and vitals and the core's."""
+"""Converts fault signals and vitals between the contract's messages and the core's types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The presence of one process: its record under a lease, and its heartbeat, both every lease/3.
 
-Every service starts one. Losing NATS changes nothing for the process; being replaced by another
-incarnation of the same id means that it should end.
+Every service starts one. Losing NATS changes nothing for the process. If another incarnation of the
+same id replaces it, the process should end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _BEATS_PER_LEASE: Final = 3
 
 
 class Presence:
-    """Registers at `start`, says goodbye at `stop`.
+    """Registers at `start`, deregisters at `stop`.
 
-    `record_fn` is asked at every beat; a changed record is written at once. `on_replaced` is called
-    once, when another incarnation has taken the id. `describe` adds to each heartbeat what else
-    there is to say.
+    `record_fn` is called at every beat; a changed record is written at once. `on_replaced` is
+    called once, when another incarnation has taken the id. `describe` adds more fields to each
+    heartbeat.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Presence:
     async def watch(self) -> None:
         """Until the beats end.
 
-        Raises what ended them: an instance that beats no more is dead to the mesh.
+        Raises what ended them: an instance without heartbeats is dead to the mesh.
         """
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -77,7 +77,7 @@ class Presence:
                 self._task.result()
 
     def refresh(self) -> None:
-        """The record changed: tell it now rather than at the next beat."""
+        """The record changed: publish it now and not at the next beat."""
         self._wake.set()
 
     async def stop(self) -> None:

@@ -1,6 +1,4 @@
-"""What a decode's record says of the senders it holds in quarantine, to and from
-`core.kv.transfer.source_exclusions`.
-"""
+"""The senders that a decode holds in quarantine, between its record and `source_exclusions`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def held_to_proto(held: HeldSource) -> HeldKvSource:
 
 
 def held_from(record: InstanceRecord) -> tuple[HeldSource, ...]:
-    """A fault that is not known here is as good as none: the decode itself refuses what it must."""
+    """An unknown fault counts as none: the decode itself refuses what it must."""
     return tuple(
         HeldSource(KvSource(h.source.instance_id, h.source.incarnation), fault)
         for h in record.held_kv_sources

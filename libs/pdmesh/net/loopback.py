@@ -1,5 +1,7 @@
-"""Addresses to listen on: which of them nobody but this machine reaches (keys and tokens are
-needed on all others), and how they are written with a port.
+"""Addresses to listen on: which of them only this machine reaches, and how to write them with a
+port.
+
+All other addresses need keys and tokens.
 """
 
 from __future__ import annotations
@@ -8,21 +10,20 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """`localhost`, or a loopback address by number.
+    """`localhost`, or a numeric loopback address.
 
-    Any other name is not: a resolver says where it leads, and it may say something else the next
-    time.
+    No other name is: a resolver decides where it leads, and may decide differently the next time.
     """
     return host == "localhost" or is_loopback_number(host)
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`; IPv6 by number in its brackets."""
+    """`host:port`; numeric IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def is_loopback_number(host: str) -> bool:
-    """A loopback address by number, IPv6 with its brackets or without."""
+    """A numeric loopback address; IPv6 with or without brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
-"""Who is there: one record per service process, under a lease its owner renews.
+"""Which processes exist: one record per service process, under a lease that its owner renews.
 
-The adapter is JetStream key-value (`nats_registry.py`). A record that is not renewed vanishes when
+The adapter is JetStream key-value (`nats/registry.py`). A record that is not renewed vanishes when
 its lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps
-what it last knew and says so (`is_connected`), since silence of the store is not death of the
+what it last knew and reports it (`is_connected`): silence of the store is not death of the
 instances (F18).
 """
 
@@ -16,9 +16,7 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, InstanceRecord
 
 
 def takes_requests(record: InstanceRecord) -> bool:
-    """Whether a request may be sent to this instance: it is loaded, connected, and not on its
-    way out (S19).
-    """
+    """Whether a request may be sent to this instance: loaded, connected, and not leaving (S19)."""
     return record.phase == INSTANCE_PHASE_READY
 
 
@@ -26,7 +24,7 @@ def takes_requests(record: InstanceRecord) -> bool:
 class RecordChanged:
     """A record appeared, changed, or vanished (`record` None).
 
-    `is_lease_end` tells expiry from a goodbye.
+    `is_lease_end` tells expiry from deregistration.
     """
 
     instance_id: str
@@ -39,8 +37,8 @@ class RecordLease(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """False once another incarnation took the id, or the lease could not be renewed for
-        its whole time.
+        """False once another incarnation took the id, or once no renewal succeeded for a
+        whole lease.
         """
         ...
 
@@ -48,7 +46,7 @@ class RecordLease(Protocol):
     def was_replaced(self) -> bool:
         """True once another incarnation took the id: this process should end.
 
-        Losing the store is no reason to.
+        Losing the store is no reason to end.
         """
         ...
 
@@ -60,7 +58,7 @@ class RecordLease(Protocol):
         ...
 
     async def release(self) -> None:
-        """Say goodbye: the record vanishes at once."""
+        """Deregister: the record vanishes at once."""
         ...
 
 
@@ -81,7 +79,7 @@ class RegistryView(Protocol):
 
 
 class Registry(Protocol):
-    """One writer per instance id: who registers an id replaces whoever held it."""
+    """One writer per instance id: registering an id replaces its former holder."""
 
     async def register(self, record: InstanceRecord) -> RecordLease: ...
 

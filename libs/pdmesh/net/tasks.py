@@ -1,8 +1,8 @@
-"""Ending asyncio tasks for certain, and hearing of those that fail.
+"""Ends asyncio tasks for certain, and reports those that fail.
 
 On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes
-together with its result: the task lives on and who waits for it hangs. So a task is cancelled until
-it is over; a TaskGroup would cancel its children only once.
+together with its result: the task lives on and its waiter hangs. So a task is cancelled until it is
+over; a TaskGroup would cancel its children only once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _AGAIN_S: Final = 0.05
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks until all are over; what they raise is dropped.
+    """Cancel the tasks until all are over; their exceptions are dropped.
 
-    Being cancelled itself waits for that too.
+    Its own cancellation waits for that too.
     """
     pending = {task for task in tasks if not task.done()}
     was_cancelled = False
@@ -36,9 +36,9 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this is cancelled; then none of them is left. Raises what failed.
+    """Run all until one fails or this is cancelled; then none of them is left. Raises the failure.
 
-    One that was cancelled by somebody else has failed, too: asyncio's FIRST_EXCEPTION would not
+    A task that was cancelled from elsewhere has failed too; asyncio's FIRST_EXCEPTION would not
     notice it.
     """
     tasks = [asyncio.create_task(work) for work in works]
@@ -57,11 +57,9 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
 def watched(
     work: Coroutine[Any, Any, T], name: str, on_failure: Callable[[BaseException], None]
 ) -> asyncio.Task[T]:
-    """A task of its own whose failure somebody hears of, on the loop and once.
+    """A task of its own whose failure is reported, on the loop and once.
 
-    Being cancelled is no failure.
-
-    The caller keeps the task: the loop itself holds it by a weak reference only.
+    Cancellation is no failure. The caller keeps the task: the loop holds only a weak reference.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
 

@@ -1,1 +1,1 @@
-"""gRPC: channels, servers, credentials, and bounds on what strangers send."""
+"""gRPC: channels, servers, credentials, and bounds on messages from strangers."""

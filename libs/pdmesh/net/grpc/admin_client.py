@@ -1,4 +1,4 @@
-"""Calls of the AdminService, at whichever master leads."""
+"""Calls of the AdminService, at the leading master."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def call_leader(
 async def _leader(bus: NatsBus) -> str:
     """The address of the master whose record says that it leads; empty: there is none.
 
-    If two say so, the one with the later epoch.
+    If two claim to lead, the one with the later epoch.
     """
     view = await NatsRegistry(bus, _LEASE_S).watch()
     try:

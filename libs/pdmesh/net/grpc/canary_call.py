@@ -1,9 +1,8 @@
-"""One small request of our own, sent to a prefill and a decode as a gateway would send it, past the
-gateways' own books.
+"""A small request of our own, sent to a prefill and a decode as a gateway would send it.
 
-It speaks to the instances directly: no gateway counts it, no tenant pays for it, its prefix is
-nobody's. It has a few tokens and a deadline, in sessions of its own, so whatever it held is given
-back however it ends.
+It goes to the instances directly: no gateway counts it, no tenant pays for it, and its prefix is
+shared with no request. It has a few tokens, a deadline, and sessions of its own, so whatever it
+held is given back however it ends.
 """
 
 from __future__ import annotations
@@ -38,19 +37,17 @@ _NUM_TOKENS: Final = 2
 
 
 class CanaryRefused(Exception):
-    """An instance does not take it now: an answer, which says nothing against anybody."""
+    """An instance does not take it now: a valid answer that blames no instance."""
 
 
 class CanaryFailed(Exception):
-    """An instance took it and did not answer it, or cannot be reached; the message is for
-    people.
-    """
+    """An instance took it and did not answer, or cannot be reached; the message is for people."""
 
 
 class Canary:
     """`decode` None: `prefill` does both phases.
 
-    `asked` are those it has come to: one of them is the cause if it fails.
+    `asked` are the instances that it has reached: one of them is the cause if it fails.
     """
 
     def __init__(
@@ -63,12 +60,12 @@ class Canary:
         self._prefill, self._decode = prefill, decode
         self._sender_id, self._timeout_s = sender_id, timeout_s
         self.asked: list[InstanceRecord] = []
-        self._legs: list[_Leg] = []  # of those
+        self._legs: list[_Leg] = []  # in those sessions
 
     async def send(self) -> None:
         """Raises CanaryRefused or CanaryFailed.
 
-        One that waits behind the work of others in an engine is refused, not failed.
+        If it waits behind other work in an engine, it counts as refused, not failed.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -144,9 +141,7 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """The engine has worked while this leg waited, and has more to compute than this leg
-        alone.
-        """
+        """The engine has worked while this leg waited, and has more to compute than this leg."""
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

@@ -1,10 +1,9 @@
-"""Messages of strangers on their way in over gRPC: who may send one, how long it may take, how many
-at once.
+"""Bounds on incoming gRPC messages: who may send one, how long it may take, how many at once.
 
-gRPC itself takes a message of any caller before it calls a handler, and waits for the rest of it
+gRPC itself takes a message from any caller before it calls a handler, and waits for the rest of it
 for ever: a few connections that send all but the last byte of many long messages hold gigabytes. A
-handler of a stream reads when it likes, so every method is made one here. It reads once the caller
-is admitted.
+handler of a stream reads when it likes, so every method becomes a stream here. It reads once the
+caller is admitted.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ import grpc
 
 from pdmesh.errors import DeadlineExceeded, Overloaded
 
-# How far ahead of the handlers gRPC reads of a stream. By default it measures the line, and goes up
-# to megabytes.
+# How far gRPC reads a stream ahead of its handler. By default it measures the link and reads up to
+# megabytes ahead.
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
 # Calls whose messages have not come. Each costs some 30 KB, and a connection may begin a thousand.
 _MAX_WAITING: Final = 4096
 
-# What grpc-stubs cannot say of a handler's parts.
+# The types of a handler's parts, which grpc-stubs cannot express.
 Details = Any
 Handler = Any
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Incoming:
-    """Waits for messages, for so many at once.
+    """Waits for messages, up to a number at once.
 
-    Where that is not enough, who has waited longest for his gets little more time.
+    At that bound, the caller that has waited longest for its message gets only a little more time.
     """
 
     def __init__(
@@ -79,8 +78,9 @@ class Incoming:
 
 
 class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Makes every method read its messages through its `incoming`, once `admit` has let the
-    caller in (it raises MeshError).
+    """Makes every method read its messages through `incoming`.
+
+    `admit` lets the caller in first; it raises MeshError otherwise.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
                 return
             if not hasattr(answers, "__aiter__"):
                 answer = await answers
-                if answer is not None:  # else it has written what it had to say
+                if answer is not None:  # else it has written its answers itself
                     yield answer
                 return
             async for answer in answers:

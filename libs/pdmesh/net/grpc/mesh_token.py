@@ -1,8 +1,8 @@
-"""The credential that a mesh's own processes show each other with every gRPC call, until they have
+"""The credential that a mesh's own processes send with every gRPC call, until they use
 certificates.
 
-A server refuses a call without it before any of the call's messages is read. It opens inner ports
-alone: the gateways' public ports neither ask for it nor take it for a key.
+A server refuses a call without it before any of the call's messages is read. The token is for inner
+ports only: the gateways' public ports neither ask for it nor accept it as a key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSAL: Final = (
     "(PDMESH_MESH_TOKEN or PDMESH_MESH_TOKEN_FILE)"
 )
 
-# What grpc-stubs cannot say of a handler's parts.
+# The types of a handler's parts, which grpc-stubs cannot express.
 Details = Any
 Handler = Any
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,8 +34,7 @@ class TokenChannel(grpc.aio.Channel):
         self._inner = inner
         self._metadata = ((METADATA_KEY, token),)
 
-    # Any: a stub hands over its serializers and gets back what makes a call; grpc-stubs types
-    # neither for asyncio.
+    # Any: a stub passes its serializers and gets a callable; grpc-stubs types neither for asyncio.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._with_token(self._inner.unary_unary(*args, **options))
 
@@ -75,8 +74,8 @@ class TokenChannel(grpc.aio.Channel):
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Asked before a call's first message is taken from the connection, also for methods that
-    do not exist.
+    """Checked before a call's first message is taken from the connection, even for unknown
+    methods.
     """
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:

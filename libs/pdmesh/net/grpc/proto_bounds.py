@@ -1,8 +1,8 @@
-"""How many fields a protobuf message may hold, found out before it is parsed (F30).
+"""Bounds the number of fields in a protobuf message before it is parsed (F30).
 
-The parser makes an object of every submessage, so that 8 MiB of empty ones cost a quarter of a
-gigabyte and hold the event loop for a tenth of a second. This walks over tags alone and stops at
-the bound; what is no message at all is left for the parser to refuse.
+The parser makes an object of every submessage, so 8 MiB of empty ones cost a quarter of a gigabyte
+and hold the event loop for a tenth of a second. This walks over tags only and stops at the bound;
+the parser refuses what is no message at all.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SMALL_BYTES: Final = 65_536  # cannot hold more than what costs a few milliseco
 
 
 class _TooMany(Exception):
-    """`args`: the field that was one too many, by its names from the outside in."""
+    """`args`: the path of the field that exceeds the bound, from the outside in."""
 
 
 def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
-    """Raises InvalidRequest, with the field at which there were too many.
+    """Raises InvalidRequest, with the field at which the bound was exceeded.
 
     Packed numbers count as one.
     """
@@ -70,7 +70,7 @@ def _walk_inner(data: bytes, at: int, end: int, name: str, message: Descriptor, 
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends. Raises IndexError where there is none."""
+    """The number, and where it ends. Raises IndexError if there is none."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

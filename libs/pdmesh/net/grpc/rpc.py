@@ -1,9 +1,9 @@
-"""gRPC as this mesh needs it: channels and servers that notice a frozen peer, and errors that keep
-their meaning.
+"""gRPC for this mesh: channels and servers that notice a frozen peer, and errors with a meaning.
 
 grpcio's documented keepalive does not notice a frozen peer unless `grpc.http2.ping_timeout_ms` is
-set on both sides, and a malformed message comes back as UNKNOWN with parser text. So channels and
-servers are made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text).
+set on both sides, and a malformed message comes back as UNKNOWN with parser text. So only this
+module makes channels and servers, and we parse requests ourselves (INVALID_ARGUMENT, no parser
+text).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
-# Of one server. Each takes a descriptor, and a process without any loses its way to NATS, and a
-# master its lease.
+# Of one server. Each connection takes a descriptor. Without any, a process cannot reach NATS and a
+# master loses its lease.
 _MAX_CONNECTIONS: Final = 1024
 _HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
 
-# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's
-# default never pings.
+# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC
+# never pings by default.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -64,8 +64,9 @@ class _Credential:
 
 
 def use_mesh_token(token: str) -> None:
-    """What `channel` and `server` show and ask for from now on; said once, before the first
-    of them is made.
+    """What `channel` and `server` send and require from now on.
+
+    Call it once, before the first of them is made.
     """
     _Credential.token = token
 
@@ -77,8 +78,8 @@ def mesh_token() -> str:
 def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    It shows the mesh's token: by default the one that this process uses, "" none. It goes straight
-    to its peer, whatever the environment says of proxies: those are for the way out of a mesh.
+    It sends the mesh's token: by default that of this process, "" for none. It connects directly
+    and ignores proxies of the environment, which are for traffic out of a mesh.
     """
     token = _Credential.token if mesh_token is None else mesh_token
     made = _channel(address)
@@ -113,9 +114,8 @@ def server(
 ) -> grpc.aio.Server:
     """A server that cancels the handlers of a dead or frozen client within 3 s.
 
-    `options`: gRPC's own.
-
-    It asks every caller for the mesh's token, where this process uses one, unless it `is_public`.
+    `options`: gRPC's own. It requires the mesh's token of every caller, if this process has one,
+    unless it `is_public`.
     """
     token = "" if is_public else _Credential.token
     return grpc.aio.server(
@@ -136,9 +136,9 @@ def server(
 
 
 async def start(target: grpc.aio.Server) -> None:
-    """Start it; given up meanwhile, it is stopped again.
+    """Start it; if the start is cancelled, stop it again.
 
-    A `start` that is cancelled itself leaves a server that listens and cannot be stopped any more.
+    `server.start` itself, when cancelled, leaves a server that listens and cannot be stopped.
     """
     starting = asyncio.ensure_future(target.start())
     try:
@@ -157,10 +157,10 @@ def add_service(
 ) -> None:
     """Register every method of `service` that `servicer` implements, by name.
 
-    `max_fields`: of a request, where strangers call.
+    `max_fields`: of a request, for servers that strangers call.
 
-    Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo,
-    any other exception is logged and becomes INTERNAL without its text.
+    Handlers take (request, context). A MeshError that they raise becomes its gRPC status with
+    ErrorInfo. Any other exception is logged and becomes INTERNAL without its text.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
@@ -260,8 +260,8 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 
 
 def to_status(exc: MeshError) -> Status:
-    """The error as google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where they
-    say something.
+    """The error as google.rpc.Status: always with ErrorInfo, with BadRequest and RetryInfo if
+    set.
     """
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
@@ -280,7 +280,7 @@ def to_status(exc: MeshError) -> Status:
 
 
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
-    """The MeshError a peer raised, or the closest one to a failure of the transport itself."""
+    """The MeshError that a peer raised, or the closest one to a failure of the transport itself."""
     reason, field, retry_after_ms = "", None, None
     trailing: Any = exc.trailing_metadata() or ()  # pairs; its stubs say otherwise
     for key, value in trailing:

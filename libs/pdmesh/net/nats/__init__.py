@@ -1,1 +1,1 @@
-"""NATS: events, the registry, elections, and the buckets that hold what the mesh shall remember."""
+"""NATS: events, the registry, elections, and the buckets of what the mesh must remember."""

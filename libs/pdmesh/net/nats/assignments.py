@@ -1,5 +1,6 @@
-"""The assignments in JetStream, bucket `pdmesh-assignments`: no time to live, one key per
-instance, in protobuf's JSON.
+"""The assignments in JetStream, bucket `pdmesh-assignments`: one key per instance, no time to live.
+
+Values are in protobuf's JSON.
 """
 
 from __future__ import annotations

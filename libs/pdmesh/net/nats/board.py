@@ -1,5 +1,4 @@
-"""What one service judges, where everybody can read it: a JetStream bucket with one message in JSON
-per instance.
+"""One service's verdicts, readable by all: a JetStream bucket with one JSON message per instance.
 
 Entries outlive their writer: the last ones stand until another one writes.
 """
@@ -39,7 +38,7 @@ class Board(Generic[M]):
         self._bucket, self._kind = bucket, kind
 
     async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
-        """The new revision; raises Unavailable, VersionConflict unless the entry is at
+        """The new revision; raises Unavailable, or VersionConflict unless the entry is at
         revision `last` (0: absent).
         """
         try:
@@ -61,10 +60,10 @@ class Board(Generic[M]):
 
 
 class BoardView(Generic[M]):
-    """Hands out every entry there is, then each new one; all of them again after an outage.
+    """Delivers every current entry, then each new one; all of them again after an outage.
 
-    If the bucket was wiped, what stood in it stays in `known`, and is `missing` until somebody
-    writes it again.
+    If the bucket was wiped, its former entries stay in `known`, and each is `missing` until it is
+    written again.
     """
 
     def __init__(
@@ -84,8 +83,8 @@ class BoardView(Generic[M]):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from
-        `known` then.
+        """False while the store is away or not fully read: `known` is no basis for decisions
+        then.
         """
         return self._watch.is_live
 
@@ -110,8 +109,8 @@ class BoardView(Generic[M]):
         self._unseen = set(self._revisions)
 
     def _on_loaded(self) -> None:
-        """A removed entry leaves a marker: what is neither there nor marked went with the
-        bucket (F21).
+        """A removed entry leaves a marker: an entry with neither was wiped with the bucket
+        (F21).
         """
         for key in self._unseen:
             self._revisions.pop(key, None)
@@ -145,13 +144,14 @@ def health_board(bus: NatsBus) -> Board[HealthChanged]:
 
 
 def fault_board(bus: NatsBus) -> Board[FaultReport]:
-    """The health-monitor's judgements: who is faulty, and what is to be done."""
+    """The health-monitor's fault verdicts: which instance is faulty, and what to do about it."""
     return Board(KvBucket(bus, "pdmesh-faults"), FaultReport)
 
 
 def pin_board(bus: NatsBus) -> Board[Pin]:
-    """The leading master's list of prefixes that are not to be evicted; holds names of
-    blocks, and no token.
+    """The leading master's list of prefixes that must not be evicted.
+
+    It holds names of blocks, and no token.
     """
     return Board(KvBucket(bus, "pdmesh-pins"), Pin)
 

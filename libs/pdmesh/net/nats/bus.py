@@ -1,9 +1,8 @@
-"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived
-(nats-py's defaults take minutes).
+"""Events over NATS, configured to notice and survive a dead or frozen server within seconds.
 
-Events published while the server is away are dropped and counted: replayed late they would only
-mislead. An echo of our own, twice a second, says whether the server answers now; `stable_since`
-says since when it has without a break.
+nats-py's defaults take minutes. Events published while the server is away are dropped and counted:
+replayed late they would only mislead. An echo of our own, twice a second, shows whether the server
+answers now; `stable_since` tells since when it has answered without a break.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str) -> NatsBus:
-        """Wait for the server, however long it takes, saying so in the log.
+        """Wait for the server, however long it takes, and log that it waits.
 
-        Raises Unavailable if it is too old.
+        Raises Unavailable if the server is too old.
         """
         bus = cls(url)
         bus._client = await nats.connect(
@@ -130,18 +129,16 @@ class NatsBus:
 
     @property
     def stable_since(self) -> float:
-        """Monotonic time since which the server answered without a break; meaningful while
-        connected.
-        """
+        """Monotonic time since which the server answered without a break; valid while connected."""
         return self._stable_since
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when the server stops answering. Returns what undoes this."""
+        """Call `callback` when the server stops answering. Returns a function that unsubscribes."""
         self._on_lost.append(callback)
         return lambda: _discard(self._on_lost, callback)
 
     def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when it answers again. Returns what undoes this."""
+        """Call `callback` when it answers again. Returns a function that unsubscribes."""
         self._on_restored.append(callback)
         return lambda: _discard(self._on_restored, callback)
 
@@ -181,10 +178,10 @@ class NatsBus:
     async def close(self) -> None:
         if self._echo_task is not None:
             self._echo_task.cancel()
-        self._is_up = False  # a goodbye is no loss
-        # RuntimeError: uvloop's word for writing to a connection that broke.
+        self._is_up = False  # closing is no loss
+        # RuntimeError: uvloop raises it for a write to a broken connection.
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
-            async with asyncio.timeout(1.0):  # what was published last still goes out
+            async with asyncio.timeout(1.0):  # events published last still go out
                 await self._client.close()
 
     async def _start_echo(self) -> None:

@@ -1,9 +1,8 @@
-"""The desired state in the registry, bucket `pdmesh-desired`: the current version and those before
-it.
+"""The desired state in the registry, bucket `pdmesh-desired`: current and earlier versions.
 
 The key `current` holds version, text and author together, so one compare-and-set makes a version.
 Before it is replaced, its content is copied to a key of its own (`v7`): a writer that dies in
-between leaves a copy of what is current, nothing half-made.
+between leaves a copy of the current version and nothing half-made.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class DesiredStore:
         self._bucket = bucket
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """That version, 0: the current one; None if it is not there."""
+        """That version, 0: the current one; None if it does not exist."""
         current = _parse(await self._get_current())
         if current is None or number in (0, current.version):
             return current
@@ -61,11 +60,10 @@ class DesiredStore:
         reason: str,
         canary_share: float = 0.0,
     ) -> DesiredVersion:
-        """Make `text` the next version; raises VersionConflict if another than the expected one is
-        current.
+        """Make `text` the next version; raises VersionConflict unless the expected one is current.
 
-        Who expects none means it whatever is current, also when somebody else applies at the same
-        time: tried a few times.
+        Without an expected version it replaces any current one, even if another writer applies at
+        the same time: it tries a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         while True:
@@ -103,12 +101,11 @@ class DesiredStore:
         return after
 
     async def adjust(self, adjustments: Adjustments, last: int) -> int:
-        """Replace the adjustments as they were at revision `last` (0: none were there); the new
+        """Replace the adjustments as they were at revision `last` (0: none); returns the new
         revision.
 
-        Raises VersionConflict if somebody has written them since: what was decided from the old
-        ones is to be decided anew. Raises NotLeader if a later epoch wrote them, though they be
-        known here.
+        Raises VersionConflict if they have been written since: decide again from the new ones.
+        Raises NotLeader if a later epoch wrote them, even if they are known here.
         """
         return await self._replace(ADJUSTED, adjustments, last)
 
@@ -127,10 +124,9 @@ class DesiredStore:
             raise VersionConflict(f"somebody else wrote {key} just now") from exc
 
     async def restore(self, view: DesiredView) -> None:
-        """Put back what the bucket lost and the view still knows, unless somebody has written it
-        since (F21).
+        """Put back what the bucket lost and the view still knows, unless written since (F21).
 
-        Earlier versions are lost: nobody keeps them in memory.
+        Earlier versions are lost: no process keeps them in memory.
         """
         known: dict[str, Message | None] = {
             _CURRENT: view.current,
@@ -151,7 +147,7 @@ class DesiredStore:
         return DesiredView(self._bucket, on_change)
 
     def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
-        """Hand out the current version, whenever it changes, and again after an outage."""
+        """Deliver the current version, whenever it changes, and again after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (version := _parse(entry)) is not None:
@@ -160,7 +156,7 @@ class DesiredStore:
         return self._bucket.watch(on_entry, lambda: None, lambda: None, key=_CURRENT)
 
     def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
-        """Hand out what is known of upgrades, whenever it changes, and again after an outage."""
+        """Deliver what is known of upgrades, whenever it changes, and again after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (upgrades := _parse_as(entry, Upgrades)) is not None:
@@ -200,8 +196,8 @@ class DesiredView:
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away, or not all of it has been read: decide nothing from
-        it then.
+        """False while the store is away or not fully read: the view is no basis for decisions
+        then.
         """
         return all(watch.is_live for watch in self._watches)
 
@@ -217,7 +213,7 @@ class DesiredView:
         self._unseen |= self._seen & {key}
 
     def _on_loaded(self, key: str) -> None:
-        if key in self._unseen:  # nobody deletes these keys: the bucket was wiped
+        if key in self._unseen:  # these keys are never deleted: the bucket was wiped
             self._unseen.discard(key)
             self.revisions.pop(key, None)
             self.missing.add(key)
@@ -226,17 +222,17 @@ class DesiredView:
         self._loaded[key].set()
 
     def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
-        """They were written just now."""
+        """They have just been written."""
         if self._is_latest(ADJUSTED, revision):
             self.adjustments = adjustments
 
     def take_upgrades(self, upgrades: Upgrades, revision: int) -> None:
-        """They were written just now."""
+        """They have just been written."""
         if self._is_latest(UPGRADES, revision):
             self.upgrades = upgrades
 
     def _is_latest(self, key: str, revision: int) -> bool:
-        """Of an own write: another's may have been heard of before its answer came."""
+        """Of an own write: another's later write may have arrived before the answer to it."""
         if revision < self.revisions.get(key, 0):
             return False
         self._seen.add(key)

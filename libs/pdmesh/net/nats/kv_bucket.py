@@ -1,8 +1,8 @@
 """A JetStream key-value bucket that survives what the server survives, and being wiped (F21).
 
 nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer,
-sees its heartbeats, and opens a new one whenever the server came back, a heartbeat or a message is
-missing, or the bucket is gone.
+watches its heartbeats, and opens a new one whenever the server came back, a heartbeat or a message
+is missing, or the bucket is gone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
 _SILENCE_S: Final = 1.5  # without message or heartbeat: open again
 _BACKOFF_S: Final = (0.1, 1.0)
-_TRIES: Final = 3  # of handing out an entry to a callback that raises
+_TRIES: Final = 3  # of delivering an entry to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
-_OPERATION: Final = "KV-Operation"  # put there by a client that deletes
-_MARKER: Final = "Nats-Marker-Reason"  # put there by the server when a value expires
+_OPERATION: Final = "KV-Operation"  # set by a client that deletes
+_MARKER: Final = "Nats-Marker-Reason"  # set by the server when a value expires
 _EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
 
 
 @dataclass(frozen=True, slots=True)
 class KvEntry:
-    """What the bucket says of a key.
+    """The bucket's entry for a key.
 
     `value` None: it is gone, by its time to live if `is_expired`.
     """
@@ -53,7 +53,7 @@ class KvEntry:
 
 
 class WrongRevision(Exception):
-    """Somebody else wrote the key since."""
+    """Another writer changed the key since."""
 
 
 class KvBucket:
@@ -71,7 +71,7 @@ class KvBucket:
         self._ttl_s = ttl_s
 
     async def ensure(self) -> None:
-        """Make the bucket if it is not there, with these settings if it has others."""
+        """Make the bucket if it is absent; update its settings if they differ."""
         config = api.StreamConfig(
             name=self.stream,
             subjects=[f"{self._prefix}>"],
@@ -95,7 +95,7 @@ class KvBucket:
                 await self._js.update_stream(config)
 
     async def get(self, key: str) -> KvEntry | None:
-        """The latest of the key, gone or not; None if the bucket never heard of it."""
+        """The latest entry of the key, gone or not; None if the bucket never had it."""
         with _translated(self.name):
             try:
                 msg = await self._js.get_msg(self.stream, subject=self._prefix + key, direct=False)
@@ -122,7 +122,7 @@ class KvBucket:
             try:
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except NoStreamResponseError:
-                await self.ensure()  # wiped: a revision known from before means nothing now
+                await self.ensure()  # wiped: an earlier revision has no meaning now
                 if headers and headers.get(_EXPECTED, "0") != "0":
                     raise WrongRevision(key) from None
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
@@ -141,7 +141,7 @@ class KvBucket:
     ) -> KvWatch:
         """Follow one key, or all.
 
-        Each time it (re)opens: on_reset, on_entry for all the bucket holds, on_loaded.
+        Each time it (re)opens: on_reset, on_entry for each entry of the bucket, on_loaded.
         """
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
@@ -179,9 +179,8 @@ class KvWatch:
 
     Callbacks run on the event loop, in the bucket's order.
 
-    An entry whose callback raises is handed out again with all others, a few times; then it is left
-    out, so that one that is always too much for somebody does not keep the view from being live for
-    ever.
+    An entry whose callback raises is delivered again with all others, a few times. Then it is left
+    out, so that one bad entry does not keep the view from becoming live.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class KvWatch:
 
     @property
     def is_live(self) -> bool:
-        """True while every value the bucket holds has been handed out."""
+        """True while every value of the bucket has been delivered."""
         return self._is_loaded and not self._broken.is_set() and self._bus.is_connected
 
     async def close(self) -> None:
@@ -221,7 +220,7 @@ class KvWatch:
             except (Unavailable, NatsError) as exc:
                 log.debug("kv.watch_failed", bucket=self._bucket.name, error=str(exc))
                 backoff = min(backoff * 2, _BACKOFF_S[1])
-            except Exception:  # a bug of whom it tells: the next opening tells everything again
+            except Exception:  # a bug in the callback: the next opening delivers everything again
                 log.exception("kv.watch_bug", bucket=self._bucket.name)
                 backoff = min(backoff * 2, _BACKOFF_S[1])
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -275,7 +274,7 @@ class KvWatch:
             self._hand_out(_entry(key, msg.data, headers, at.sequence.stream))
             if at.num_pending == 0:
                 self._loaded()
-        except Exception:  # a bug of whom it tells: the next opening tells everything again
+        except Exception:  # a bug in the callback: the next opening delivers everything again
             log.exception("kv.watch_bug", bucket=self._bucket.name, key=key)
             self._broken.set()
 

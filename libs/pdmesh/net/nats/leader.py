@@ -1,8 +1,8 @@
-"""Elects one leader among processes of a service, by a lease in JetStream (bucket `pdmesh-leader`).
+"""Elects one leader among the processes of a service, by a lease in JetStream.
 
-The store's revision orders the attempts; `core.control.leadership` decides when ours is over. A
-standby is told the moment the lease expires or is given up, and asks every third of a lease
-besides.
+The bucket is `pdmesh-leader`. The store's revision orders the attempts; `core.control.leadership`
+decides when ours is over. A standby learns at once when the lease expires or is given up, and also
+asks every third of a lease.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _TICKS_PER_LEASE: Final = 12
 
 
 class LeaderElection:
-    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's
-    among them.
+    """`on_change(is_leader, epoch)` is called at each change of our leadership or its epoch.
 
     `num_won`: elections. The epoch does not count them: it is the revision of the lease, which
     grows with each renewal.
@@ -67,7 +66,7 @@ class LeaderElection:
         return self._state.epoch
 
     def saw_epoch(self, epoch: int) -> None:
-        """Some record knows of it."""
+        """A record mentions this epoch."""
         if self._state.saw(epoch, time.monotonic()):
             log.warning("leader.epoch_raised", seen=epoch, epoch=self.epoch)
             self._on_change(True, self.epoch)
@@ -89,7 +88,8 @@ class LeaderElection:
     async def _give_up(self) -> None:
         try:
             await self._bucket.delete(self._role, last=self._revision)
-        except WrongRevision:  # a renewal that was ended before its answer came may have arrived
+        # a renewal that was cancelled before its answer came may have arrived
+        except WrongRevision:
             found = await self._get()
             if found is not None and found.value == self._name:
                 await self._bucket.delete(self._role, last=found.revision)

@@ -1,8 +1,8 @@
 """The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
 
-A new incarnation takes its id at once; the one before loses its compare-and-set and knows it was
-replaced. After any outage of the server a view judges nobody for one lease and a margin: the owners
-could not renew either (F18).
+A new incarnation takes its id at once. The one before loses its compare-and-set and learns that it
+was replaced. After any outage of the server, a view judges no process for one lease and a margin:
+the owners could not renew either (F18).
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class NatsLease:
                     await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """The key is not as we left it: expired, wiped, an own write whose answer was lost,
-        or taken.
+        """The key is not as we left it: expired, wiped, taken, or an own write without its
+        answer.
         """
         found = await self._bucket.get(self._record.instance_id)
         self._revision = found.revision if found else 0
@@ -223,7 +223,7 @@ class NatsRegistryView:
                 self._judge()
 
     def _judge(self) -> None:
-        """What is missing is dead, unless the server was away within the last lease."""
+        """Missing records are dead, unless the server was away within the last lease."""
         stable_s = time.monotonic() - self._bus.stable_since
         if self._bus.is_connected and stable_s > self._grace_s:
             for instance_id in tuple(self._missing):

@@ -29,7 +29,7 @@ class UsageStore:
         self._revision = 0
 
     async def load(self) -> UsageBook | None:
-        """None if nothing was ever counted, or what was cannot be read."""
+        """None if nothing was ever counted, or if it cannot be read."""
         await self._bucket.ensure()
         found = await self._bucket.get(_KEY)
         self._revision = found.revision if found is not None else 0
@@ -42,9 +42,7 @@ class UsageStore:
             return None
 
     async def save(self, book: UsageBook) -> None:
-        """Raises VersionConflict if somebody else has written since `load` or `save`: load
-        again.
-        """
+        """Raises VersionConflict if another writer saved since `load` or `save`: load again."""
         value = MessageToJson(book, indent=None).encode()
         try:
             self._revision = await self._bucket.put(_KEY, value, last=self._revision)
