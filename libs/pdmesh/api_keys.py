@@ -126,7 +126,7 @@ class Keyring:
         return len(self._keys)
 
     def find(self, token: str, now: float) -> Tenant | None:
-        """The key's tenant; None if the key is unknown or has expired. `now`: seconds since 1970."""
+        """The key's tenant; None: unknown or expired. `now`: seconds since 1970."""
         parts = token.split("_", 2)
         if len(token) > _MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != _PREFIX:
             return None
