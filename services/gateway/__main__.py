@@ -23,7 +23,7 @@ from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.path_proof import PathProof
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
-from pdmesh.services.gateway.routing.fleet import gateway_name
+from pdmesh.services.gateway.routing.fleet import MeshView, gateway_name
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
@@ -48,9 +48,8 @@ async def serve(settings: Settings, app: App) -> None:
     out_of_service.watch(out_of_service_board(bus), fault_board(bus))
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
-    gateway = Gateway(
-        settings, view, tokenizer, publisher, app.not_ready, access, out_of_service, canaries
-    )
+    mesh = MeshView(view, out_of_service, canaries)
+    gateway = Gateway(settings, mesh, tokenizer, publisher, app.not_ready, access)
     slos = DesiredSlos(gateway.slos)
     slos.watch(desired_store(bus))
     presence = Presence(

@@ -16,7 +16,7 @@ from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.lifecycle import StartupError
-from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcServer
@@ -25,9 +25,7 @@ from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher
 from pdmesh.services.gateway.request.waiting import Waiting
-from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.fleet import FleetView
-from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
@@ -44,26 +42,16 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
-        view: RegistryView,
+        mesh: MeshView,
         tokenizer: Tokenizer,
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
         access: AccessControl | None = None,
-        out_of_service: OutOfServiceView | None = None,
-        canaries: CanaryShares | None = None,
     ) -> None:
         self._access = access or OpenAccess()
         gateway_id = settings.instance_id
         self._settings = settings
-        self.fleet = FleetView(
-            view,
-            settings.model,
-            time.monotonic,
-            settings.region,
-            out_of_service,
-            gateway_id,
-            canaries,
-        )
+        self.fleet = FleetView(mesh, settings.model, time.monotonic, settings.region, gateway_id)
         self.slos = settings.slos
         self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()
@@ -106,7 +94,7 @@ class Gateway:
         self.grpc = _grpc_server(settings, self.frontend, self._access)
         self._not_ready = not_ready
         self._tasks: list[asyncio.Task[None]] = []
-        view.on_change(self._on_record_changed)
+        mesh.records.on_change(self._on_record_changed)
         self._make_gauges()
 
     @property

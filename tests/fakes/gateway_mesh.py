@@ -10,6 +10,7 @@ from typing import Any
 
 from pdmesh.services.gateway.access.access_control import AccessControl
 from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
@@ -32,12 +33,17 @@ class GatewayMesh:
         self.events.append(message)
 
     async def start(self) -> None:
-        view = MemoryView(self.store)
-
         def not_ready() -> list[str]:
             return [] if self.gateway.fleet.can_serve() else ["instances"]
 
-        self.gateway = Gateway(self.settings, view, self.tokenizer, self, not_ready, self.access)
+        self.gateway = Gateway(
+            self.settings,
+            MeshView(MemoryView(self.store)),
+            self.tokenizer,
+            self,
+            not_ready,
+            self.access,
+        )
         await self.gateway.start()
 
     @property

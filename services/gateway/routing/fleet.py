@@ -6,11 +6,13 @@ instances are dead (F18).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
+from pdmesh.core.model import Role
+from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, shortened
@@ -25,7 +27,11 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
 )
 
-_SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
+_ROLES: Final = {
+    ROLE_PREFILL: Role.PREFILL,
+    ROLE_DECODE: Role.DECODE,
+    ROLE_FUSION: Role.FUSION,
+}
 _MASTER: Final = "master-scheduler"
 _GATEWAY: Final = "gateway"
 
@@ -38,34 +44,51 @@ def pair_of(record: InstanceRecord) -> str:
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
 
+def _local(record: InstanceRecord) -> LocalInstance:
+    return LocalInstance(
+        record.instance_id,
+        record.incarnation,
+        _ROLES[record.role],
+        record.model,
+        record.scenario,
+        record.group_id,
+        pair_of(record),
+        record.kv_region,
+    )
+
+
 def gateway_name(instance_id: str, incarnation: int) -> str:
     """The name of one life of a gateway."""
     return f"{instance_id}/{incarnation}"
 
 
+@dataclass(frozen=True, slots=True)
+class MeshView:
+    """What the registry's store tells a gateway of the mesh."""
+
+    records: RegistryView
+    out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
+    canaries: CanaryShares = field(default_factory=CanaryShares)
+
+
 class FleetView:
     """`model` is what `default` means; empty: the first model seen.
 
-    A model once seen keeps its name while its instances are away. `region` is this gateway's own.
-    `gateway_id` orders instances that this gateway has used equally, so that gateways that rank
-    alone do not all begin with the same one.
+    A model once seen keeps its name while its instances are away. `region` and `gateway_id` are
+    this gateway's own.
     """
 
     def __init__(
         self,
-        view: RegistryView,
+        mesh: MeshView,
         model: str,
         clock: Callable[[], float],
         region: str = "",
-        out_of_service: OutOfServiceView | None = None,
         gateway_id: str = "",
-        canaries: CanaryShares | None = None,
     ) -> None:
-        self._gateway_id = gateway_id
-        self._ties: dict[str, bytes] = {}
-        self.region, self._kept_out = region, out_of_service or OutOfServiceView()
-        self._canaries = canaries or CanaryShares()
-        self._view = view
+        self.region = region
+        self._ranking = LocalRanking(region, gateway_id)
+        self._mesh, self._view = mesh, mesh.records
         self._clock = clock
         self._model = model
         self._connected_at = clock()
@@ -73,14 +96,13 @@ class FleetView:
         self._served: set[tuple[str, str]] = set()  # model and scenario
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()
-        view.on_change(self._on_change)
+        self._view.on_change(self._on_change)
 
     def _on_change(self, change: RecordChanged) -> None:
         self._refresh()
 
     def _refresh(self) -> None:
         self._records = dict(self._view.records)
-        self._ties = {i: self._ties.get(i) or self._tie(i) for i in self._records}
         self._prefills = self._with_role(ROLE_PREFILL)
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
@@ -88,16 +110,12 @@ class FleetView:
             {r.instance_id: held_from(r) for r in self._decodes if r.held_kv_sources},
             {i: r.incarnation for i, r in self._records.items()},
         )
-        for record in (*self._prefills, *self._decodes, *self._fusions):
+        serving = (*self._prefills, *self._decodes, *self._fusions)
+        self._ranking.see(_local(r) for r in serving if not r.is_draining)
+        for record in serving:
             if record.model:
                 self._known_models[record.model] = record
                 self._served.add((record.model, record.scenario or DEFAULT_SCENARIO))
-
-    def _tie(self, instance_id: str) -> bytes:
-        name = instance_id.encode()
-        if not self._gateway_id:
-            return name
-        return hashlib.blake2b(name, key=self._gateway_id.encode()[:64], digest_size=8).digest()
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -186,9 +204,9 @@ class FleetView:
     ) -> Candidate | None:
         """None if it is gone or out of service: no late plan reaches it or a successor."""
         record = self.record(instance_id, incarnation)
-        if record is None or record.role not in _SERVING or not takes_requests(record):
+        if record is None or record.role not in _ROLES or not takes_requests(record):
             return None
-        if self._kept_out.is_out(instance_id):
+        if self._mesh.out_of_service.is_out(instance_id):
             return None
         is_local = is_local or record.role == ROLE_FUSION
         exclusions = self._exchange.exclusions(instance_id) if self._exchange else NO_EXCLUSIONS
@@ -203,64 +221,22 @@ class FleetView:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Prefills (or fusions) and decodes, those of our region first (S42, S58).
-
-        Then those with the fewest of our own open legs come first. If there is none of one role,
-        those of the other do both phases. Instances that are about to leave, or are judged faulty,
-        are named only if the others cannot serve. A canary gets its share of the requests, and more
-        if no other group serves (S24).
-        """
-        scenario = (
-            scenario or DEFAULT_SCENARIO
-        )  # as at the master: scenarios share no instances (S4)
+        """Prefills (or fusions) and decodes, as `core.placement.local_ranking` ranks them."""
+        out_of_service = self._mesh.out_of_service
+        out = [i for i in self._records if out_of_service.is_out(i)]
         avoided = [
-            r.instance_id
-            for r in (*self._prefills, *self._decodes, *self._fusions)
-            if self._kept_out.is_avoided(r.instance_id, r.incarnation)
+            i for i, r in self._records.items() if out_of_service.is_avoided(i, r.incarnation)
         ]
-        drawn = self._canaries.draw(scenario)
-        for left_out in ([*excluded, *avoided], excluded) if avoided else (excluded,):
-            able = self._able(model, scenario, left_out)
-            if drawn is not None:
-                group_id, is_its_turn = drawn
-                one_side = [r for r in able if (r.group_id == group_id) is is_its_turn]
-                if (found := self._ranked(one_side, num_open, may_be_alone=False))[0]:
-                    return found
-            if (found := self._ranked(able, num_open, may_be_alone=True))[0]:
-                return found
-        return [], []
+        canary = self._mesh.canaries.draw(scenario or DEFAULT_SCENARIO)
+        query = LocalQuery(model, scenario, {*excluded, *out}, frozenset(avoided), canary)
+        plan = self._ranking.rank(query, num_open)
+        return (
+            self._candidates(plan.prefills, is_local=plan.is_colocated),
+            self._candidates(plan.decodes),
+        )
 
-    def _able(self, model: str, scenario: str, excluded: Sequence[str]) -> list[InstanceRecord]:
-        return [
-            r
-            for r in (*self._prefills, *self._fusions, *self._decodes)
-            if r.model == model
-            and not r.is_draining
-            and r.instance_id not in excluded
-            and (r.scenario or scenario) == scenario
-        ]
-
-    def _ranked(
-        self,
-        able: Sequence[InstanceRecord],
-        num_open: Callable[[str, int], int],
-        *,
-        may_be_alone: bool,
-    ) -> tuple[list[Candidate], list[Candidate]]:
-        def order(record: InstanceRecord) -> tuple[bool, int, bytes]:
-            is_far = bool(self.region) and record.kv_region not in (self.region, "")
-            num = num_open(record.instance_id, record.incarnation)
-            return is_far, num, self._ties[record.instance_id]
-
-        def rank(*roles: int, is_local: bool = False) -> list[Candidate]:
-            own = sorted((r for r in able if r.role in roles), key=order)
-            found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in own)
-            return [c for c in found if c is not None]
-
-        prefills, decodes = rank(ROLE_PREFILL, ROLE_FUSION), rank(ROLE_DECODE)
-        pairs = {c.pair for c in decodes}
-        if any(c.is_local or c.pair in pairs for c in prefills):
-            return prefills, decodes
-        if not may_be_alone:
-            return [], []
-        return rank(ROLE_PREFILL, is_local=True) or rank(ROLE_DECODE, is_local=True), []
+    def _candidates(
+        self, ranked: Sequence[LocalInstance], *, is_local: bool = False
+    ) -> list[Candidate]:
+        found = (self.candidate(i.id, i.incarnation, is_local=is_local) for i in ranked)
+        return [candidate for candidate in found if candidate is not None]

@@ -16,6 +16,7 @@ import pytest
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1 import instance_service_pb2 as pb
@@ -37,7 +38,7 @@ async def second_gateway(mesh: GatewayMesh, directory: Path) -> AsyncIterator[st
         hash_secret=mesh.settings.hash_secret,
     )  # fmt: skip
     tokenizer = Tokenizer.load(directory / "tiny", max_chars=1 << 20)
-    gateway = Gateway(settings, MemoryView(mesh.store), tokenizer, mesh, list, None)
+    gateway = Gateway(settings, MeshView(MemoryView(mesh.store)), tokenizer, mesh, list, None)
     await gateway.start()
     try:
         yield f"http://127.0.0.1:{gateway.http.port}"

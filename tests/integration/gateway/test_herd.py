@@ -27,6 +27,7 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Weights
 from pdmesh.services.gateway.gateway import Gateway
+from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.master_scheduler.placement import convert
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -126,7 +127,7 @@ async def two_gateways(
                 )
             )  # fmt: skip
         settings = mesh.settings.model_copy(update={"instance_id": "gateway-1"})
-        second = Gateway(settings, MemoryView(mesh.store), mesh.tokenizer, mesh, list)
+        second = Gateway(settings, MeshView(MemoryView(mesh.store)), mesh.tokenizer, mesh, list)
         second.frontend.shared.next_key = itertools.count(1_000_000).__next__
         await second.start()
         stack.push_async_callback(second.stop)

@@ -17,7 +17,7 @@ from pdmesh.core.placement.plan import NoPlan, Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.net.registry import RecordChanged
 from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
-from pdmesh.services.gateway.routing.fleet import pair_of
+from pdmesh.services.gateway.routing.fleet import MeshView, pair_of
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -73,7 +73,7 @@ class _View:
 
 @given(meshes())
 def test_a_gateway_names_only_ready_ones(records: dict[str, InstanceRecord]) -> None:
-    fleet = GatewayFleet(_View(records), "m", lambda: 0.0)
+    fleet = GatewayFleet(MeshView(_View(records)), "m", lambda: 0.0)
     prefills, decodes = fleet.least_loaded("m", "default", (), lambda i, n: 0)
     ready = {i for i, r in records.items() if r.phase == INSTANCE_PHASE_READY}
     roles = {i: records[i].role for i in ready}

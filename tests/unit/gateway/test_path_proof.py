@@ -7,7 +7,7 @@ import pytest
 from pdmesh.net.grpc.canary_call import CanaryFailed, CanaryRefused
 from pdmesh.services.gateway import path_proof
 from pdmesh.services.gateway.path_proof import PathProof
-from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -37,7 +37,7 @@ def record(
 def paths(*records: InstanceRecord) -> list[tuple[str, str]]:
     store = MemoryStore()
     store.records = {r.instance_id: r for r in records}
-    fleet = FleetView(MemoryView(store), "", lambda: 0.0)
+    fleet = FleetView(MeshView(MemoryView(store)), "", lambda: 0.0)
     return [(p.instance_id, d.instance_id if d else "") for p, d in fleet.paths()]
 
 

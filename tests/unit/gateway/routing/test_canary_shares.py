@@ -11,7 +11,7 @@ import pytest
 from pdmesh.core.groups.revisions import canary_of
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.v1.admin_service_pb2 import Upgrade, Upgrades
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -45,7 +45,7 @@ class Site:
         canaries.watch(self.store)
         self.bucket.watches[0].open()
         view = MemoryView(self.registry)
-        self.fleet = FleetView(view, "m", lambda: 0.0, canaries=canaries)
+        self.fleet = FleetView(MeshView(view, canaries=canaries), "m", lambda: 0.0)
 
     def _add(self, group_id: str, role: Role.ValueType, number: int) -> None:
         name = f"{group_id}-{role}-{number}"

@@ -10,7 +10,7 @@ from pdmesh.core.health.fault_levels import Level
 from pdmesh.events.v1.events_pb2 import FaultReport
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.kv_bucket import KvBucket
-from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, OutOfService
 from pdmesh.v1.common_pb2 import (
@@ -42,7 +42,7 @@ class Site:
                 )  # fmt: skip
         out_of_service = OutOfServiceView()
         out_of_service.watch(self.out_of_service, self.faults)
-        self.fleet = FleetView(MemoryView(store), "m", lambda: 0.0, out_of_service=out_of_service)
+        self.fleet = FleetView(MeshView(MemoryView(store), out_of_service), "m", lambda: 0.0)
         for watch in (*entries.watches, *faults.watches):
             watch.open()
 

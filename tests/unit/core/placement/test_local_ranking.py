@@ -1,0 +1,153 @@
+"""Whom a gateway names without a master: by region, its own open legs and its own order (S42)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.core.model import Role
+from pdmesh.core.placement.local_ranking import (
+    LocalInstance,
+    LocalPlan,
+    LocalQuery,
+    LocalRanking,
+)
+
+pytestmark = pytest.mark.req("S42")
+
+_NUM_EACH = 5
+_EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 2 * _NUM_EACH - 1)), max_size=60)
+_QUERY = LocalQuery("m")
+
+
+def instance(
+    name: str, *, pair: str = "g/f", scenario: str = "", region: str = "", group: str = "g"
+) -> LocalInstance:
+    """Its role is the first letter of its name."""
+    role = {"p": Role.PREFILL, "d": Role.DECODE, "f": Role.FUSION}[name[0]]
+    return LocalInstance(name, 1, role, "m", scenario, group, pair, region)
+
+
+def ranking(*names: str, gateway_id: str = "") -> LocalRanking:
+    made = LocalRanking(gateway_id=gateway_id)
+    made.see(map(instance, names or [f"{r}-{i}" for r in "pd" for i in range(_NUM_EACH)]))
+    return made
+
+
+def named(plan: LocalPlan) -> str:
+    text = " ".join(i.id for i in (*plan.prefills, *plan.decodes))
+    return text + " colocated" * plan.is_colocated
+
+
+def none_open(name: str, incarnation: int) -> int:
+    return 0
+
+
+@given(_EVENTS)
+def test_those_with_the_fewest_open_legs_come_first_whatever_opened_and_closed(
+    events: list[tuple[bool, int]],
+) -> None:
+    ranked_by, num_open = ranking(), Counter[str]()
+    names = [f"{role}-{i}" for role in "pd" for i in range(_NUM_EACH)]
+    for is_opened, index in events:
+        num_open[names[index]] += 1 if is_opened else -min(1, num_open[names[index]])
+        plan = ranked_by.rank(_QUERY, lambda name, _: num_open[name])
+        for role, found in zip("pd", (plan.prefills, plan.decodes), strict=True):
+            ranked = [i.id for i in found]
+            assert sorted(ranked) == [name for name in names if name.startswith(role)]
+            assert ranked == sorted(ranked, key=lambda name: (num_open[name], name))
+
+
+def test_gateways_that_rank_alone_do_not_all_begin_with_the_same_one() -> None:
+    """Each order is its gateway's own, and stays the same: two hundred gateways begin with all of
+    them.
+    """
+    firsts = Counter[str]()
+    for number in range(200):
+        gateway = ranking(gateway_id=f"gateway-{number}")
+        plan = gateway.rank(_QUERY, none_open)
+        assert plan == gateway.rank(_QUERY, none_open)
+        firsts[plan.prefills[0].id] += 1
+    assert len(firsts) == _NUM_EACH
+    assert max(firsts.values()) < 2 * 200 / _NUM_EACH
+
+
+@pytest.mark.req("S4")
+@pytest.mark.parametrize(
+    ("scenario", "expected"), [("", "p-any p-plain"), ("chat", "p-any p-chat"), ("x", "p-any")]
+)
+def test_a_request_stays_in_its_scenario(scenario: str, expected: str) -> None:
+    """No scenario is the one called default, not the instances of all."""
+    made = LocalRanking()
+    serves = {"any": "", "chat": "chat", "plain": "default"}
+    made.see(instance(f"{r}-{name}", scenario=s) for r in "pd" for name, s in serves.items())
+    plan = made.rank(LocalQuery("m", scenario), none_open)
+    assert named(plan) == f"{expected} {expected.replace('p-', 'd-')}"
+    assert made.rank(LocalQuery("other", scenario), none_open) == LocalPlan()
+
+
+@pytest.mark.req("S58")
+def test_the_own_region_comes_first_however_busy_it_is() -> None:
+    made = LocalRanking(region="us")
+    made.see(instance(f"{r}-{where}", region=where) for r in "pd" for where in ("eu", "us"))
+    plan = made.rank(_QUERY, lambda name, _: 5 * name.endswith("us"))
+    assert named(plan) == "p-us p-eu d-us d-eu"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("p-0 d-0", "p-0 d-0"),
+        ("p-0 f-0", "f-0 p-0"),  # one that does both phases is enough
+        ("p-0 p-1", "p-0 p-1 colocated"),
+        ("d-0", "d-0 colocated"),
+    ],
+)
+def test_without_a_pair_one_role_does_both_phases(names: str, expected: str) -> None:
+    assert named(ranking(*names.split()).rank(_QUERY, none_open)) == expected
+
+
+def test_instances_of_another_pair_make_none() -> None:
+    made = LocalRanking()
+    made.see([instance("p-0"), instance("d-0", pair="g/other")])
+    assert named(made.rank(_QUERY, none_open)) == "p-0 colocated"
+
+
+@pytest.mark.parametrize(
+    ("excluded", "avoided", "expected"),
+    [
+        ("p-0", "", "p-1 d-0 d-1"),
+        ("", "p-0 d-1", "p-1 d-0"),
+        ("", "p-0 p-1", "d-0 d-1 colocated"),  # rather than one that is avoided
+        ("", "p-0 p-1 d-0 d-1", "p-0 p-1 d-0 d-1"),
+        ("p-0 d-0", "p-1 d-1", "p-1 d-1"),
+        ("p-0 p-1 d-0 d-1", "", ""),
+    ],
+)
+def test_avoided_instances_come_in_only_if_no_others_can_serve(
+    excluded: str, avoided: str, expected: str
+) -> None:
+    query = LocalQuery("m", excluded=excluded.split(), avoided=avoided.split())
+    assert named(ranking("p-0", "p-1", "d-0", "d-1").rank(query, none_open)) == expected
+
+
+@pytest.mark.req("S24")
+@pytest.mark.parametrize(
+    ("is_its_turn", "excluded", "expected"),
+    [
+        (True, (), "p-c d-c"),
+        (False, (), "p-g d-g"),
+        (False, ("p-g", "d-g"), "p-c d-c"),  # more than its share rather than nothing
+        (True, ("d-c",), "p-c p-g d-g"),  # it lacks a role: any group
+    ],
+)
+def test_a_canary_gets_its_turns_and_what_no_other_group_can_serve(
+    is_its_turn: bool, excluded: tuple[str, ...], expected: str
+) -> None:
+    made = LocalRanking()
+    made.see(instance(f"{r}-{g}", pair=g, group=g) for r in "pd" for g in ("c", "g"))
+    query = LocalQuery("m", excluded=excluded, canary=("c", is_its_turn))
+    assert named(made.rank(query, none_open)) == expected
