@@ -1,4 +1,4 @@
-"""The command line: what the commands are and what each accepts."""
+"""The command line: the commands and their arguments."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _open_closed_streams() -> None:
 
 
 def _explained(exc: OSError) -> int:
-    """No permission, a path that cannot be, or no room for what the command shows."""
+    """No permission, an impossible path, or no room for the command's output."""
     if exc.filename is None and _flushed(0):
         return 1
     where = f"{exc.filename}: " if exc.filename is not None else ""
@@ -83,7 +83,7 @@ def _flushed(code: int) -> int:
 
 
 def _mute() -> None:
-    """What stdout still holds cannot be written: Python would try it again at its end."""
+    """What stdout still holds cannot be written; Python would try again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -96,8 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     default = default_state_dir()
     where = f"where the mesh keeps its state and logs (default: {default})"
     parser.add_argument("--state-dir", type=Path, default=default, help=where)
-    # The same after the command and after its action: what stands there goes before what stood
-    # earlier.
+    # The same options after the command and after its action; the later value wins.
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help=where)
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
@@ -250,7 +249,7 @@ def _add_admin(
 
 
 def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argparse.ArgumentParser:
-    """What every such command takes; not `is_first`: once more, after its action."""
+    """The options of every such command; not `is_first`: again, after its action."""
 
     def default(value: object) -> object:
         return value if is_first else argparse.SUPPRESS
@@ -427,7 +426,7 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
 
 
 def _nats_url() -> str | None:
-    """It holds a password, which all on the machine can read on a command line."""
+    """It holds a password, which every user of the machine can read on a command line."""
     return os.environ.get("PDMESH_NATS_URL") or None
 
 

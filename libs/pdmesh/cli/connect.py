@@ -1,4 +1,4 @@
-"""Reach the NATS server of a mesh from a command, with a clear line if that fails."""
+"""Connects a command to a mesh's NATS server, with a clear line if that fails."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _CONNECT_S: Final = 3.0
 
 
 def be_quiet() -> None:
-    """A command shows its own lines; warnings of the libraries would only tear them apart."""
+    """A command shows its own lines; the libraries' warnings would only tear them apart."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """The bus of the mesh started here, or of the one at --nats-url; from now on calls show
-    that mesh's token.
+    """The bus of the mesh started here, or of the one at --nats-url.
+
+    From now on calls carry that mesh's token.
     """
     url = options.nats_url
     _use_mesh_token(options)
@@ -56,7 +57,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
 
 
 def _use_mesh_token(options: argparse.Namespace) -> None:
-    """As the environment says, else that of the mesh started here."""
+    """The environment's, else that of the mesh started here."""
     try:
         token = state.known_mesh_token(options.state_dir, os.environ)
     except BadSetting as exc:

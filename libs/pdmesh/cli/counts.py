@@ -1,4 +1,4 @@
-"""How many instances of which role a group has or shall have, in a few letters: `2P:1D`, `3F`."""
+"""How many instances of each role a group has or shall have, in a few letters: `2P:1D`, `3F`."""
 
 from __future__ import annotations
 

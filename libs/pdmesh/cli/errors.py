@@ -8,7 +8,7 @@ from pdmesh.cli.hints import hint
 
 
 class CommandFailed(Exception):
-    """The message is what the user sees: what is wrong and what to do about it."""
+    """The message is what the user sees: what is wrong and how to fix it."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)

@@ -1,6 +1,4 @@
-"""What a command tells the user to type next: it works as it is printed, also with another
-state directory.
-"""
+"""Hints on the next command: they work as printed, with any state directory."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ def default_state_dir() -> Path:
 
 
 def hint(state_dir: Path, command: str, *, program: str = "pdmesh") -> str:
-    """`command`, with --state-dir where it needs it."""
+    """`command`, with --state-dir if it needs it."""
     if state_dir == default_state_dir():
         return f"{program} {command}"
     return f"{program} {command} --state-dir {shlex.quote(str(state_dir))}"

@@ -10,7 +10,7 @@ from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
 async def ask_leader(options: argparse.Namespace, invoke: Invoke[T]) -> T:
-    """Raises MeshError: what it refuses, or that none leads."""
+    """Raises MeshError: the master's refusal, or that none leads."""
     token = _token(options)
     async with connected(options) as bus:
         return await call_leader(bus, token, invoke)

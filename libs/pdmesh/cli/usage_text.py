@@ -1,5 +1,5 @@
-"""The usage book as `pdmesh groups --usage` shows it: instance-hours by service, scenario,
-group and pool.
+"""The usage book of `pdmesh groups --usage`: instance-hours by service, scenario, group and
+pool.
 """
 
 from __future__ import annotations

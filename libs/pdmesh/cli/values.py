@@ -1,11 +1,11 @@
-"""What a value on the command line may be; each says in one line what it must be instead."""
+"""Types of command-line values; an error says in one line what is allowed."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Final
 
-_MAX_DURATION_S: Final = 1000 * 86_400  # what is allowed is the leader's to say
+_MAX_DURATION_S: Final = 1000 * 86_400  # the leader decides what is allowed
 
 
 def duration(text: str) -> int:
@@ -40,7 +40,7 @@ def positive_int(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """NaN if it is none: no bound takes it."""
+    """NaN if it is no number: no bound accepts it."""
     try:
         return float(text)
     except ValueError:

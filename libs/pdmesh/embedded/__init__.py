@@ -1,3 +1,1 @@
-"""NATS and Valkey as child processes with private directories, so that a mesh needs nothing
-installed.
-"""
+"""NATS and Valkey as child processes with private directories: a mesh needs nothing installed."""

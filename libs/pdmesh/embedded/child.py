@@ -1,9 +1,9 @@
-"""Start a child process that cannot outlive us.
+"""Starts a child process that cannot outlive its parent.
 
 The child runs in its own session (Ctrl-C reaches only the launcher, which stops children in order)
-and asks the kernel to be killed when its parent dies, also by SIGKILL. A few lines of Python do
-that between fork and exec: a `preexec_fn` would run in a fork of a process that may have threads,
-and may deadlock there.
+and asks the kernel to kill it when its parent dies, even by SIGKILL. A few lines of Python do that
+between fork and exec: a `preexec_fn` would run in a fork of a process that may have threads, and
+could deadlock there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def start(
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("children must be started from the main thread")
-    # Logs name requests and tenants: readable by this user alone.
+    # Logs name requests and tenants: only this user may read them.
     handle = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "ab") as output:
         return subprocess.Popen(
@@ -59,6 +59,6 @@ def start(
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal a child with all processes it started; nothing happens if they are gone."""
+    """Signal a child with all processes it started; does nothing if they are gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

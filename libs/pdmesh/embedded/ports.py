@@ -1,8 +1,8 @@
-"""Keep a TCP port for a child process, so that it comes back on the same one after a crash.
+"""Reserves a TCP port for a child process, so that it returns on the same one after a crash.
 
 The launcher holds the port bound but not listening. With SO_REUSEADDR (and SO_REUSEPORT, for
-several gateways on one port) the child may bind and listen beside it, while nobody else is given
-the port by chance.
+several gateways on one port) the child may bind and listen too, and no other process is given the
+port by chance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LISTEN: Final = "0A"  # state in /proc/net/tcp
 
 
 class PortTaken(Exception):
-    """Somebody else listens there; the message is one line that says who, if that can be known."""
+    """Another process listens there; the message is one line that names it, if it can be known."""
 
 
 class PortReservation:
@@ -68,7 +68,7 @@ def _refuse_if_taken(host: str, port: int, variable: str) -> None:
 
 
 def listener_of(port: int) -> str | None:
-    """`name (pid N)` of who listens on a TCP port; None where /proc does not tell."""
+    """`name (pid N)` of the process that listens on a TCP port; None if /proc does not tell."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not inodes:
         return None

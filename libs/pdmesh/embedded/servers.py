@@ -51,7 +51,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     def command(self) -> list[str]:
-        """Write what it needs to its directory and say how to start it; raises `ServerNotFound`."""
+        """Write its files to its directory; returns how to start it. Raises `ServerNotFound`."""
         ...
 
     async def is_ready(self) -> bool: ...
@@ -81,7 +81,7 @@ class NatsServer:
         text = _NATS_CONFIG.format(
             address=self._port.address, store=store, user=_NATS_USER, password=self._password
         )
-        write_atomically(config, text)  # readable by this user alone
+        write_atomically(config, text)  # readable by this user only
         return [str(binary), "-c", str(config.absolute())]
 
     async def is_ready(self) -> bool:
@@ -167,7 +167,7 @@ async def _says(
 
 
 def _private(directory: Path) -> None:
-    """Make `directory` ours alone; refuse one that somebody else put there."""
+    """Make `directory` private; refuse one that another user put there."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} belongs to another user")
@@ -175,9 +175,7 @@ def _private(directory: Path) -> None:
 
 
 def _socket_path(directory: Path) -> Path:
-    """In `directory` if the path fits into a socket address, else in a short private one made
-    from its name.
-    """
+    """In `directory` if the path fits into a socket address, else in a short private one."""
     path = directory.absolute() / "valkey.sock"
     if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
         return path

@@ -1,1 +1,1 @@
-"""HTTP servers of the mesh: uvicorn with bounds on everything that a client may send."""
+"""The mesh's HTTP servers: uvicorn with bounds on everything that a client may send."""

@@ -1,4 +1,4 @@
-"""One listener's bounds, and the connections that it has now."""
+"""One listener's bounds, and its current connections."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-# A chunked body may be framed by one byte for so many of its own: chunks of 64 bytes fit, chunks of
-# one do not.
+# A chunked body may have one byte of framing for this many of its own: chunks of 64 bytes fit,
+# chunks of one do not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
 CutOff = Callable[[], None]  # ends the connection
@@ -20,12 +20,12 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # a full listener drops the connection that has waited longest, or is answered longest
+    # a full listener drops the connection that has waited or been answered longest
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # Oldest first: those without a request that is to be answered, and those with one.
+    # Oldest first: connections without a request to answer, and those with one.
     waiting: dict[CutOff, None] = field(default_factory=dict)
     answering: dict[CutOff, None] = field(default_factory=dict)
 
@@ -55,9 +55,7 @@ class Bounds:
             del self.num_by_ip[ip]
 
     def max_framing_bytes(self, num_body_bytes: int) -> int:
-        """How much of a request may be no body: its head, its trailers and what frames its
-        chunks.
-        """
+        """How many bytes of a request may not be body: head, trailers and the framing of chunks."""
         return self.max_header_bytes + num_body_bytes // _BODY_BYTES_A_FRAMING_BYTE
 
     def _has_room(self, ip: str) -> bool:

@@ -1,13 +1,13 @@
-"""uvicorn's protocol with the bounds it lacks: connections, time, and every byte that is not body
+"""uvicorn's protocol with the bounds that it lacks: connections, time, and bytes beside the body
 (F29).
 
 Without them an idle or trickling connection stays for ever, a head or trailers of any size are
 kept, and one address takes every file descriptor. Streams of any length are not affected: the clock
 stops when the request has arrived whole.
 
-A connection that is refused gets its answer and an end of what it may read; nothing more is read
-from it, and it is dropped a moment later. Closed at once, the kernel would take the answer back
-because of what is unread.
+A connection that is refused gets its answer and then end of stream; nothing more is read from it,
+and it is dropped a moment later. If it were closed at once, the kernel would discard the answer
+because of the unread bytes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pdmesh.httpd.message_rules import refusal
 
 # A key of the ASGI scope: its value tells when the client leaves, without a task that waits for it.
 CONNECTION: Final = "pdmesh.connection"
-# Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds
-# thousands.
+# Requests sent before their predecessors were answered. No client needs more, and a full buffer
+# holds thousands.
 _MAX_PIPELINED: Final = 16
 _LINGER_S: Final = 1.0
 
 
 class GuardRefused(Exception):
-    """Not for anyone to catch but the parser: it ends there."""
+    """Only the parser catches it: it ends there."""
 
 
 def guarded(within: Bounds) -> Callable[..., HttpToolsProtocol]:
-    """The protocol class with these bounds, as uvicorn's `http` setting takes it."""
+    """The protocol class with these bounds, for uvicorn's `http` setting."""
 
     class Guarded(_Guarded):
         bounds = within
@@ -51,14 +51,14 @@ class _Guarded(HttpToolsProtocol):
     _ip = ""
     _is_admitted = False
     _is_counted = False
-    _num_framing = 0  # bytes of the present request that are not its body
-    _num_field_bytes = 0  # those of them that the parser gave out
+    _num_framing = 0  # bytes of the current request that are not its body
+    _num_field_bytes = 0  # those of them that the parser passed on
     _num_body = 0
     _is_in_head = False
-    _is_whole = True  # no request is on its way in
+    _is_whole = True  # no request is arriving
     _is_ending = False
     _is_stopping = False
-    _status = HTTPStatus.BAD_REQUEST  # what a request gets that the parser stops at
+    _status = HTTPStatus.BAD_REQUEST  # what a request gets that stops the parser
     _keeps_alive = False  # what the client asked for
     _deadline: asyncio.TimerHandle | None = None
     _on_gone: Callable[[], None] | None = None  # for the answer being written now
@@ -86,7 +86,7 @@ class _Guarded(HttpToolsProtocol):
             return
         rest = memoryview(data)
         while rest and not self._is_ending:
-            # In pieces: what is too much is refused before the rest of it is looked at.
+            # In pieces: an excess is refused before the rest of it is parsed.
             size = min(len(rest), self.bounds.max_header_bytes)
             rest = rest[self._feed(rest[:size]) :]
         if not self._is_whole and not self._is_ending:
@@ -101,34 +101,32 @@ class _Guarded(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as exc:
-            num_taken = max(1, exc.args[0])  # not taken up: what follows is HTTP as before
+            num_taken = max(1, exc.args[0])  # no upgrade: what follows is HTTP as before
             self._num_framing = 0
         except httptools.HttpParserError:
             self._refuse(self._status)
             return num_taken
-        # A request may have ended within the piece, and what came after that is the next one's.
+        # A request may have ended within the piece; the bytes after it belong to the next one.
         self._num_framing = max(0, self._num_framing)
         if self._num_framing > self.bounds.max_framing_bytes(self._num_body):
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         return num_taken
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` once the client has gone (closing its sending half counts), until
+        """Call `on_gone` once the client has gone (also if it closes its sending half), until
         `unwatch`.
         """
         if self.is_gone:
             on_gone()
         else:
-            self.flow.resume_reading()  # a large body stops it, and then nobody would notice
+            self.flow.resume_reading()  # a large body stops it, and then nothing would notice
             self._on_gone = on_gone
 
     def unwatch(self) -> None:
         self._on_gone = None
 
     def abort(self) -> None:
-        """Drop it with what the client has not read; an orderly close would wait for the
-        client to read that.
-        """
+        """Drop it with what the client has not read; an orderly close would wait for the client."""
         self._leave()
         self.transport.abort()
 
@@ -159,7 +157,7 @@ class _Guarded(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> Any:
         self._count(len(name) + len(value) + len(": \r\n"))
         if not self._is_in_head:
-            return None  # a trailer: it goes nowhere, least of all among the headers
+            return None  # a trailer: ignored, and never added to the headers
         return super().on_header(name, value)
 
     def on_headers_complete(self) -> Any:
@@ -174,8 +172,7 @@ class _Guarded(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
         scope["path"] = scope["raw_path"].decode("ascii")  # %2f is no slash to any route
-        # Until the request is whole, its answer ends the connection: what is left of it is not
-        # read.
+        # Until the request is whole, its answer ends the connection: the rest of it is not read.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
         return None
@@ -227,7 +224,7 @@ class _Guarded(HttpToolsProtocol):
         self.end()
 
     def _may_answer(self) -> bool:
-        """Nothing that is under way would be taken for the answer, or get it in its midst."""
+        """No answer under way could be mistaken for this one or be broken by it."""
         cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
         if cycle is None or cycle.response_complete:
             return True
@@ -240,7 +237,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._is_ending = True
         if self._is_counted:
-            self.bounds.waits(self.abort)  # it lingers for its answer's sake alone
+            self.bounds.waits(self.abort)  # it stays only for its answer
         self._stop_clock()
         self._unset_keepalive_if_required()
         self.flow.pause_reading()
@@ -268,8 +265,9 @@ class _Guarded(HttpToolsProtocol):
 
 
 class _EarlyTransport:
-    """What an answer is written to while its request is still on its way in: an end of it
-    ends the connection.
+    """The transport of an answer whose request is still arriving.
+
+    The end of the answer ends the connection.
     """
 
     def __init__(self, guard: _Guarded) -> None:

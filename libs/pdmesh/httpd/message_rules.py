@@ -1,4 +1,4 @@
-"""What RFC 9112 wants refused and the parser lets pass: decided from a request's head alone."""
+"""Rules of RFC 9112 that the parser does not enforce, decided from a request's head alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST: Final = re.compile(
 
 
 def refusal(version: str, headers: Headers) -> int:
-    """The status that this head gets; 0: it may pass."""
+    """The status that this head gets; 0: accepted."""
     if version not in {"1.0", "1.1"}:
         return 505
     hosts = [value for name, value in headers if name == b"host"]

@@ -25,7 +25,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves from `start` until `stop`, from a listener that `listen` made."""
+    """Serves from `start` until `stop`, on a listener made by `listen`."""
 
     # Any: uvicorn types applications as a union that a plain callable object does not match.
     def __init__(
@@ -65,8 +65,8 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close the listener at once; return when open responses have ended or their time is up."""
-        # uvicorn looks every 0.1 s whether it should exit: what it accepted until then would only
-        # be refused here, and another gateway on this port could have served it.
+        # uvicorn checks every 0.1 s whether it should exit. Connections accepted until then would
+        # only be refused here, though another gateway on this port could have served them.
         for server in getattr(self._server, "servers", ()):
             server.close()
         self._server.should_exit = True
@@ -78,9 +78,10 @@ class HttpServer:
 def listen(
     host: str, port: int, *, write_timeout_s: float, reuse_port: bool = False
 ) -> socket.socket:
-    """A socket whose connections keep little in the kernel, and not for ever, of what a
-    client does not read (F28): they inherit both. Without, each may hold 4 MB, also after its
-    response has ended. Raises OSError.
+    """A listening socket whose connections buffer little for a slow client, for a short time (F28).
+
+    Its connections inherit both limits. Without them each may hold 4 MB in the kernel, even after
+    its response has ended. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,3 +1,1 @@
-"""The dev mesh: every service and server as child processes of one launcher that supervises
-them.
-"""
+"""The dev mesh: every service and server as a child process of one supervising launcher."""

@@ -1,6 +1,4 @@
-"""Servers that somebody else runs: whether they answer, asked before anything starts that
-would wait for them for ever.
-"""
+"""Servers that the user runs: checked before anything starts that would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ async def nats_problem(url: str) -> str:
 
 
 async def redis_problem(url: str) -> str:
-    """The same of Redis or Valkey."""
+    """The same for Redis or Valkey."""
     if problem := url_problem(url):
         return f"--redis-url: {problem}"
     try:

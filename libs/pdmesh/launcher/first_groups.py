@@ -1,4 +1,4 @@
-"""The desired state that a mesh is started with: without it, blank instances stay blank."""
+"""The desired state that a mesh is started with: without one, blank instances stay blank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEADER_S: Final = 20.0
 async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_token: str) -> None:
     """Waits for a leader.
 
-    Raises MeshError. `environment` is the masters', whose admin token it has.
+    Raises MeshError. `environment` is the masters', which has their admin token.
     """
     request = _request(file)
     bus = await NatsBus.connect(nats_url, "pdmesh-up")

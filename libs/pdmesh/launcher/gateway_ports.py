@@ -1,4 +1,4 @@
-"""The ports of a mesh's gateways, kept free for them from before anything starts."""
+"""The ports of a mesh's gateways, reserved before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_PORT: Final = 65_535
 def reserve_ports(spec: MeshSpec, cleanup: contextlib.AsyncExitStack) -> dict[str, Ports]:
     """By region, until `cleanup`.
 
-    Those of each further region lie `_PORTS_APART` higher. Raises PortTaken.
+    Each further region's ports are `_PORTS_APART` higher. Raises PortTaken.
     """
     taken: set[int] = set()
     return {
@@ -38,7 +38,7 @@ def _reserve(
     port = first + number * _PORTS_APART if first else 0
     if port > _MAX_PORT:
         raise PortTaken(f"there is no port {port} for region {number + 1}; choose a lower {option}")
-    if port and port in taken:  # both would listen, and each get half of the calls
+    if port and port in taken:  # both would listen and each get half of the calls
         raise PortTaken(f"port {port} is asked for twice; choose another with {option}")
     taken.add(port)
     reservation = PortReservation(host, port, option)

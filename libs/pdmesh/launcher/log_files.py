@@ -1,8 +1,7 @@
-"""The children's log files: each child appends to its own, the launcher keeps them from growing
-without end.
+"""The children's log files: each child appends to its own, the launcher bounds their size.
 
 A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is
-copied to `<name>.log.1` and cut to nothing; appending goes on at its start.
+copied to `<name>.log.1` and truncated; appending continues at its start.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """On a full disk nothing is kept: the log itself is what fills it."""
+    """On a full disk nothing is kept: the log itself fills it."""
     aside = path.with_suffix(".log.1")
     try:
         aside.touch(mode=0o600)
@@ -44,7 +43,7 @@ def append(path: Path, line: str) -> None:
 
 
 def last_word(path: Path) -> str:
-    """Why its process died, by the last thing that it logged, and where to read on."""
+    """Why its process died, by the last line that it logged, and where to read more."""
     lines = last_lines(path)
     return f"{_reason(lines[-1]) if lines else 'it said nothing'} (log: {path})"
 
@@ -60,7 +59,7 @@ def last_lines(path: Path, num_lines: int = 5) -> list[str]:
 
 
 def _reason(line: str) -> str:
-    """The telling part of a log line, whether it is JSON or plain text."""
+    """The relevant part of a log line, JSON or plain text."""
     try:
         entry = json.loads(line)
     except ValueError:

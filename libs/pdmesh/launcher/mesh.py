@@ -1,5 +1,4 @@
-"""A whole mesh on this machine, as an async context manager: for `pdmesh up`, for tests and for
-load tests.
+"""A whole mesh on this machine, as an async context manager: for `pdmesh up` and for tests.
 
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
@@ -41,11 +40,11 @@ Report = Callable[[str], None]  # one line of progress for a person
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
-_MAX_PROBLEMS: Final = 64  # told
+_MAX_PROBLEMS: Final = 64  # reported
 
 
 class MeshFailed(Exception):
-    """The mesh could not start; the message is one line that says what and how to mend it."""
+    """The mesh could not start; the message is one line with the cause and the remedy."""
 
 
 class Mesh:
@@ -96,7 +95,7 @@ class Mesh:
 
     @property
     def http_url(self) -> str:
-        """Of the gateways; with regions, of the first one's."""
+        """Of the gateways; with regions, of the first region's."""
         return self.http_url_in(self._first_region)
 
     @property
@@ -120,7 +119,7 @@ class Mesh:
 
     @property
     def token(self) -> str:
-        """That its processes show each other."""
+        """The token that its processes share."""
         return self.wiring.mesh_token
 
     @property
@@ -140,7 +139,7 @@ class Mesh:
 
     @property
     def names(self) -> list[str]:
-        """Of all processes, in the order of starting."""
+        """Of all processes, in start order."""
         return list(self.supervisor.specs)
 
     def pid(self, name: str) -> int:
@@ -160,12 +159,13 @@ class Mesh:
     # What a test or a person does.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one process, as a fault would. The supervisor restarts what dies of it."""
+        """Signal one process, as a fault would. The supervisor restarts it if it dies."""
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:
-        """SIGKILL all its processes at once, and leave them away until `return_region`; their
-        names.
+        """SIGKILL all processes of the region at once; they stay away until `return_region`.
+
+        Returns their names.
         """
         names = [name for name, spec in self.supervisor.specs.items() if spec.region == region]
         self.supervisor.lose(names)
@@ -186,7 +186,7 @@ class Mesh:
     async def wait_ready(
         self, names: Iterable[str] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Until each of these (default: all) answers that it is ready; raises `MeshFailed`."""
+        """Until each of these (default: all) reports that it is ready; raises `MeshFailed`."""
         waiting = list(names if names is not None else self.names)
         missing: dict[str, str] = {}
         deadline = time.monotonic() + (timeout_s or self.spec.start_timeout_s)
@@ -251,7 +251,9 @@ class Mesh:
             raise MeshFailed(f"{file}: {exc.message}") from exc
 
     def _awaited(self) -> list[str]:
-        """Gateways are ready when somebody serves: blank instances alone never do."""
+        """Gateways are ready when an instance serves: with blank instances alone, none ever
+        does.
+        """
         spec = self.spec
         serves = spec.groups_file or spec.num_prefill or spec.num_decode or spec.num_fusion
         specs = self.supervisor.specs
@@ -275,7 +277,7 @@ class Mesh:
         )
 
     def _mesh_token(self) -> str:
-        """The one that the services are given, if any is; else one of this mesh's own.
+        """The token that the services are given, if there is one; else one of this mesh's own.
 
         Raises MeshFailed.
         """
@@ -356,9 +358,9 @@ class Mesh:
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
 
     async def _keep_house(self) -> None:
-        """Bound the logs, and restart what runs but does not answer.
+        """Bound the logs, and restart processes that run but do not answer.
 
-        One chore that fails keeps it from no other.
+        If one chore fails, the others still run.
         """
         while True:
             for chore in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
@@ -375,7 +377,7 @@ class Mesh:
     def _report(self, line: str) -> None:
         """Never raises: the mesh outlives the pipe or the disk that its reports go to.
 
-        What cannot be told stands in its log.
+        A line that cannot be shown is still in the log.
         """
         try:
             self._given_report(line)
@@ -383,7 +385,7 @@ class Mesh:
             log_files.append(self.state_dir / "logs" / "launcher.log", line)
 
     def _report_problem(self, line: str) -> None:
-        """Once, though it comes back every second."""
+        """Once, though it recurs every second."""
         if line not in self._told_problems and len(self._told_problems) < _MAX_PROBLEMS:
             self._told_problems.add(line)
             self._report(line)

@@ -1,4 +1,4 @@
-"""Ask a process's ops endpoint whether it is alive and ready."""
+"""Asks a process's ops endpoint whether it is alive and ready."""
 
 from __future__ import annotations
 

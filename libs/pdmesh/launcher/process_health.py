@@ -1,6 +1,4 @@
-"""Whether the processes of a mesh are ready and alive, asked of themselves; what is silent
-for too long is killed.
-"""
+"""Whether the processes of a mesh are alive and ready, by their own answers; kills silent ones."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class ProcessHealth:
         self._silent_since: dict[str, float] = {}
 
     def ops_address(self, name: str) -> str:
-        """host:port of /metrics and /health; empty for a server, or until the service has
+        """host:port of /metrics and /health; empty for a server, and until the service has
         written it.
         """
         ops_file = self._supervisor.specs[name].ops_file

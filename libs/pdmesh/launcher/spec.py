@@ -1,7 +1,7 @@
-"""What a mesh consists of: from what the user asked for to a list of processes.
+"""What a mesh consists of: turns the user's options into a list of processes.
 
-Settings reach the services through their environment, like everywhere else. Processes start in the
-order of the list and stop in the reverse order, in tiers: gateways first, servers last.
+The services get their settings through the environment, as everywhere else. Processes start in the
+order of the list and stop in reverse order, in tiers: gateways first, servers last.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StopOrder(IntEnum):
     GATEWAY = 3
 
 
-# How long a process may take to end after SIGTERM before it is killed: its drain (10 s), and a
-# little.
+# How long a process may take to end after SIGTERM before it is killed: its drain (10 s) and a
+# margin.
 STOP_GRACE_S: Final = {
     StopOrder.SERVER: 3.0,
     StopOrder.CONTROL: 4.0,
@@ -40,7 +40,7 @@ STOP_GRACE_S: Final = {
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """What the user asks for.
+    """The user's options.
 
     Ports of 0 pick free ones; `env` reaches every service, `service_env` one kind of service or one
     process by its name (`prefill`, `prefill-0`).
@@ -51,13 +51,13 @@ class MeshSpec:
     num_decode: int = 1
     num_fusion: int = 0
     num_blank: int = 0  # instances whose role the master assigns
-    groups_file: Path | None = None  # the desired state, applied when the master is there
+    groups_file: Path | None = None  # the desired state, applied when a master leads
     num_gateways: int = 1
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
-    regions: tuple[str, ...] = ()  # instances, gateways and masters are as many in each of them
-    host: str = "127.0.0.1"  # that clients reach the gateways by
-    inner_host: str = "127.0.0.1"  # that the processes reach each other by
+    regions: tuple[str, ...] = ()  # each has as many instances, gateways and masters
+    host: str = "127.0.0.1"  # where clients reach the gateways
+    inner_host: str = "127.0.0.1"  # where the processes reach each other
     http_port: int = 8000
     grpc_port: int = 8001
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
@@ -65,8 +65,9 @@ class MeshSpec:
     dtype: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
-    keys_file: Path | None = None  # API keys and tenants; without, everybody may ask
-    allow_anonymous: bool = False  # without keys also on an address that others can reach
+    keys_file: Path | None = None  # API keys and tenants; without it, all callers are admitted
+    # admit callers without keys even on an address that others can reach
+    allow_anonymous: bool = False
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -97,7 +98,7 @@ _OPTIONS: Final = {
 
 
 def asked_of(spec: MeshSpec) -> dict[str, str]:
-    """By option, as text that can be shown and compared: what one mesh is and another is not."""
+    """By option, as text to show and compare: how one mesh differs from another."""
 
     def text(value: object) -> str:
         if isinstance(value, tuple):
@@ -159,9 +160,9 @@ _MODULES: Final = {
 
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
-    """Every service process, in the order of starting.
+    """Every service process, in start order.
 
-    In a region its name is <region>-<what it is elsewhere>.
+    In a region its name begins with the region's.
     """
     regions = spec.regions or ("",)
     control = [("kv-cache-index", "kv-cache-index"), ("health-monitor", "health-monitor")]
@@ -229,7 +230,7 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
         "PDMESH_STATE_DIR": str(wiring.state_dir),
         "PDMESH_LOG_FORMAT": "json",
         "PYTHONUNBUFFERED": "1",
-        # Find the packages also when pdmesh runs from a checkout that is not installed.
+        # So that packages are found when pdmesh runs from a checkout that is not installed.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PDMESH_MODEL_DIR": str(wiring.model_dir),
         "PDMESH_MODEL": spec.model_name or wiring.model_dir.name,

@@ -1,8 +1,8 @@
 """What a running mesh leaves in its state directory for `pdmesh status`, `down` and `chat`.
 
-`mesh.json` says who runs where; it is written atomically. `lock` is held by the launcher for as
-long as it lives, so that one directory never carries two meshes, and a crashed launcher leaves no
-stale claim.
+`mesh.json` says which processes run where; it is written atomically. The launcher holds `lock` for
+as long as it lives. So one directory never has two meshes, and a crashed launcher leaves no stale
+claim.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MeshState:
     message: str = ""
     processes: dict[str, ProcessState] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)  # the HTTP address of each one's gateways
-    asked: dict[str, str] = field(default_factory=dict)  # the options it was started with
+    asked: dict[str, str] = field(default_factory=dict)  # the options that it was started with
 
 
 def mesh_file(state_dir: Path) -> Path:
@@ -66,8 +66,9 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does
-    not count). Raises MeshError.
+    """The state that a live launcher wrote; None if there is no mesh. Raises MeshError.
+
+    The file of a dead launcher does not count.
     """
     if not is_locked(state_dir):
         return None
@@ -102,7 +103,7 @@ def lock(state_dir: Path) -> IO[str]:
 
 
 def make_private(state_dir: Path) -> None:
-    """What lies in it are keys, prompts' digests and logs.
+    """The directory holds keys, digests of prompts and logs.
 
     A directory that is shared with others, such as /tmp, stays as it is.
     """
@@ -114,7 +115,7 @@ def make_private(state_dir: Path) -> None:
 
 
 def _claim(file: IO[str]) -> bool:
-    """Try a few times: a reader holds the lock for the blink in which it asks."""
+    """Try a few times: a reader holds the lock for a moment."""
     for _ in range(_CLAIMS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,10 +138,10 @@ def is_locked(state_dir: Path) -> bool:
 
 
 def locker_pid(state_dir: Path) -> int | None:
-    """The launcher that holds the directory; None if none does, or it does not say so.
+    """The launcher that holds the directory; None if none does, or if it cannot be known.
 
-    One that has just claimed it has not yet written itself down: until then its predecessor's
-    number stands there.
+    A launcher that has just claimed it has not written its pid yet: until then its predecessor's
+    pid stands there.
     """
     for _ in range(_CLAIMS):
         if not is_locked(state_dir):
@@ -163,9 +164,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def forget_run(state_dir: Path) -> bool:
-    """Remove what a mesh tells while it runs: a later one, or its instances, would believe it.
+    """Remove what a mesh publishes while it runs: a later mesh or its instances would trust it.
 
-    Whether there was any.
+    Returns whether there was any.
     """
     left = [mesh_file(state_dir), *(state_dir / "run").glob("*")]
     found = [path for path in left if path.is_file()]
@@ -175,21 +176,24 @@ def forget_run(state_dir: Path) -> bool:
 
 
 def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The key of block names: the one that an environment names, as where meshes share a
-    store; else one of this directory's own.
+    """The key of block names.
+
+    An environment variable names it if meshes share a store; else it is this directory's own.
     """
     return given.get("PDMESH_HASH_SECRET") or _secret(state_dir / "hash-secret")
 
 
 def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The one that an environment names, as where a mesh spans machines; else one of this
-    directory's own. Raises BadSetting.
+    """The mesh token.
+
+    An environment variable names it if a mesh spans machines; else it is this directory's own.
+    Raises BadSetting.
     """
     return _named_mesh_token(given) or _secret(_mesh_token_file(state_dir))
 
 
 def known_mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The same for who only asks: none is made, and empty is none. Raises BadSetting."""
+    """The mesh token for readers: none is made; empty means none. Raises BadSetting."""
     if named := _named_mesh_token(given):
         return named
     try:

@@ -1,8 +1,8 @@
 """Keeps child processes running: the shell around `core.control.supervision`.
 
-It starts and signals processes and tells the core when one ended; the core says what to do.
+It starts and signals processes and tells the core when one ended; the core decides what to do.
 Whatever a process started itself dies with it (its whole session is killed), so a restart never
-meets its predecessor's children. Nobody who is told what happens can keep it from happening.
+meets its predecessor's children. A callback cannot disturb the supervisor.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Running:
 
 
 class Supervisor:
-    """Start it and use it from the main thread's event loop only (the parent-death signal
-    needs that).
+    """Start and use it only from the main thread's event loop (the parent-death signal needs
+    that).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Supervisor:
         return self._core.deaths(name)
 
     def is_ready(self, name: str) -> bool:
-        """Whether `ready` was said of the process that runs now."""
+        """Whether `ready` was called for the process that runs now."""
         return self._core.is_ready(name)
 
     def pid(self, name: str) -> int | None:
@@ -96,7 +96,7 @@ class Supervisor:
         self._feed(StartAsked(spec.name))
 
     def ready(self, name: str) -> None:
-        """The process that runs now has said that it is ready."""
+        """The process that runs now is ready."""
         self._feed(BecameReady(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -145,7 +145,7 @@ class Supervisor:
                 self._tell(effect)
 
     def _tell(self, notice: Notice) -> None:
-        """Later, in order, and on its own: what it raises goes to the loop's exception handler."""
+        """Later, in order, and apart: its exceptions go to the loop's exception handler."""
         asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     def _spawn(self, name: str) -> None:
@@ -168,7 +168,7 @@ class Supervisor:
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         code = await _exit_code(process)
-        child.signal_group(process.pid, signal.SIGKILL)  # what it left behind
+        child.signal_group(process.pid, signal.SIGKILL)  # its children
         running = self._running.pop(name)
         if running.grace is not None:
             running.grace.cancel()
@@ -177,11 +177,11 @@ class Supervisor:
 
     def _ask_to_end(self, name: str) -> None:
         running = self._running.get(name)
-        if running is None:  # it could not be started, which is yet to be told
+        if running is None:  # it could not be started, which is yet to be reported
             self._feed(Exited(name, _CANNOT_RUN))
             return
         running.process.terminate()
-        child.signal_group(running.process.pid, signal.SIGCONT)  # a frozen one cannot obey
+        child.signal_group(running.process.pid, signal.SIGCONT)  # a frozen process cannot end
         grace_s = STOP_GRACE_S[self._specs[name].tier]
         loop = asyncio.get_running_loop()
         running.grace = loop.call_later(grace_s, self.kill, name)
@@ -198,7 +198,7 @@ class Supervisor:
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end without a thread: by pidfd where there is one, else by asking often."""
+    """Wait for the end without a thread: by pidfd if there is one, else by polling often."""
     if hasattr(os, "pidfd_open"):
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         handle = os.pidfd_open(process.pid)

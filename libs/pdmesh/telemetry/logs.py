@@ -1,7 +1,7 @@
 """Structured logs: JSON for machines, pretty lines on a terminal.
 
-`event` is a fixed lowercase dotted name, everything else is data. A line about a request is given
-its `request_id`, as one event loop serves many at once; `trace_id` is that of the current span
+`event` is a fixed lowercase dotted name, everything else is data. A line about a request has its
+`request_id`, since one event loop serves many at once; `trace_id` is that of the current span
 unless given. Tracebacks never show local variables: those hold prompts.
 """
 
@@ -23,13 +23,11 @@ _CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
 
 
 class SteadyStream:
-    """A stream for log lines that never raises: on a full disk a line is lost, and the work
-    that logged it goes on.
-    """
+    """A stream for log lines that never raises: on a full disk the line is lost, not the work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_torn = False  # the last line may end in its middle
+        self._is_torn = False  # the last line may be cut off
 
     def write(self, text: str) -> int:
         torn = "\n" if self._is_torn else ""
@@ -50,23 +48,21 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
     """Send structlog and the standard library's loggers to stderr, in one format."""
     is_pretty = log_format == "pretty" or (log_format == "auto" and sys.stderr.isatty())
     threshold = logging.getLevelNamesMapping()[level.upper()]
-    stream: Any = SteadyStream(sys.stderr)  # Any: of a TextIO, only what is called
+    stream: Any = SteadyStream(sys.stderr)  # Any: a TextIO, of which only some methods are used
     shared = _shared_processors(service, instance_id)
     structlog.configure(
         processors=[*shared, *_renderers(is_pretty)],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(
             stream
-        ),  # one system call a line, where print makes two
+        ),  # one system call per line; print makes two
         cache_logger_on_first_use=True,
     )
     _configure_stdlib(stream, shared, is_pretty, threshold)
 
 
 def take_over_stderr() -> None:
-    """What the interpreter would print as text itself is logged: warnings, and exceptions
-    that nobody catches.
-    """
+    """Log what the interpreter would print as text: warnings and uncaught exceptions."""
     logging.captureWarnings(True)
     log = structlog.get_logger(__name__)
 
@@ -118,7 +114,7 @@ def _renderers(is_pretty: bool) -> list[structlog.types.Processor]:
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
 
 
-# Any: structlog calls the serializer with whatever keyword arguments the renderer was given.
+# Any: structlog calls the serializer with the keyword arguments of the renderer.
 def _to_json(event: object, **_: Any) -> str:
     return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 

@@ -1,9 +1,9 @@
-"""How late the event loop runs a timer, and how much of that is this process's own doing.
+"""How late the event loop runs a timer, and how much of that this process caused.
 
-A timer is late because something held the loop or, in another thread, the interpreter, or because
-the machine gave the cores to others. In the first case the process has used CPU all the while, so
-the lesser of lateness and CPU time is what it did to itself: a bound from above, and a close one
-where it looks often.
+A timer is late because something held the loop or (in another thread) the interpreter, or because
+the machine gave the cores to others. In the first case the process used CPU all the while. So the
+lesser of lateness and CPU time is what the process caused itself: an upper bound, and a close one
+if it looks often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class LoopWatch:
-    """Looks every `every_s` seconds; a hold-up that is shorter is seen with luck only."""
+    """Looks every `every_s` seconds; a shorter delay is seen only by luck."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -46,7 +46,7 @@ class LoopWatch:
         self._worst_held_s = max(self._worst_held_s, min(late_s, cpu_s))
 
     def take(self) -> tuple[float, float]:
-        """(lateness, part of it that was computed here), each the worst since it was last read."""
+        """(lateness, part of it that was computed here), each the worst since the last read."""
         return self._take_lag(), self._take_held()
 
     def _take_lag(self) -> float:

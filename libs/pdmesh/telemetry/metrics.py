@@ -29,7 +29,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
 _EXPORT_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"  # OpenTelemetry's own setting, in ms
 
-# What a gauge or a total shows: one number, or numbers with labels.
+# The value of a gauge or a total: one number, or numbers with labels.
 Read = Callable[[], float | Iterable[tuple[float, Labels]]]
 
 _NO_LABELS: Final[Labels] = MappingProxyType({})
@@ -53,17 +53,17 @@ def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
         metric_readers=readers,
         resource=resource,
         shutdown_on_exit=False,
-        exemplar_filter=AlwaysOffExemplarFilter(),  # nobody reads them, each record would pay
+        exemplar_filter=AlwaysOffExemplarFilter(),  # unused, and each record would pay for it
     )
     metrics.set_meter_provider(provider)
     return provider
 
 
 class Counter:
-    """Something that only grows: `.add(1, {label: value})`. For one thread, as it takes no lock.
+    """A count that only grows: `.add(1, {label: value})`. For one thread, as it takes no lock.
 
-    Counts in a dict and shows the sums when somebody looks: a fifth of what the SDK's own counter
-    costs, which at thousands of requests per second is a few percent of a core.
+    It counts in a dict and sums only when read, at a fifth of the cost of the SDK's own counter. At
+    thousands of requests per second that saves a few percent of a core.
     """
 
     def __init__(self, name: str, help: str, unit: str) -> None:
@@ -90,7 +90,7 @@ def histogram(
 
 
 def gauge(name: str, help: str, read: Read, unit: str = "1") -> None:
-    """A value that goes up and down, read when somebody looks: one number, or numbers with labels.
+    """A value that goes up and down, computed when read: one number, or numbers with labels.
 
     `read` runs on the event loop for /metrics and on the exporter's thread for OTLP, so it only
     reads.
@@ -119,5 +119,5 @@ def _number(value: float) -> float:
 
 
 def render() -> bytes:
-    """All metrics of this process as Prometheus text, libraries' own ones included."""
+    """All metrics of this process as Prometheus text, including those of libraries."""
     return generate_latest(REGISTRY)

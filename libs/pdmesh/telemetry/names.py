@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Attributes by OpenTelemetry.
+# OpenTelemetry's attributes.
 ATTR_OPERATION: Final = "gen_ai.operation.name"  # chat, text_completion
 ATTR_PROVIDER: Final = "gen_ai.provider.name"  # always pdmesh
 ATTR_REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -17,7 +17,7 @@ ATTR_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 ATTR_ERROR_TYPE: Final = "error.type"
 
-# Attributes of ours.
+# Our attributes.
 ATTR_REQUEST_ID: Final = "pdmesh.request.id"  # made by the gateway; also the header x-request-id
 ATTR_ATTEMPT: Final = "pdmesh.request.attempt"  # counts plans: more than one after a lost leg
 ATTR_GROUP_ID: Final = "pdmesh.group.id"
@@ -29,35 +29,38 @@ ATTR_PART: Final = "part"  # of an instance's way from blank to ready
 ATTR_STEP: Final = "step"  # assigned, loaded, ...: see docs/events.md
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
-ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
+# prompt tokens that prefill did not compute
+ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
 ATTR_PLAN_QUERIES: Final = "pdmesh.plan.queries"  # planned together, of one gateway
 ATTR_PLAN_HOLDERS: Final = "pdmesh.plan.holders"  # instances that hold a beginning of the prompt
-ATTR_MATCHED_TOKENS: Final = "pdmesh.plan.matched_tokens"  # of those, by the best prefill
+# the prompt tokens that the best prefill holds
+ATTR_MATCHED_TOKENS: Final = "pdmesh.plan.matched_tokens"
 ATTR_PREFILL_ID: Final = "pdmesh.prefill.id"  # the best prefill of a plan
 
-# Spans of one request, outermost first.
+# The spans of one request, outermost first.
 SPAN_CALL: Final = "{operation} {model}"  # the whole call, at the gateway (SERVER)
 SPAN_PLAN: Final = "plan"  # the wait at the gateway (CLIENT); the work at the master (SERVER)
-SPAN_PLAN_HASH: Final = "plan.hash"  # names of the prompt's blocks are made, at the gateway
-SPAN_PLAN_MATCH: Final = "plan.match"  # the index is asked who holds them, at the master
-SPAN_PLAN_DECIDE: Final = "plan.decide"  # instances are filtered, scored and picked, at the master
+SPAN_PLAN_HASH: Final = "plan.hash"  # the names of the prompt's blocks, computed at the gateway
+SPAN_PLAN_MATCH: Final = "plan.match"  # the look-up of their holders in the index, at the master
+# the choice of instances (filter, score, pick), at the master
+SPAN_PLAN_DECIDE: Final = "plan.decide"
 SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token, at the prefill (SERVER)
 SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start to the KV being usable, at decode (CLIENT)
 SPAN_DECODE: Final = "decode"  # from Start to the last token, at the decode (SERVER)
 
 PROVIDER: Final = "pdmesh"
 
-# Metrics by OpenTelemetry; seconds.
+# OpenTelemetry's metrics; seconds.
 REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 
-# Metrics of ours: every process.
+# Our metrics: every process.
 LOOP_LAG: Final = "pdmesh.process.loop_lag"
 LOOP_HELD: Final = "pdmesh.process.loop_held"
 READY: Final = "pdmesh.process.ready"
 
-# Metrics of ours: gateway.
+# Our metrics: gateway.
 REQUESTS: Final = "pdmesh.requests"
 REQUESTS_IN_FLIGHT: Final = "pdmesh.requests.in_flight"
 REQUEST_REJECTIONS: Final = "pdmesh.request.rejections"
@@ -83,7 +86,7 @@ GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
 TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
-# Metrics of ours: instances.
+# Our metrics: instances.
 SLOTS: Final = "pdmesh.slots"
 SLOTS_USED: Final = "pdmesh.slots.used"
 ADMISSIONS: Final = "pdmesh.admissions"
@@ -117,7 +120,7 @@ ERRORS_DROPPED: Final = "pdmesh.instance.errors.dropped"
 LOAD_SECONDS: Final = "pdmesh.instance.load_seconds"
 PEER_CHECKS: Final = "pdmesh.instance.peer_checks"
 
-# Metrics of ours: bus, registry, index, master.
+# Our metrics: bus, registry, index, master.
 BUS_DROPPED: Final = "pdmesh.bus.dropped"
 BUS_RECONNECTS: Final = "pdmesh.bus.reconnects"
 REGISTRY_RECORDS: Final = "pdmesh.registry.records"

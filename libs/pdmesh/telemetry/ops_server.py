@@ -1,8 +1,8 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-Live: the event loop answers. Ready: everything the process needs holds; the reply names what does
-not. The same bounds guard it as the port for clients. It makes room when it is full: a supervisor
-asks here whether the process lives, and kills a process that does not answer.
+Live: the event loop answers. Ready: everything that the process needs is there; the reply names
+what is missing. It has the bounds of the clients' port. When full, it makes room: a supervisor asks
+here whether the process lives, and kills a process that does not answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.telemetry import metrics
 
-NotReady = Callable[[], Sequence[str]]  # names of what does not hold yet
+NotReady = Callable[[], Sequence[str]]  # names of what is missing
 Pages = Mapping[str, Callable[[], object]]  # what a service shows as JSON, by name
 _GRACE_S: Final = 1
 _WRITE_TIMEOUT_S: Final = 10.0
@@ -79,7 +79,7 @@ class OpsServer:
         self.port: int = self._server.port
 
     def add_routes(self, routes: Sequence[Route]) -> None:
-        """What a service serves to its operators besides."""
+        """More routes of a service for its operators."""
         self._app.router.routes.extend(routes)
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
 """One trace per request, carried between processes as a W3C `traceparent` string.
 
-Without an exporter no span is recorded, but ids are still made and passed on, so that `trace_id`
-joins the log lines of one request over all services at almost no cost.
+Without an exporter no span is recorded, but ids are still made and passed on. So `trace_id` joins
+the log lines of one request over all services at almost no cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ids = RandomIdGenerator()
 def configure(
     resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
 ) -> TracerProvider:
-    """Record spans if somebody takes them: the collector at `otlp_endpoint`, or `processor`
+    """Record spans if there is a taker: the collector at `otlp_endpoint`, or `processor`
     (tests).
     """
     global _is_recorded
@@ -58,7 +58,7 @@ def configure(
 
 
 def _ids_only() -> Sampler:
-    """A parent sampled elsewhere has no taker here either."""
+    """A parent that was sampled elsewhere has no taker here either."""
     return ParentBased(ALWAYS_OFF, remote_parent_sampled=ALWAYS_OFF)
 
 
@@ -69,7 +69,7 @@ def tracer() -> Tracer:
 def start_root(name: str, parent: str) -> Span:
     """The span of a request, in the trace of `parent` if that is a traceparent.
 
-    Ids alone where nobody takes spans.
+    Only ids if nothing takes spans.
     """
     context = context_from(parent) if parent else None
     if context is not None or _is_recorded:
@@ -95,7 +95,7 @@ def sampled_context(parent: str) -> Context | None:
 
     None unless `parent` is a valid traceparent whose trace is recorded.
 
-    The other flags say nothing about that: a trace that began here also has the random flag (03).
+    The other flags do not tell: a trace that began here also has the random flag (03).
     """
     found = _TRACEPARENT.fullmatch(parent)
     is_sampled = found is not None and int(found[3], 16) & TraceFlags.SAMPLED

@@ -1,1 +1,1 @@
-"""The commands of `pdmesh`, a module each."""
+"""The commands of `pdmesh`, one module each."""

@@ -1,5 +1,6 @@
-"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `cordon`, `uncordon`:
-what the groups are, and shall be.
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `cordon`, `uncordon`.
+
+They show and change what the groups are and shall be.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ async def _usage(options: argparse.Namespace) -> int:
 
 
 async def _diff(options: argparse.Namespace) -> int:
-    """Exit code 1 if something differs, and 2 if it cannot be said, as diff(1)."""
+    """Exit code 1 if something differs, and 2 on an error, as diff(1)."""
     request = pb.DiffDesiredRequest(text=text_of(options.file))
     response = await ask_leader(
         options,
@@ -121,7 +122,7 @@ async def _apply(options: argparse.Namespace) -> int:
 
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
-    """What the groups wait for that is not there to be given a role; empty if they have enough."""
+    """The instances that the groups lack and that no blank one can become; empty if none."""
     wanted = sum(group.size for group in read(text).groups.values())
     if not wanted:
         return ""
@@ -210,7 +211,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
-    """Groups with their members, then what is blank and what is out of service."""
+    """Groups with their members, then the blank instances and those out of service."""
     groups = [
         (
             group.group_id, group.scenario, group.state,

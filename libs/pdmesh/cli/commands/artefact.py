@@ -1,6 +1,4 @@
-"""`pdmesh artefact`: make a model ready for one role, as instances load it, and check one
-that was made.
-"""
+"""`pdmesh artefact`: prepare a model's files for one role, or check prepared ones."""
 
 from __future__ import annotations
 

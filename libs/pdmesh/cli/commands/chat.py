@@ -1,6 +1,6 @@
 """`pdmesh chat`: ask one question and show the answer as it is produced.
 
-Plain http.client, so that the first token is not held up by imports.
+Plain http.client, so that imports do not delay the first token.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ask(
 
 @contextmanager
 def answers_from(url: str) -> Iterator[None]:
-    """Raises CommandFailed where a gateway does not answer, or not in HTTP."""
+    """Raises CommandFailed if a gateway does not answer, or not in HTTP."""
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as exc:
@@ -76,16 +76,14 @@ def answers_from(url: str) -> Iterator[None]:
 
 
 def _plain(exc: Exception) -> str:
-    """Without what a terminal would take for orders: some other protocol's bytes are quoted
-    in it.
-    """
+    """Without control characters: a terminal would obey those in another protocol's bytes."""
     if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
         return "it does not speak HTTP"
     return "".join(c for c in str(exc) if c.isprintable())
 
 
 def connection_to(url: str) -> http.client.HTTPConnection:
-    """Of a gateway; not connected yet. Raises CommandFailed."""
+    """A connection to a gateway, not connected yet. Raises CommandFailed."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise CommandFailed(f"{url} is not a gateway's address, such as http://127.0.0.1:8000")
@@ -94,7 +92,9 @@ def connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def base_path(url: str) -> str:
-    """Of a gateway's address, which users also know as their client's base URL, with /v1."""
+    """The path of a gateway's address; users may give it with /v1, as clients' base URLs have
+    it.
+    """
     return urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 
@@ -117,7 +117,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def error_text(status: int, body: bytes) -> str:
-    """The gateway's own words."""
+    """The gateway's own message."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -46,7 +46,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _is_gone(state_dir: Path, timeout_s: float) -> bool:
-    """Whether the launcher let go of its lock, which it holds to its very end."""
+    """Whether the launcher released its lock, which it holds to its very end."""
     deadline = time.monotonic() + timeout_s
     while state.is_locked(state_dir):
         if time.monotonic() > deadline:

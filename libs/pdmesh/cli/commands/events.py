@@ -1,5 +1,5 @@
-"""`pdmesh events`: follow what the mesh says on NATS, one readable line per event, binary
-ones decoded.
+"""`pdmesh events`: follow the mesh's events on NATS, one readable line each, binary ones
+decoded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def as_line(message: Message) -> str:
 
 
 def _decoded(message: Message) -> Any:
-    """The event as JSON data; what we do not know is shown as well as it can be."""
+    """The event as JSON data; an unknown event as readable as possible."""
     kind = KINDS.get(tuple(message.subject.split(".")[2:4]))  # type: ignore[arg-type]  # any length
     if kind is None:
         return {"undecoded_bytes": len(message.data)}
@@ -95,7 +95,7 @@ def _fields(event: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Block hashes come by the hundred: count them."""
+    """Block hashes come by the hundred: show their number."""
     if isinstance(value, list) and len(value) > 4:
         return f"[{len(value)}]"
     if isinstance(value, float):

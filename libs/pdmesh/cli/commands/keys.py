@@ -1,4 +1,4 @@
-"""`pdmesh keys`: give out, list and revoke the API keys of a key file.
+"""`pdmesh keys`: issue, list and revoke the API keys of a key file.
 
 Running gateways notice within two seconds.
 """
@@ -99,7 +99,7 @@ def _revoke(options: argparse.Namespace, path: Path) -> int:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
-    """The file's content, saved at the end; two commands at once take turns."""
+    """The file's content, saved at the end; concurrent commands take turns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

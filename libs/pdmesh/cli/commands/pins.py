@@ -1,8 +1,7 @@
-"""`pdmesh pins`: prefixes whose KV is not to be evicted, such as a system prompt that all chats of
-a tenant begin with.
+"""`pdmesh pins`: prefixes whose KV is not evicted, e.g. a system prompt of all of a tenant's chats.
 
-Text becomes tokens at a gateway, as it would in a request, and block names at the master, so that
-it is kept nowhere.
+A gateway turns the text into tokens, as in a request, and the master turns tokens into block names.
+The text itself is stored nowhere.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _MAX_BODY_BYTES: Final = 64 << 20
-# Two that share no beginning: what their conversations share is all from the system prompt and the
+# Two users without a common beginning: their conversations share only the system prompt and the
 # template.
 _USERS: Final = ("0", "A")
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
@@ -137,7 +136,7 @@ def _chat(system: str, user: str) -> list[dict[str, str]]:
 
 
 def _tokenized(url: str, options: argparse.Namespace, what: dict[str, object]) -> list[int]:
-    """As the gateway at `url` makes them. Raises CommandFailed."""
+    """By the gateway at `url`. Raises CommandFailed."""
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"

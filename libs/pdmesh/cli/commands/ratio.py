@@ -1,6 +1,4 @@
-"""`pdmesh ratio`: what was decided about the ratio of prefills to decodes and why, and single
-moves by hand or by a profile (S27).
-"""
+"""`pdmesh ratio`: the decisions about P:D ratios and their reasons, and changes by hand (S27)."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
 
 
 def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
-    """A line for what was decided and why, one for its numbers, one for each move."""
+    """A line for the decision and its reason, one for its numbers, one for each move."""
     lines: list[str] = []
     for each in decisions:
         at = each.decided_at.ToDatetime().strftime("%H:%M:%S")

@@ -1,8 +1,8 @@
-"""`pdmesh status`: the processes, what the registry shows of them, and how busy each instance is.
+"""`pdmesh status`: the processes, their registry records, and how busy each instance is.
 
-Three sources: the launcher's state file, the registry on NATS, and the master's and the instances'
-own answers. What does not answer is shown as such; a mesh that was started here is shown without
-its NATS, too, since that is when one looks.
+Three sources: the launcher's state file, the registry on NATS, and the answers of the master and
+the instances. What does not answer is shown as such. A mesh that was started here is shown even
+without its NATS, since that is when an operator looks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
 
 @dataclass
 class Row:
-    """One service process. `health` is the health-monitor's judgement as the master knows it."""
+    """One service process. `health` is the health-monitor's verdict as the master knows it."""
 
     id: str
     service: str
@@ -100,9 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Raises CommandFailed if there is no mesh, or if all that is known is a NATS that is
-    silent.
-    """
+    """Raises CommandFailed if there is no mesh, or only a NATS that is silent."""
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh(options.state_dir)
@@ -130,7 +128,7 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
-    """The state without passwords, for it goes into terminals and tickets."""
+    """The state without passwords, since it is copied into terminals and tickets."""
     urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
@@ -271,7 +269,7 @@ def _text(status: Status) -> str:
 
 
 def _processes(status: Status) -> str:
-    """The processes as the launcher keeps them, if the registry cannot be read."""
+    """The processes by the launcher's file, if the registry cannot be read."""
     processes = status.mesh["processes"] if status.mesh else {}
     rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
     return table(("PROCESS", "PHASE", "PID", "OPS"), rows)

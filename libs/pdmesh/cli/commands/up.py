@@ -1,4 +1,4 @@
-"""`pdmesh up`: start a mesh, say what happens, stay until Ctrl-C (or detach)."""
+"""`pdmesh up`: start a mesh, report progress, stay until Ctrl-C (or detach)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
-# How instances keep KV: a setting of all of them, and of each service.
+# How instances store KV: a setting of all of them, and of each service.
 _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_KV_CACHE_DTYPE",
     "PDMESH_PREFILL_KV_CACHE_DTYPE",
     "PDMESH_DECODE_KV_CACHE_DTYPE",
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
-# What the gateways read besides the flags about keys.
+# The gateways' settings for access besides the flags about keys.
 _ACCESS_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
 
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) -> int:
     """0 if it is the mesh that was asked for.
 
-    Raises CommandFailed: it is another one, or not up yet.
+    Raises CommandFailed if it is another one, or not up yet.
     """
     is_ready = running.phase == "ready"
     phase = "up" if is_ready else running.phase
@@ -121,7 +121,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 
 def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
-    """With what it says. Read before anything starts: what is wrong with it is said at once."""
+    """With its content. Read before anything starts, so that its errors are reported at once."""
     if options.groups is None:
         return None, Desired()
     file: Path = options.groups.absolute()
@@ -133,7 +133,7 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
 
 
 def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
-    """What no instance could start with here; each would say so only after it was started."""
+    """What no instance could start with here; each would report it only after its start."""
     if options.engine != "vllm" or installed_device() != "cpu":
         return
     flags = cpu_features.own_flags()
@@ -175,7 +175,7 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
 
 
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
-    """Those asked for, which the file's groups must have among them."""
+    """The regions asked for; the file's groups may name no others."""
     if options.regions is None:
         return named
     asked = tuple(options.regions.split(","))
@@ -189,7 +189,7 @@ def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, 
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
-    """The directory the engines load; the sim engine needs none."""
+    """The directory that the engines load; the sim engine needs none."""
     if options.engine == "vllm":
         _require_vllm()
     if options.model is not None:
@@ -216,7 +216,7 @@ def _require_vllm() -> None:
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
     be_quiet()
-    os.umask(0o077)  # what it writes, and all that it starts, is for this user alone
+    os.umask(0o077)  # its files, and all that it starts, are for this user only
     stopping = asyncio.Event()
     mesh = Mesh(spec, state_dir, report=_print_line)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
@@ -283,7 +283,7 @@ def _detach(options: argparse.Namespace) -> int:
 
 
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
-    """Relay what the launcher says until its mesh is ready or it has given up.
+    """Show the launcher's lines until its mesh is ready or it has given up.
 
     Raises CommandFailed if it could not say why.
     """
@@ -336,7 +336,7 @@ def _summary(spec: MeshSpec) -> str:
 
 
 def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec) -> str:
-    """Lines that work as they are printed."""
+    """Commands that work as they are printed."""
     pdmesh = _own_command()
 
     def own(command: str) -> str:
