@@ -72,9 +72,7 @@ async def serve(settings: Settings, app: App) -> None:
     await app.unless_stopping(presence.start(lambda: record))
     work = together(monitor.run(), faults.run(), canary.run())
     running = asyncio.create_task(work, name="health-monitor")
-    await app.until_stopping(
-        running
-    )  # one that fails takes the process with it, to be started anew
+    await app.until_stopping(running)  # if one fails, the process ends and is restarted
     await end([running])
     await presence.stop()
     await view.close()

@@ -1,7 +1,7 @@
-"""Tries idle instances with a request of its own, as a gateway would send it, and tells the fault
-judge what came of it.
+"""Probes idle instances with a request of its own, and tells the fault judge the results.
 
-One probe is under way at a time; a refusal is an answer, and says nothing against the instance.
+It sends the request as a gateway would. One probe is under way at a time. A refusal is an answer
+and blames no instance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """`period_s`: each idle instance is tried so often at most."""
+    """`period_s`: each idle instance is probed at most this often."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CanaryRunner:
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
     def _tell(self) -> None:
-        """All that is held against anybody, again and again, as others do."""
+        """All current suspicions, repeatedly, as the other sources do."""
         for record in tuple(self._view.records.values()):
             subject = _subject(record)
             if subject is not None:
@@ -104,7 +104,7 @@ class CanaryRunner:
 
 
 def _subject(record: InstanceRecord) -> Subject | None:
-    """None if it is no instance that serves."""
+    """None unless it is an instance that serves."""
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None

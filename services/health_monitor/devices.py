@@ -1,9 +1,8 @@
-"""Where the node's agent learns how its devices are: the driver, and files that tools and operators
-write.
+"""The sources of a node's device states: the driver, and files by tools and operators.
 
-A source is asked in a thread, since drivers block. One that is not there says nothing; one that
-fails or hangs is told as unknown by the agent. What each answer means for the level is decided
-here, next to what the driver calls it.
+A source is asked in a thread, since drivers block. A missing source says nothing; the agent reports
+one that fails or hangs as unknown. This module decides which level each answer means, next to the
+driver's own terms.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ class DeviceSource(Protocol):
     def name(self) -> str: ...
 
     def read(self) -> Sequence[DeviceStatus]:
-        """Of all devices it knows. May block, and may raise anything."""
+        """All devices that it knows. May block, and may raise anything."""
         ...
 
 
 class FileDevices:
     """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}.
 
-    No file: nothing is known.
-
-    Written by hardware tooling, or by a person who takes a device out of use.
+    No file: nothing is known. Hardware tools write the files, or a person who takes a device out of
+    use.
     """
 
     name = "files"
@@ -61,8 +59,9 @@ def _from_file(path: Path) -> DeviceStatus:
 
 
 class NvmlDevices:
-    """NVIDIA devices by the driver, each under its index and its UUID, as
-    CUDA_VISIBLE_DEVICES may name it.
+    """NVIDIA devices by the driver, each under its index and its UUID.
+
+    CUDA_VISIBLE_DEVICES may use either.
     """
 
     name = "nvml"
@@ -73,7 +72,7 @@ class NvmlDevices:
 
     @classmethod
     def find(cls) -> NvmlDevices | None:
-        """None where there is no such driver."""
+        """None if there is no such driver."""
         try:
             import pynvml
         except ImportError:
@@ -103,7 +102,7 @@ class NvmlDevices:
             yield DeviceStatus(name, *found)
 
     def _judge(self, handle: Any) -> tuple[Level, str, str]:
-        """The worst of what the driver counts; what this kind of device does not count is no
+        """The worst of the driver's counters; a counter that this kind of device lacks is no
         fault.
         """
         nvml = self._nvml

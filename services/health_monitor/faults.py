@@ -1,8 +1,7 @@
-"""Turns what instances, node agents and canaries say into signals for the fault judge, and its
-judgements into reports.
+"""Turns reports of instances, node agents and canaries into signals for the fault judge.
 
-The board of faults is kept level-triggered, like that of health: what could not be written is
-written at the next tick, and all of it again when the bus was away.
+Its verdicts become reports on the fault board. The board is level-triggered, like that of health: a
+failed write is repeated at the next tick, and everything is written again after an outage.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _VITALS: Final = "vitals"
 
 
 class FaultWatch:
-    """`lease_s` is that of the registry: instances speak three times in it."""
+    """`lease_s` is the registry's: instances report three times in it."""
 
     def __init__(
         self,
@@ -81,8 +80,8 @@ class FaultWatch:
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
         self._unwritten: dict[str, FaultReport | None] = {}  # None: to be forgotten
-        self._reported: dict[str, int] = {}  # incarnation that the board has a report on
-        self._inherited: set[str] = set()  # reports of the monitor before: they stand a while
+        self._reported: dict[str, int] = {}  # the incarnation that the board has a report on
+        self._inherited: set[str] = set()  # reports of the monitor before: they stay for a while
         self._inherited_until = 0.0
 
     async def run(self) -> None:
@@ -116,17 +115,17 @@ class FaultWatch:
     def tell(
         self, teller: str, record: InstanceRecord, signals: Iterable[Signal], ttl_s: float
     ) -> None:
-        """What somebody in this process noticed: the canary."""
+        """From within this process: the canary's findings."""
         self._feed(
             SignalsHeard(teller, record.instance_id, record.incarnation, tuple(signals), ttl_s)
         )
 
     def is_idle(self, record: InstanceRecord) -> bool:
-        """It said so with its last heartbeat."""
+        """By its last heartbeat."""
         return self._vitals.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """Instances that are not well, by level and by why nothing is done."""
+        """Instances with a fault, by level and by why nothing is done."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):
@@ -157,7 +156,7 @@ class FaultWatch:
             )
 
     def _on_put_back(self, instance_id: str) -> None:
-        """Else the restarts that led to it would lead to the next one."""
+        """Forget its restarts: they led to this ejection and would lead to the next."""
         self._feed(Healed(instance_id))
 
     async def _on_heartbeat(self, message: Message) -> None:

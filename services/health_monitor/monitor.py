@@ -1,7 +1,6 @@
-"""Turns records, heartbeats and time into events of the health core, and its verdicts into
-announcements.
+"""Turns records, heartbeats and time into events of the health core, and announces its verdicts.
 
-The board is kept level-triggered: a verdict that could not be written is written at the next tick.
+The board is level-triggered: a verdict that could not be written is written at the next tick.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class HealthMonitor:
         self.tracker = HealthTracker(lease_s)
         self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
         self._lease_s, self._forget_s, self._clock = lease_s, forget_s, clock
-        self._announcements: asyncio.Queue[HealthChanged] = asyncio.Queue()  # bounded by instances
+        # bounded by the number of instances
+        self._announcements: asyncio.Queue[HealthChanged] = asyncio.Queue()
         self._unwritten: dict[str, HealthChanged | None] = {}  # None: to be forgotten
         self._dead_since: dict[str, float] = {}
 
@@ -79,7 +79,9 @@ class HealthMonitor:
             await subscription.unsubscribe()
 
     def _start(self, verdicts: dict[str, HealthChanged]) -> None:
-        """Take over from the monitor before: who it knew and is gone now died meanwhile."""
+        """Take over from the monitor before: an instance that it knew and that is gone died
+        meanwhile.
+        """
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._step(health.RecordSeen(record.instance_id, record.incarnation, record.service))

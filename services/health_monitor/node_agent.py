@@ -1,10 +1,9 @@
-"""The agent of one node: asks its devices how they are, and tells the node's instances, the mesh,
-and whoever asks by HTTP (S33).
+"""The agent of one node: asks its devices for their state, and reports it (S33).
 
-Everything is told whole each period, so that nothing hangs on one message: the status file for the
+It reports everything each period, so that nothing depends on one message: the status file for the
 instances of the node, `NodeReported` for the health-monitor, `/status/node` for tools. It starts
-and kills nothing: an instance that must restart ends itself, and whoever keeps processes running on
-this machine starts it anew (ADR 18).
+and kills nothing. An instance that must restart ends itself, and the machine's supervisor starts it
+again (ADR 18).
 """
 
 from __future__ import annotations
@@ -69,14 +68,14 @@ class NodeAgent:
             await asyncio.sleep(self._period_s)
 
     async def step(self) -> None:
-        """Ask every source once, and tell everybody."""
+        """Ask every source once, and report."""
         answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
         devices = merged(status for answer in answers for status in answer)
         self.status = NodeStatus(self._node_id, self._wall_clock(), self._period_s, devices)
         self._log_changes(devices)
         try:
             await asyncio.to_thread(write_atomically, self._status_file, dump(self.status))
-        except OSError as exc:  # the bus still tells it, and the old file grows old
+        except OSError as exc:  # the bus still reports it, and the old file ages
             log.warning("node.file_not_written", path=str(self._status_file), error=exc.strerror)
         await self._publisher.publish(subjects.node_reported(self._node_id), self._report())
 
@@ -91,9 +90,7 @@ class NodeAgent:
             yield float(num), {"level": str(int(level))}
 
     async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """A source that hangs is asked again when it comes back, so that one thread is all it
-        costs.
-        """
+        """A source that hangs is asked again only when it returns, so that it costs one thread."""
         asked = self._asked.get(source.name)
         if asked is None:
             asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
@@ -105,7 +102,9 @@ class NodeAgent:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Of all that it may have told of before; and of itself, so that somebody sees it."""
+        """All devices that the source may have reported before, and the source itself, so
+        that it shows.
+        """
         names_ = [source.name, *(device.device for device in self._told)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 

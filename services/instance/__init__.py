@@ -1,1 +1,1 @@
-"""The blank instance: a process that takes the role which the master assigns."""
+"""The blank instance: a process that takes the role that the master assigns."""

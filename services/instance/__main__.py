@@ -1,5 +1,5 @@
-"""An instance without a role of its own: blank until the master assigns it one, and again
-after that (S23).
+"""An instance without a role of its own: blank until the master assigns one, and again after
+it (S23).
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""What block is where: follows the instances' KV deltas, keeps Redis, answers Match and
+"""Which block is where: follows the instances' KV deltas, mirrors Redis, answers Match and
 Snapshot.
 """

@@ -1,4 +1,4 @@
-"""The kv-cache-index: what block is where."""
+"""The kv-cache-index: which block is where."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KvCacheIndex:
 async def running(
     settings: Settings, bus: NatsBus, registry: NatsRegistry
 ) -> AsyncIterator[KvCacheIndex]:
-    """Follow the instances and keep Redis, for as long as the block runs."""
+    """Follow the instances and keep Redis up to date, for as long as the block runs."""
     view = await registry.watch()
     index = PrefixIndex(max_blocks=settings.max_blocks)
     store = RedisIndex(settings.redis_url, settings.redis_timeout_s)
@@ -67,7 +67,7 @@ async def running(
     log.info("index.restored", num_instances=num_loaded, num_blocks=index.num_blocks)
     feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)
     await feed.start()
-    feed.resync_all()  # what Redis had may be behind
+    feed.resync_all()  # Redis's copy may be behind
     pins = PinFollower(pin_board(bus), lambda known: index.pin(all_names(known)))
     working = asyncio.create_task(together(feed.run(), mirror.run()), name="index-work")
     try:

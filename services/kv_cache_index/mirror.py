@@ -1,8 +1,8 @@
 """Copies the index in memory to Redis: deltas as they come, whole instances after any doubt.
 
-Level-triggered: what could not be written is written again, whole; a changed epoch of the store
-means it was wiped, and everything is (F14, F15). The memory of what is pending is bounded: too many
-deltas become one whole instance.
+Level-triggered: a failed write is repeated, for the whole instance. A changed epoch of the store
+means that it was wiped, so everything is written (F14, F15). Pending deltas are bounded: too many
+become one whole instance.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RedisMirror:
 
     @property
     def is_store_up(self) -> bool:
-        """False from a call that failed to the next one that did not."""
+        """False from a call that failed to the next that succeeds."""
         return self._is_store_up
 
     @property

@@ -1,3 +1,3 @@
-"""Where requests go: keeps a picture of the fleet and of its KV blocks, ranks instances,
-leads or stands by.
+"""Decides where requests go: follows the fleet and its KV blocks, ranks instances, leads or
+waits.
 """

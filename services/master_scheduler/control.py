@@ -1,7 +1,7 @@
-"""What a master does beside placement: groups, plans, upgrades, cordons, pins, usage, and the
-operators' door to all of them.
+"""A master's work beside placement: groups, plans, upgrades, cordons, pins, usage, and their admin
+API.
 
-Every part works at the leader alone, and asks `leadership` before it writes.
+Every part works at the leader only, and checks `leadership` before it writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Leadership = Callable[[], tuple[bool, int]]  # whether this process leads, and i
 
 
 class Control:
-    """`on_shares` is told what canaries get of their scenarios' requests."""
+    """`on_shares` is called with the canaries' shares of their scenarios' requests."""
 
     def __init__(
         self,

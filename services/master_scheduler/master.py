@@ -1,6 +1,4 @@
-"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election,
-gRPC, and its `control`.
-"""
+"""Assembles a master-scheduler: fleet, index, placement, election, gRPC, and its `control`."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 
 
 class Master:
-    """Start it once its bus and view are there; everything runs on the loop until `stop`.
+    """Start it once its bus and view exist; everything runs on the loop until `stop`.
 
     `admin_token` empty: none is set.
     """
@@ -190,7 +188,7 @@ class Master:
         await self._source.close()
 
     async def wait_for_failure(self) -> None:
-        """Returns never, unless a part fails: then it raises what failed."""
+        """Returns only if a part fails: raises that failure."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()

@@ -1,7 +1,6 @@
-"""The epochs of leaders by what they have written: a leader below them could write over none of it
-(I7).
+"""The highest epoch that any leader has written: a leader below it could overwrite nothing (I7).
 
-They outlive all processes: after a restart of the whole mesh, nothing else remembers an epoch above
+It outlives all processes: after a restart of the whole mesh, nothing else remembers an epoch above
 the store's revisions (F21).
 """
 

@@ -1,5 +1,6 @@
-"""Counts for how long instances are used, and for whom, while this master leads; a successor
-goes on from what is stored (S22).
+"""Counts how long instances are used, and for whom, while this master leads (S22).
+
+A successor continues from what is stored.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class UsageLoop:
             return
         observed, current = self._groups.observed, self._groups.current
         if observed is None or current is None or observed.epoch != epoch:
-            return  # the counts that were seen last stand
+            return  # the last counts stay
         if observed is not self._observed:
             self._observed, before = observed, self._nums
             self._nums = dict(accounts_of(observed, *current))
@@ -114,7 +115,7 @@ class UsageLoop:
             await self._store.save(self.message())
         except (
             VersionConflict
-        ):  # of a leader before this one, or the bucket was wiped (F21): ours is the later word
+        ):  # an earlier leader wrote it, or the bucket was wiped (F21): ours is newer
             await self._store.load()
             raise
         self._saved_at, self._is_changed = self._clock(), False

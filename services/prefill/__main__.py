@@ -1,4 +1,4 @@
-"""A prefill instance: computes prompts and hands their KV on. As `fusion` it decodes them too."""
+"""A prefill instance: computes prompts and hands on their KV. As `fusion` it also decodes them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The operators' page and, under it, AdminService as JSON over HTTP: the same methods, checks and
-refusals as over gRPC.
+"""The operators' page, and AdminService as JSON over HTTP: the same methods, checks and refusals.
 
-POST /admin/<method> with a JSON request. A browser sends such a request to another site only after
-asking that site, and is never allowed to; where no token is set, the address must also be one of
-this machine's, so that no name of somebody else's leads here.
+POST /admin/<method> with a JSON request. A browser asks another site before it sends such a request
+there, and is never allowed to. Without a token, the request's host must also be an address of this
+machine, so that no foreign name leads here.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ log = structlog.get_logger(__name__)
 
 _FILES: Final = Path(__file__).with_name("page")
 _TYPES: Final = {"page.html": "text/html", "page.js": "text/javascript"}
-_MAX_BODY: Final = 2 * MAX_BYTES  # a text with all of it escaped
-_MAX_READING: Final = 8  # bodies on their way in; the next ones wait
+_MAX_BODY: Final = 2 * MAX_BYTES  # a text in which every byte is escaped
+_MAX_READING: Final = 8  # bodies being read; more wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -43,7 +42,7 @@ _HEADERS: Final = {
 
 
 class _Caller:
-    """As much of a gRPC context as the servicer looks at."""
+    """The part of a gRPC context that the servicer uses."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -72,7 +71,7 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
             servicer.check_access(caller)  # before anything is read
             empty = GetMessageClass(method.input_type)()
             async with reading:
-                # Off the loop, both ways: protobuf's JSON takes seconds for a longest one.
+                # Off the loop, both ways: protobuf's JSON takes seconds for the longest request.
                 message = await asyncio.to_thread(Parse, await _body(request), empty)
             answer = await getattr(servicer, method.name)(message, caller)
             return await asyncio.to_thread(_answer, answer)
@@ -82,7 +81,7 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
             return _error(exc)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception:  # the edge: a caller learns nothing of it, the log does
+        except Exception:  # the edge: the caller learns nothing of it, the log does
             log.exception("page.bug")
             return _error(MeshError("internal error; the server's log has the cause"))
 
@@ -98,7 +97,7 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
 
 
 def _check_origin(request: Request, *, has_token: bool) -> None:
-    """Raises NotAllowed for what some other page in the operator's browser may have sent."""
+    """Raises NotAllowed for requests that another page in the operator's browser may have sent."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise NotAllowed("the content type must be application/json")
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
@@ -123,7 +122,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _answer(message: Any) -> Response:
-    """Also what has its default value: the page need not know which is which."""
+    """Includes default values: the page need not know them."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -1,8 +1,8 @@
 """Keeps pinned prefixes, at the leading master: checks them, names their blocks, ends them in time.
 
 Blocks are named under each fingerprint in use. A pin's tokens are turned into names of blocks here
-and forgotten: the bucket holds only names. Instances follow the bucket themselves, so what is
-pinned stays pinned, whichever master leads. Every master spares the names in its copy of the index.
+and forgotten: the bucket holds only names. Instances follow the bucket themselves, so a pin stays
+in force whichever master leads. Every master keeps the pinned names in its copy of the index.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """`leadership` returns (whether this process leads, its epoch) now; `secret` keys the
-    names, as at the gateways.
+    """`leadership` returns (whether this process leads, its epoch) now.
+
+    `secret` keys the names, as at the gateways.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Pins:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock: an operator says until when, and nothing but a cache
-        depends on it.
+        """`clock` is the wall clock: operators give times of day, and only a cache depends on
+        it.
         """
         self._board, self._index, self._view = board, index, view
         self._publisher, self._secret = publisher, secret
@@ -77,9 +78,9 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """As the leader: write again what was wiped (F21), and end what is over.
+        """As the leader: write again what was wiped (F21), and end expired pins.
 
-        Raises MeshError; the next round goes on.
+        Raises MeshError; the next round continues.
         """
         is_leader, epoch = self._leadership()
         if not is_leader or self._pins is None or not self._pins.is_current:
@@ -92,8 +93,8 @@ class Pins:
             await self._forget(pin, epoch, "expired")
 
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
-        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict;
-        nothing was pinned then.
+        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict; then
+        nothing was pinned.
         """
         pins = self._opened()
         wanted = _wanted(request)
@@ -176,7 +177,7 @@ class Pins:
         return state
 
     def _fingerprints(self, pin: pb.Pin) -> set[str]:
-        """Of the instances that it is meant for."""
+        """Of the instances that the pin is for."""
         return {
             record.model_fingerprint
             for record in self._view.records.values()
@@ -237,5 +238,5 @@ def _wanted(request: pb.AddPinRequest) -> WantedPin:
 
 
 def _blocks_of(pin: pb.Pin) -> dict[str, int]:
-    """Their number, by fingerprint."""
+    """How many blocks, by fingerprint."""
     return {blocks.model_fingerprint: len(blocks.names) for blocks in pin.blocks}

@@ -40,13 +40,14 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
 log = structlog.get_logger(__name__)
 
-_MAX_WORDS: Final = 1024  # of an author or reason
+_MAX_WORDS: Final = 1024  # bytes of an author or reason
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer:
-    """`leadership` returns (whether this process leads, its epoch) now; `usage` the book as
-    of now, or it raises Unavailable.
+    """`leadership` returns (whether this process leads, its epoch) now.
+
+    `usage` returns the current book or raises Unavailable.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class AdminServicer:
         self._access.check(metadata, context.peer())
 
     def _enter(self, context: Context) -> int:
-        """The epoch of the own leadership; raises NotAllowed before anything else is told."""
+        """The epoch of our leadership; raises NotAllowed before the caller learns anything."""
         self.check_access(context)
         is_leader, epoch = self._leadership()
         if not is_leader:
@@ -241,7 +242,7 @@ class AdminServicer:
 
     def _check_can_leave(self, instance_id: str, mode: int) -> None:
         """Raises InvalidRequest."""
-        is_assigned = self._loop.is_assigned(instance_id)  # also between two lives
+        is_assigned = self._loop.is_assigned(instance_id)  # also between two incarnations
         record = self._view.records.get(instance_id)
         if record is None and not is_assigned:
             raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
@@ -262,7 +263,7 @@ class AdminServicer:
             )
 
     def _check_canary(self, share: float, after: Desired) -> None:
-        """Raises InvalidRequest where a canary would not be what the caller thinks it is."""
+        """Raises InvalidRequest if the canary would not do what the caller expects."""
         if not 0 < share < 1:
             raise InvalidRequest(
                 "a canary's share is more than 0 and less than 1", field="canary_share"
@@ -334,8 +335,10 @@ class _Compared:
 
 
 def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
-    """One that cannot be read, as an earlier release took it, may have had groups; all of the
-    new one is a change then.
+    """The changes from one version to another.
+
+    A stored version that this release cannot read may have had groups; then all of the new one
+    counts as a change.
     """
     before, had_groups = Desired(), False
     if current is not None:

@@ -1,1 +1,1 @@
-"""Groups: the loop that makes them what they shall be, and what it reads and writes."""
+"""Groups: the loop that reconciles them with the desired state, and its input and output."""

@@ -1,6 +1,4 @@
-"""Between the adjustments of the desired state as they are stored and as the core works with
-them.
-"""
+"""Converts adjustments of the desired state between their stored form and the core's."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def adjustments_to(
 
 
 def pending_from(message: pb.Adjustments) -> list[Outstanding]:
-    """Plans of schedules alone. One with a move that this release does not know is left out."""
+    """Plans of schedules only. A plan with a move unknown to this release is left out."""
     plans: list[Outstanding] = []
     for each in message.pending:
         try:
@@ -97,16 +95,17 @@ def move_to(move: Move) -> pb.PendingMove:
 
 
 def move_from(each: pb.PendingMove) -> Move:
-    """Raises ValueError for a kind or role that this release does not know, or that do not go
-    together.
+    """Raises ValueError for a kind or role unknown to this release, or for an invalid pair of
+    them.
     """
     role = Role(each.role) if each.role else None
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
 
 
 def entries_from(lines: Iterable[ScheduleLine]) -> list[Entry]:
-    """Named by what they say, so that a line keeps its name wherever it stands; of equal ones
-    the second is another.
+    """Named by their content, so that a line keeps its name when it moves.
+
+    Of equal lines the second gets another name.
     """
     entries: list[Entry] = []
     seen: Counter[str] = Counter()

@@ -1,5 +1,6 @@
-"""Reads texts of the desired state off the loop: a longest one takes a second, and a lease
-must be renewed meanwhile.
+"""Reads texts of the desired state off the loop.
+
+The longest text takes a second, and a lease must be renewed meanwhile.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ T = TypeVar("T")
 class DesiredReader:
     """The desired state of the current version, read once.
 
-    Until one could be read there is none, which is not an empty one.
-
-    `problem`: why the version asked for last could not be read.
+    Until a version could be read there is none, which differs from an empty one. `problem`: why the
+    version asked for last could not be read.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,9 @@ class DesiredReader:
         self.problem = ""
 
     async def read(self, version: DesiredVersion) -> None:
-        """What was stored was valid once; if this release refuses it, the last one that it
-        could read stands, if any.
+        """A stored version was valid once.
+
+        If this release refuses it, the last readable one stays.
         """
         if version.text == self._text:
             return
@@ -54,14 +55,12 @@ class DesiredReader:
         return version.text == self._text
 
     def known(self, version: DesiredVersion) -> Desired | None:
-        """None also while it has not been read."""
+        """None also until it has been read."""
         return self._desired if self.has_read(version) else None
 
 
 class TextWorker:
-    """Works on callers' texts off the loop, one at a time; raises Overloaded where too many
-    wait.
-    """
+    """Works on callers' texts off the loop, one at a time; raises Overloaded if too many wait."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desired-text")

@@ -1,4 +1,4 @@
-"""Between records and assignments as they travel and as the group controller compares them."""
+"""Converts records and assignments between their messages and the group controller's types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PHASES: Final = {int(phase): phase for phase in Phase}
 
 
 def seen_from(record: InstanceRecord, num_slots_used: int) -> Seen | None:
-    """None for a process that is not an instance, or whose phase is not known here."""
+    """None for a process that is not an instance, or whose phase is unknown."""
     phase = _PHASES.get(record.phase)
     if phase is None:
         return None

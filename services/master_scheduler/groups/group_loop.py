@@ -1,9 +1,9 @@
-"""Runs the group controller while this master leads: registry in, assignments, ejections and step
-events out.
+"""Runs the group controller while this master leads.
 
-A round is decided from one look at the registry and written at once. A write that fails ends the
-round; the next one looks again. Nothing is decided from a look that may be old, or without a
-desired state that could be read: a wrong guess drains a fleet.
+Input is the registry; output is assignments, ejections and step events. A round decides from one
+look at the registry and writes at once. A write that fails ends the round; the next round looks
+again. Without a current view and a readable desired state nothing is decided: a wrong guess drains
+a fleet.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GroupLoop:
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
         self.observed: Observed | None = None  # of the last round
-        self._looked: Round | None = None  # at that
+        self._looked: Round | None = None  # at that time
         self.paused = ""  # why the leader decides nothing now
         self.on_step: Callable[[AnnounceStep], None] = lambda step: None
         self._epoch = 0
@@ -110,7 +110,7 @@ class GroupLoop:
             await self.close()
 
     async def open(self) -> None:
-        """Returns when all is known that a round looks at."""
+        """Returns when everything that a round needs is known."""
         self._view.on_change(self._on_record)
         self._desired = self._store.watch(self._wake.set)
         await self._out_of_service.watch(self._on_out_of_service)
@@ -126,7 +126,7 @@ class GroupLoop:
             await self._book.close()
 
     def wake(self) -> None:
-        """The own leadership changed."""
+        """Our leadership changed."""
         self._wake.set()
 
     @property
@@ -135,8 +135,8 @@ class GroupLoop:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """What the operator asks for and what plans have made of it; None while this leader
-        can act on nothing.
+        """What the operator asks for, and with the plans' adjustments; None while this leader
+        cannot act.
         """
         if self.paused or self.desired is None or self._desired is None:
             return None
@@ -151,16 +151,16 @@ class GroupLoop:
 
     @property
     def upgrades(self) -> Upgrades:
-        """What the registry knows of them; also while another master leads."""
+        """The registry's records of upgrades; also while another master leads."""
         return upgrades_from(self._desired.upgrades) if self._desired is not None else NO_UPGRADES
 
     @property
     def fired(self) -> Mapping[str, float]:
-        """For which time each schedule fired last, as the registry knows it."""
+        """When each schedule fired last, by the registry."""
         return dict(self.adjustments.fired)
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """Instances that may be given a role, by region; of these racks if any are named."""
+        """Blank instances that may get a role, by region; only of these racks if any are named."""
         if self.observed is None:
             return Counter()
         if self._looked is None or self._looked.observed is not self.observed:
@@ -168,32 +168,32 @@ class GroupLoop:
         return self._looked.num_blanks(racks)
 
     def revision_of(self, key: str) -> int:
-        """Of what `adjustments` or `upgrades` say now, to compare a write with
+        """The revision of `adjustments` or `upgrades` now, to compare a write with
         (`net.nats.desired_store`).
         """
         return self._desired.revisions.get(key, 0) if self._desired is not None else 0
 
     def take_adjustments(self, adjustments: AdjustmentsMessage, revision: int) -> None:
-        """They were written just now: what is decided next counts with them."""
+        """They have just been written: the next decision uses them."""
         assert self._desired is not None
         self._desired.take_adjustments(adjustments, revision)
         self._wake.set()
 
     def take_upgrades(self, upgrades: UpgradesMessage, revision: int) -> None:
-        """They were written just now: the next round makes them."""
+        """They have just been written: the next round applies them."""
         assert self._desired is not None
         self._desired.take_upgrades(upgrades, revision)
         self._wake.set()
 
     def is_assigned(self, instance_id: str) -> bool:
-        """Whether the instance has an assignment, though it may be between two lives."""
+        """Whether the instance has an assignment, even between two incarnations."""
         return self._book is not None and instance_id in self._book.known
 
     def _on_record(self, change: RecordChanged) -> None:
         self._wake.set()
 
     def _on_out_of_service(self) -> None:
-        """Every master knows them, not the leader alone: it may plan the next moment."""
+        """On every master, not only the leader: any of them may plan the next moment."""
         out = self._out_of_service.left(LEAVE_MODE_AT_ONCE)
         self._fleet.handle(OutOfServiceSeen(out), self._clock())
         self._wake.set()
@@ -206,7 +206,7 @@ class GroupLoop:
         self._wake.clear()
 
     async def round(self) -> None:
-        """Look, decide and write, if this master leads and all that it looks at is current."""
+        """Look, decide and write, if this master leads and its whole view is current."""
         is_leader, epoch = self._leadership()
         if not is_leader:
             self._pause("", "")
@@ -218,7 +218,7 @@ class GroupLoop:
         if stale := self._stale(self._book, self._desired):
             self._pause("stale", f"the view of {stale} is not current")
             return
-        if epoch != self._epoch:  # times of an earlier leadership mean nothing now
+        if epoch != self._epoch:  # times of an earlier leadership have no meaning now
             self._epoch, self.controller = epoch, GroupController()
         try:
             self._check_leadership(epoch)
@@ -246,7 +246,7 @@ class GroupLoop:
         await self._carry_out(effects, self._book, epoch)
 
     def _stale(self, book: AssignmentBook, desired: DesiredView) -> str:
-        """The first of the views that may be older than the registry; empty: none is."""
+        """The first view that may be older than the registry; empty: none is."""
         are_current = {
             "instances": self._view.is_connected,
             "assignments": book.is_current,
@@ -291,7 +291,7 @@ class GroupLoop:
         return Observed(epoch, version.version, wanted, seen, given, to_drain, out_at_once)
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
-        """Steps are told of what was written, and of what was merely seen."""
+        """Report steps for what was written, and for what was only seen."""
         unwritten = {
             e.instance_id for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)
         }
@@ -365,8 +365,9 @@ class GroupLoop:
 def wanted_now(
     desired: Desired, known: Adjustments, upgrades: Upgrades = NO_UPGRADES
 ) -> WantedGroups:
-    """With what plans have adjusted and which revisions groups have; instances of lent groups
-    are kept for their borrowers.
+    """With the plans' adjustments and the groups' revisions.
+
+    Instances of lent groups are kept for their borrowers.
     """
     return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known), upgrades)
 

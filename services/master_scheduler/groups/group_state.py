@@ -1,4 +1,4 @@
-"""A group as operators see it: what is wanted of it, its members, how far they are."""
+"""A group as operators see it: its desired state, its members, and how far they are."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class OutOfServiceBook:
         return [known[instance_id] for instance_id in sorted(known)]
 
     def left(self, mode: LeaveMode.ValueType) -> frozenset[str]:
-        """The instances that went, or are to go, in this mode."""
+        """The instances that left, or are to leave, in this mode."""
         return frozenset(entry.instance_id for entry in self.known if entry.mode == mode)
 
     def of(self, instance_id: str) -> OutOfService | None:
@@ -70,8 +70,8 @@ class OutOfServiceBook:
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
         """`epoch` of the leadership in which it was decided.
 
-        Raises InvalidRequest where one that left at once is to be drained; VersionConflict,
-        NotLeader, Unavailable.
+        Raises InvalidRequest to drain an instance that left at once; VersionConflict, NotLeader,
+        Unavailable.
         """
         before = self.of(entry.instance_id)
         is_out = before is not None and before.mode == LEAVE_MODE_AT_ONCE
@@ -84,9 +84,9 @@ class OutOfServiceBook:
         await self._write(entry, epoch)
 
     async def put_back(self, instance_id: str, mode: LeaveMode.ValueType, epoch: int) -> str:
-        """The fault that is known of it now, empty: none. `mode` may be unspecified.
+        """Returns the instance's known fault; empty: none. `mode` may be unspecified.
 
-        Raises InvalidRequest if it is not out of service so; else as `take_out`.
+        Raises InvalidRequest if it is not out of service in this mode; else as `take_out`.
         """
         entry = self.of(instance_id)
         if entry is None or mode not in (LEAVE_MODE_UNSPECIFIED, entry.mode):

@@ -1,4 +1,4 @@
-"""Between the upgrades of scenarios as they are stored or shown and as the core works with them."""
+"""Converts the upgrades of scenarios between their stored or shown form and the core's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def state_to(report: UpgradeReport) -> pb.UpgradeState:
 
 
 def _service_from(message: pb.ServiceSettings) -> Service:
-    """Roles that this release does not know are left out."""
+    """Roles unknown to this release are left out."""
     options = {role: dict(each.values) for role, each in message.role_options.items()}
     return Service(
         model=message.model,

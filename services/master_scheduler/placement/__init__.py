@@ -1,1 +1,1 @@
-"""Plans of requests: the servicer, and what keeps its picture of the fleet true."""
+"""Plans of requests: the servicer, and the feeds that keep its view of the fleet current."""

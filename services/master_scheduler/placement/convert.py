@@ -1,4 +1,4 @@
-"""Between the contract's messages and the core's objects."""
+"""Converts between the contract's messages and the core's objects."""
 
 from __future__ import annotations
 

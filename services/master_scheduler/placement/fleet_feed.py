@@ -1,7 +1,6 @@
-"""Keeps the fleet core true to the world: records, verdicts and fault reports of the
-health-monitor, load reports.
+"""Feeds the fleet core: records, load reports, and the health-monitor's verdicts and fault reports.
 
-Everything is told again after an outage, so nothing here needs to remember what it missed.
+Everything is delivered again after an outage, so nothing here remembers what it missed.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class FleetFeed:
                 await each.close()
 
     def wake(self) -> None:
-        """The own leadership changed: announce what was not."""
+        """Our leadership changed: announce what was not announced."""
         self._has_changed.set()
 
     def _on_record(self, change: RecordChanged) -> None:
@@ -131,7 +130,7 @@ class FleetFeed:
             log.warning("fleet.bad_event", error=exc.message)
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
-            return  # a gap is no harm: the load is whole in each report
+            return  # a gap does no harm: each report holds the whole load
         self._fleet.handle(
             LoadReported(
                 event.header.publisher_id,

@@ -1,4 +1,4 @@
-"""Keeps the scenarios' numbers from what gateways say of each finished request, and shows
+"""Keeps the scenarios' numbers from the gateways' reports on finished requests, and shows
 them (S138).
 """
 
@@ -39,8 +39,9 @@ class _Usage(msgspec.Struct, rename="camel"):
 
 
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
-    """What is needed of a RequestSample, in protobuf's JSON: protobuf's own parser takes a
-    quarter of a millisecond for it, and one comes with every request.
+    """The needed fields of a RequestSample, in protobuf's JSON.
+
+    protobuf's own parser takes a quarter of a millisecond, and one comes with every request.
     """
 
     scenario: str = ""
@@ -58,7 +59,7 @@ _decoder = msgspec.json.Decoder(RequestFinishedJson)
 
 
 class ScenarioFeed:
-    """`on_completed` hears of each request that was answered."""
+    """`on_completed` is called for each request that was answered."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ScenarioFeed:
             await subscription.unsubscribe()
 
     async def _on_finished(self, message: Message) -> None:
-        """A lost or repeated one moves a mean a little: no sequence is kept."""
+        """A lost or repeated report moves a mean a little: no sequence is kept."""
         try:
             event = _decoder.decode(message.data)
         except msgspec.MsgspecError as exc:

@@ -1,4 +1,4 @@
-"""SchedulerService: plans by the leader only, answered from memory."""
+"""SchedulerService: the leader answers plans, from memory."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class SchedulerServicer:
 
 
 def _fault(instance: Instance) -> dict[str, Any]:
-    """Fields of InstanceState: what is held against it, for a person."""
+    """Fields of InstanceState: the instance's fault, for a person."""
     fault = instance.fault
     if fault is None:
         return {}

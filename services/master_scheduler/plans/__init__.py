@@ -1,1 +1,1 @@
-"""Plans and upgrades: the loops that ask for changes of groups, and carry them out."""
+"""Plans and upgrades: the loops that decide changes of groups and carry them out."""

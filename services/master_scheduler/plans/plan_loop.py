@@ -1,8 +1,7 @@
-"""Makes plans come true while this master leads: schedules and ratios ask for them, one move at a
-time goes through (S21, S28, S29).
+"""Carries plans out while this master leads, one move at a time (S21, S28, S29).
 
-A move is made by writing an adjustment of the desired state, and has ended when the groups it
-touches are what they then shall be.
+Schedules, ratios and operators ask for plans. A move is made by writing an adjustment of the
+desired state. It has ended when its groups are as they then shall be.
 """
 
 from __future__ import annotations
@@ -78,10 +77,9 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _NUM_SHOWN: Final = 50  # decisions
-RESUME_WITHIN_S: Final = 3600.0  # of when a schedule asked: groups lent later are missed too soon
-WINDOW_S: Final = (
-    30.0  # of requests, by which a ratio is steered, unless the settings say otherwise
-)
+# after the time of a schedule: groups that are lent later would soon be missed
+RESUME_WITHIN_S: Final = 3600.0
+WINDOW_S: Final = 30.0  # of requests that steer a ratio, unless the settings say otherwise
 
 
 class PlanLoop:
@@ -106,7 +104,7 @@ class PlanLoop:
         self._epoch = 0
         self._runner = PlanRunner()
         self._schedule = Schedule(())
-        self._lines: tuple[ScheduleLine, ...] | None = None  # that it is of
+        self._lines: tuple[ScheduleLine, ...] | None = None  # its lines
         self._disturbed: set[str] = set()  # scenarios, since the window began
         self._states: Groups = {}  # those with a ratio, as of the last round
         self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
@@ -131,7 +129,7 @@ class PlanLoop:
             return  # it has not looked yet
         desired, known = current[0], adjustments.valid(*current)  # the others are erased below
         is_new = epoch != self._epoch
-        if is_new:  # plans of ratios are gone: what they rest on is measured anew
+        if is_new:  # plans of ratios are gone: their basis is measured again
             self._epoch = epoch
             self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
@@ -156,8 +154,9 @@ class PlanLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """An operator's moves; raises CannotMove with why the first that may not be made must
-        not be, before any is begun.
+        """An operator's moves.
+
+        Raises CannotMove with the reason for the first invalid move, before any move begins.
         """
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
@@ -175,12 +174,12 @@ class PlanLoop:
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 
     def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
-        """What the scenario's requests take was measured; raises CannotMove."""
+        """A measured profile of the scenario's requests; raises CannotMove."""
         groups = self._own(scenario, epoch)
         return self._decide(self._ratio.handle(Profiled(scenario, profile, groups), self._clock()))
 
     def _own(self, scenario: str, epoch: int) -> Groups:
-        """All groups, if some of the scenario serve and have a ratio."""
+        """All groups, if the scenario has a ratio and some of its groups serve."""
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not looked at the groups yet")
         if not serving(self._states, scenario):
@@ -188,7 +187,7 @@ class PlanLoop:
         return self._states
 
     def busy(self, group_id: str, role: Role) -> float | None:
-        """Share of the role's slots that was taken lately; None: not known."""
+        """Share of the role's slots that was recently in use; None: not known."""
         return self._loads.busy([group_id], role)
 
     def planning(self) -> frozenset[str]:
@@ -198,12 +197,13 @@ class PlanLoop:
         return frozenset(s for s in scenarios if self._runner.is_busy(s))
 
     def gathering(self) -> frozenset[str]:
-        """Of these, scenarios whose plan waits for instances alone."""
+        """Of these, the scenarios whose plan only waits for instances."""
         return self._runner.gathering
 
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
-        """Scenarios with a group that gets another revision now; `is_out`: and does not serve
-        whole.
+        """Scenarios with a group that gets another revision now.
+
+        `is_out`: only if the group does not fully serve.
         """
         reports = self._groups.controller.reports
         return frozenset(
@@ -218,7 +218,7 @@ class PlanLoop:
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
-        """With the region that it is in, and how many could join it there."""
+        """With its region, and how many instances could join it there."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
             self._groups.blanks(racks),
@@ -227,8 +227,9 @@ class PlanLoop:
         return replace(group, region=region, num_blank=num_blank)
 
     def _resume(self, states: Groups) -> None:
-        """Schedules fire once: what an earlier leader did not get done of their plans is done
-        now, unless it is too late.
+        """Finish the plans of an earlier leader's schedules, unless it is too late.
+
+        Schedules fire only once.
         """
         for left in pending_from(self._groups.adjustments):
             plan, age_s = left.plan, self._wall() - left.plan.asked_at
@@ -247,8 +248,9 @@ class PlanLoop:
                 self._feed(PlanAsked(due.plan))
 
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
-        """The ratio of scenarios that want it so, once in a window; one with a set-up or a
-        loss in it says nothing of the ratio.
+        """Adjust the ratio of scenarios with an automatic one, once per window.
+
+        A window with a set-up or a loss in it tells nothing about the ratio.
         """
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
@@ -343,7 +345,7 @@ class PlanLoop:
     async def _make(
         self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
     ) -> None:
-        """Begin the moves, with one write: what was not written is tried again at the next look."""
+        """Begin the moves with one write; a failed write is tried again at the next look."""
         begun: list[StartMove] = []
         for start in starts:
             try:
@@ -369,7 +371,7 @@ class PlanLoop:
             )
 
     def _feed(self, event: Event) -> list[StartMove]:
-        """The moves to begin. How a plan ended is for the log."""
+        """The moves to begin. Logs how plans ended."""
         starts: list[StartMove] = []
         for effect in self._runner.handle(event, self._clock()):
             match effect:
@@ -395,8 +397,8 @@ class PlanLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """With what fired and what is left of it, so that a successor neither repeats nor
-        forgets anything.
+        """Also writes what fired and what is left, so that a successor repeats and forgets
+        nothing.
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
@@ -411,5 +413,5 @@ class PlanLoop:
 
 
 def _limits(window_s: float) -> RatioLimits:
-    """What is waited for is so many windows."""
+    """Waiting times are counted in windows."""
     return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)

@@ -1,6 +1,4 @@
-"""Between decisions about ratios as the core makes them and as operators ask for them and see
-them.
-"""
+"""Converts ratio decisions between the core's types and the operators' messages."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ MAX_MOVES: Final = 256  # of an operator's plan
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
     """Raises InvalidRequest.
 
-    Each move is checked against all groups, so there are not many of them.
+    The number of moves is bounded, since each is checked against all groups.
     """
     if len(request.moves) > MAX_MOVES:
         raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")

@@ -1,6 +1,4 @@
-"""Tells the upgrades how each revision answers: what gateways say of requests, and instances
-of legs that failed.
-"""
+"""Feeds the upgrades: the gateways' reports on requests, the instances' reports on failed legs."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFini
 
 log = structlog.get_logger(__name__)
 
-# Said beside the failure that led to it.
+# Reported beside the failure that led to it.
 _NO_FAILURES: Final = frozenset({"KV_SOURCE_QUARANTINED", "KV_SOURCE_RELEASED"})
 
 
@@ -28,7 +26,7 @@ class _Header(msgspec.Struct, rename="camel"):
 
 
 class _ErrorJson(msgspec.Struct, rename="camel"):
-    """What is needed of an ErrorReported."""
+    """The needed fields of an ErrorReported."""
 
     header: _Header = msgspec.field(default_factory=_Header)
     reason: str = ""
@@ -39,7 +37,7 @@ _error = msgspec.json.Decoder(_ErrorJson)
 
 
 class UpgradeFeed:
-    """`tell` hears of each answer and failure, by group and revision of the instance."""
+    """`tell` is called for each answer and failure, with the instance's group and revision."""
 
     def __init__(
         self, fleet: Fleet, bus: Bus, tell: Callable[[RequestAnswered | LegFailureReported], None]
@@ -57,7 +55,7 @@ class UpgradeFeed:
     def answered(self, event: RequestFinishedJson) -> None:
         """A completed request.
 
-        It is its prefill's group's and revision's, which are its decode's too.
+        Its prefill's group and revision count; its decode has the same.
         """
         cell = self._cell(event.prefill_id)
         if cell is None:

@@ -1,8 +1,6 @@
-"""Runs upgrades while this master leads: a look at the groups in, records and new versions of the
-desired state out (S24).
+"""Runs upgrades while this master leads: looks at the groups, writes records and versions (S24).
 
-What each group shall run is kept in the registry before it is done, by the group loop, from that
-record.
+The registry's record says what each group shall run. The group loop then acts on that record.
 """
 
 from __future__ import annotations
@@ -46,12 +44,12 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
-_UNWELL: Final = frozenset({"lost", "failed"})  # steps that speak against what an instance runs
-_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # faults that a revision has nothing to do with
+_UNWELL: Final = frozenset({"lost", "failed"})  # steps that blame what an instance runs
+_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # faults that no revision causes
 
 
 class Plans(Protocol):
-    """What upgrades ask of the plan loop."""
+    """What upgrades need of the plan loop."""
 
     def busy(self, group_id: str, role: Role) -> float | None: ...
     def planning(self) -> frozenset[str]: ...
@@ -59,8 +57,9 @@ class Plans(Protocol):
 
 
 class UpgradeLoop:
-    """`leadership` returns (whether this process leads, its epoch) now; `on_shares` hears
-    what canaries may get of the requests.
+    """`leadership` returns (whether this process leads, its epoch) now.
+
+    `on_shares` is called with the canaries' shares of the requests.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class UpgradeLoop:
         self._epoch = 0
         self._controller = UpgradeController(KV_TRANSPORT)
         self._lost_versions: set[int] = set()
-        self._turn = asyncio.Lock()  # from the look at a record until what follows is written
+        self._turn = asyncio.Lock()  # held from the look at a record until the result is written
         groups.on_step = self._on_step
 
     @property
     def reports(self) -> list[UpgradeReport]:
-        """Of upgrades that are under way or went back, by scenario."""
+        """Of upgrades under way or rolled back, by scenario."""
         return [report for _, report in sorted(self._controller.reports.items())]
 
     async def run(self) -> None:
@@ -101,7 +100,7 @@ class UpgradeLoop:
 
     async def round(self) -> None:
         """Look, decide and write, if this master leads and its group loop acts."""
-        # Every master's: it may plan the next moment.
+        # On every master: any of them may plan the next moment.
         self._on_shares(shares(self._groups.upgrades.values()))
         async with self._turn:
             await self._look()
@@ -114,7 +113,7 @@ class UpgradeLoop:
             return
         if (observed.epoch, observed.version) != (epoch, version.version):
             return  # the group loop has not looked yet
-        if epoch != self._epoch:  # times of an earlier leadership mean nothing now
+        if epoch != self._epoch:  # times of an earlier leadership have no meaning now
             self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
         asked, known = current
         look = observe(
@@ -135,10 +134,11 @@ class UpgradeLoop:
         await self._carry_out(self._controller.handle(look, self._clock()))
 
     async def promote(self, scenario: str) -> list[str]:
-        """Its canary's revision goes to all groups, empty: each scenario's; the scenarios
-        that had one.
+        """A canary's revision goes to all groups; returns the scenarios that had one.
+
+        `scenario` empty: of all scenarios.
         """
-        async with self._turn:  # one that is being turned back now is not to be promoted
+        async with self._turn:  # a canary that is being rolled back must not be promoted
             chosen: list[Upgrade] = [
                 each
                 for name, each in sorted(self._groups.upgrades.items())
@@ -163,7 +163,7 @@ class UpgradeLoop:
             self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
 
     def _unwell(self) -> Mapping[Cell, Mapping[str, str]]:
-        """Instances that a fault of their own speaks against, if only as a suspicion."""
+        """Instances with a fault of their own, even if only suspected."""
         found: dict[Cell, dict[str, str]] = {}
         for instance in self._fleet.instances.values():
             fault = instance.fault
@@ -174,7 +174,7 @@ class UpgradeLoop:
         return found
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Records first: what is told and restored follows from them."""
+        """Records first: reports and restored versions follow from them."""
         await self._keep(effects)
         for effect in effects:
             match effect:
@@ -203,9 +203,7 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Level-triggered: what fails here is asked for again at the next look, but for a
-        version that is not there any more.
-        """
+        """Level-triggered: the next look retries a failure, unless the version no longer exists."""
         before = await self._store.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)
@@ -245,7 +243,7 @@ class UpgradeLoop:
 
 
 def _can_read(text: str) -> bool:
-    """Else it would be the desired state that no master can act on."""
+    """Else no master could act on the restored desired state."""
     try:
         read(text)
     except InvalidRequest:
