@@ -113,6 +113,7 @@ check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names,
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	$(BIN)/python -m tools.rooms
 	$(BIN)/python -m tools.docs_check
+	$(BIN)/python -m tools.request_states --check docs/request-states.md
 
 format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
@@ -147,10 +148,11 @@ proto-check: proto ## fail if the generated code is not what proto/ says
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
-docs: $(DONE)/dev ## docs/configuration.md and docs/telemetry.md from the code, docs/coverage.md from the last results
+docs: $(DONE)/dev ## the generated pages: docs/coverage.md from the last results, the others from the code
 	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
 	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
+	@$(BIN)/python -m tools.request_states docs/request-states.md
 
 coverage-results: $(DONE)/dev ## take over what tests did when make ran them with RESULTS=FOLDER; commit what it changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)

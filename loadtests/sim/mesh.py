@@ -432,7 +432,7 @@ class VirtualMesh:
             lambda: None,
             lambda: self._on_end(life, send.key),
         )
-        prefill = int(send.ticket_id[1:])
+        prefill = int(send.ticket.ticket_id[1:])
         self._offer(life, worker, job)
         if send.key in life.jobs:
             delay = self.shape.transfer_token_s * arrival.num_prompt_tokens

@@ -22,15 +22,17 @@ from pdmesh.core.request.events import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineUnknown,
     EngineWorked,
+    EnterQueue,
     Event,
     Fail,
     FirstToken,
     ForgetLeg,
-    LegAccepted,
+    LeaveQueue,
+    LeaveRoom,
     LegKvReceived,
     LegRejected,
-    PlanFailed,
     ReleaseTicket,
     RequestLimits,
     SendJoin,
@@ -46,7 +48,6 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
-from pdmesh.core.request.state import UNPLACED, WAITING, RequestPhase
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec
@@ -58,7 +59,7 @@ from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPoo
 from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
-from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
+from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
     Command,
@@ -122,17 +123,17 @@ class Generation:
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
-        self._ticket: Ticket | None = None
         self._text = ChoiceText(
             identity.index,
             shared.tokenizer.text_stream(prompt.tokens, sampling.stop),
             has_logprobs=sampling.num_logprobs is not None,
             default_text=shared.slos.default_text(spec.scenario),
         )
-        self._waiting_number: int | None = None
-        self._is_queued = False  # it counts in the scenario's queue: no prefill has taken it yet
+        self._waiting_number: int | None = None  # its place in the waiting room
+        self._is_queued = False  # it counts in the scenario's queue
         self._events: deque[Event] = deque()
-        self._is_handling = False
+        self._effects: deque[Effect] = deque()
+        self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -141,7 +142,7 @@ class Generation:
     def start(self) -> None:
         self.timings.submitted = time.monotonic()
         self._identity.deadline = self.timings.submitted + self._shared.limits.deadline_s
-        self.on_event(Submitted())
+        self.on_event(Submitted(self._refusal()))
 
     @property
     def is_ended(self) -> bool:
@@ -212,50 +213,52 @@ class Generation:
         if detail is not None:
             self._note_detail(event, detail)
         self._events.append(event)
-        if self._is_handling:
-            return
-        self._is_handling = True
+        if not self._is_running:
+            self._run()
+
+    def _run(self) -> None:
+        """Carry out all effects in their order, then handle the next event."""
+        self._is_running = True
         try:
-            while self._events:
-                self._handle(self._events.popleft())
+            while True:
+                if not self._carry_out() or not self._events:
+                    break
+                event, now = self._events.popleft(), time.monotonic()
+                self.timings.note(event, now)
+                self._effects.extend(self.core.handle(event, now))
         except Exception:
-            log.exception("generation.bug", request_id=self._identity.request_id)
+            request_id, story = self._identity.request_id, str(self.core.story)
+            log.exception("generation.bug", request_id=request_id, story=story)
             self._end_by_bug()
         finally:
-            self._is_handling = False
+            self._is_running = False
         self._arm_timer()
 
-    def _handle(self, event: Event) -> None:
-        now = time.monotonic()
-        self.timings.note(event, now)
-        effects = self.core.handle(event, now)
-        if self._is_queued and self.core.phase not in UNPLACED:
-            self._queue(False)
-        if self._waiting_number is not None and self.core.phase not in WAITING:
-            self._shared.room.leave(self._waiting_number)
-            self._waiting_number = None
-        for effect in effects:
+    def _carry_out(self) -> bool:
+        """False if the rest waits for the loop's next turn.
+
+        The writer of token 1 was woken just now. It writes before the hand-over is prepared.
+        """
+        while self._effects:
+            effect = self._effects.popleft()
             _APPLY[type(effect)](self, effect)
+            is_first = isinstance(effect, EmitTokens) and not self._events
+            if is_first and self._effects and isinstance(self._effects[0], SendStart):
+                asyncio.get_running_loop().call_soon(self._run)
+                return False
+        return True
 
     def _end_by_bug(self) -> None:
         """End only this choice: the session or planner that called us serves other choices, too."""
         self._events.clear()
+        self._effects.clear()
         self.error = MeshError("internal error; the server's log has the cause")
         self.core.handle(ClientGone(), time.monotonic())
-        self._queue(False)
-        if self._waiting_number is not None:
-            self._shared.room.leave(self._waiting_number)
-            self._waiting_number = None
+        self._leave_queue(LeaveQueue())
+        self._leave_room(LeaveRoom())
         for key in list(self._sessions):
             self._abort_leg(AbortLeg(key))  # this releases its ticket, too
         self._end(Cancelled())
-
-    def _queue(self, is_queued: bool) -> None:
-        """Begin or cease to count in the scenario's queue."""
-        if is_queued is not self._is_queued:
-            self._is_queued = is_queued
-            priority = self._spec.tenant.priority
-            self._shared.room.count(self._scenario, priority, 1 if is_queued else -1)
 
     def on_slot_freed(self, instance_id: str) -> None:
         self._waiting_number = None  # the room forgets a waiter that it calls
@@ -266,25 +269,16 @@ class Generation:
         self.on_event(WaitRefused())
 
     def _note_detail(self, event: Event, detail: SessionEvent) -> None:
-        """Note what commands and traces need, and the core does not."""
-        if isinstance(event, LegAccepted) and self.core.is_current(event.key):
-            if event.ticket is not None:
-                self._ticket = detail.accepted.ticket
-        elif isinstance(event, FirstToken) and self.core.is_current(event.key):
-            first = detail.first_token
-            self._ticket = first.ticket if first.HasField("ticket") else None
+        """Note what the text and traces need, and the core does not."""
+        if isinstance(event, FirstToken) and self.core.is_current(event.key):
             if self._text.has_logprobs:
-                self._text.add_logprobs((first.logprob,))
+                self._text.add_logprobs((detail.first_token.logprob,))
         elif isinstance(event, LegKvReceived):
-            received = detail.kv_received
-            self.timings.kv_transfer_us = received.duration_us
+            self.timings.kv_transfer_us = detail.kv_received.duration_us
 
     # --- effects ---------------------------------------------------------------------------------
 
     def _ask_plan(self, effect: AskPlan) -> None:
-        if effect.plan == 1 and (refusal := self._refusal()) is not None:
-            self.on_event(PlanFailed(effect.plan, refusal))
-            return
         core = self.core
         reference = self._shared.fleet.reference(self._spec.model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
@@ -292,15 +286,11 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query)
 
     def _refusal(self) -> Overloaded | None:
-        """Why this request should not join its queue, if that is too long; None if it may.
-
-        It may always if it would take the place of a weaker claim.
-        """
+        """Why it should not join its queue; None if it may."""
         shared, tenant = self._shared, self._spec.tenant
-        if shared.room.yields_to(tenant):
-            return None
         limits = shared.slos.limits_for(self._spec.scenario, len(self.prompt.tokens))
-        return shared.planner.refusal(self._scenario, tenant.priority, limits.ttft_s)
+        can_evict = shared.room.yields_to(tenant)
+        return shared.planner.refusal(self._scenario, tenant.priority, limits.ttft_s, can_evict)
 
     @property
     def _scenario(self) -> str:
@@ -316,27 +306,13 @@ class Generation:
         self._open_leg(effect.key, record, command)
 
     def _send_start(self, effect: SendStart) -> None:
-        """Start the decode after the writer of token 1, which was woken just now.
-
-        So the client does not wait for the hand-over.
-        """
-        if effect.is_early:
-            self._start_decode(effect)
-        else:
-            asyncio.get_running_loop().call_soon(self._start_current, effect)
-
-    def _start_current(self, effect: SendStart) -> None:
-        if self.core.is_current(effect.key):  # else the client has left
-            self._start_decode(effect)
-
-    def _start_decode(self, effect: SendStart) -> None:
         self.timings.decode_offered(effect.key)
         record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
-        if record is None or self._ticket is None:
+        if record is None:
             self._refuse(effect.key)
             return
         command = self._commands.start(
-            effect, record, self.core.emitted, self._ticket, self.core.prompt_compute_s
+            effect, record, self.core.emitted, self.core.prompt_compute_s
         )
         self._open_leg(effect.key, record, command)
 
@@ -379,15 +355,25 @@ class Generation:
         self._on_tokens()
 
     def _wait(self, effect: WaitForSlot) -> None:
-        if self._waiting_number is not None:
-            return
-        if self.core.phase is RequestPhase.WAITING_PREFILL:
-            self._queue(True)
         self._waiting_number = self._shared.room.join(
             self, effect.instance_ids, effect.until, self._spec.tenant, effect.num_tokens
         )
         if self._waiting_number is None:
             self.on_event(WaitRefused())
+
+    def _leave_room(self, effect: LeaveRoom) -> None:
+        if self._waiting_number is not None:
+            self._shared.room.leave(self._waiting_number)
+            self._waiting_number = None
+
+    def _enter_queue(self, effect: EnterQueue) -> None:
+        self._is_queued = True
+        self._shared.room.count(self._scenario, self._spec.tenant.priority, 1)
+
+    def _leave_queue(self, effect: LeaveQueue) -> None:
+        if self._is_queued:
+            self._is_queued = False
+            self._shared.room.count(self._scenario, self._spec.tenant.priority, -1)
 
     def _end(self, effect: Effect) -> None:
         self.timings.ended = time.monotonic()
@@ -425,12 +411,11 @@ class Generation:
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:
             return
-        if (worked := session.worked) is not None:
+        worked = session.worked
+        if worked is None:
+            self.on_event(EngineUnknown(key))
+        else:
             self.on_event(EngineWorked(key, worked.at, worked.num_tokens, worked.num_open_tokens))
-        elif self.core.phase is RequestPhase.PREFILLING:
-            # An instance of an older release does not say: then only the request's deadline bounds
-            # its prefill.
-            self.on_event(EngineWorked(key, time.monotonic(), 0, 0))
 
 
 def unheard() -> None:
@@ -448,6 +433,9 @@ _APPLY: Final[dict[type, Callable[[Generation, Any], None]]] = {
     ForgetLeg: Generation._forget_leg,
     EmitTokens: Generation._emit,
     WaitForSlot: Generation._wait,
+    LeaveRoom: Generation._leave_room,
+    EnterQueue: Generation._enter_queue,
+    LeaveQueue: Generation._leave_queue,
     Complete: Generation._end,
     Fail: Generation._end,
     Cancelled: Generation._end,

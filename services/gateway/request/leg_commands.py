@@ -99,11 +99,12 @@ class LegCommands:
         effect: SendStart,
         record: InstanceRecord,
         emitted: Sequence[int],
-        ticket: Ticket,
         prompt_compute_s: float,
     ) -> Command:
         """Token 1 is the last replayed token, unless the decode must wait for it."""
         prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
+        ticket = effect.ticket.wire
+        assert isinstance(ticket, Ticket)
         num_drawn = len(replayed) + effect.is_early
         first_token = 0 if effect.is_early else replayed.pop()
         return Command(

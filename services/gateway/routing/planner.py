@@ -107,13 +107,16 @@ class Planner:
         self._asks.append(_Ask(asker, plan, query))
         self._has_asks.set()
 
-    def refusal(self, scenario: str, priority: int, ttft_s: float) -> Overloaded | None:
+    def refusal(
+        self, scenario: str, priority: int, ttft_s: float, can_evict: bool
+    ) -> Overloaded | None:
         """Why a new request should not even ask for a plan; None if it should (S97).
 
         Too many requests wait, or they take longer than the new one may wait.
         """
         own = self._queues().get(scenario, {})
-        found = self._pressures.refusal(scenario, own, priority, ttft_s, time.monotonic())
+        now = time.monotonic()
+        found = self._pressures.refusal(scenario, own, priority, ttft_s, now, can_evict=can_evict)
         if found is None:
             return None
         _unasked.add(1, {names.ATTR_REASON: found.reason})

@@ -77,7 +77,7 @@ def _accepted(key: int, accepted: Accepted) -> LegAccepted:
 
 
 def _held(ticket: Ticket) -> TicketHeld:
-    return TicketHeld(ticket.ticket_id, ticket.lease_ms / 1000)
+    return TicketHeld(ticket.ticket_id, ticket.lease_ms / 1000, ticket)
 
 
 def _rejected(key: int, rejected: Rejected) -> LegRejected:

@@ -95,7 +95,7 @@ async def fill(
 
     def is_heard() -> bool:
         num_told = sum(book.waiting("default", time.monotonic()).values())
-        return num_told == count and planner.refusal("default", 1, ttft_s=0.0) is not None
+        return num_told == count and planner.refusal("default", 1, 0.0, can_evict=False) is not None
 
     await until(is_heard)
     return waiting

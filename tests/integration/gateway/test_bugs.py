@@ -6,7 +6,10 @@ from typing import Any
 
 import openai
 import pytest
+import structlog
 
+from pdmesh.core.request.events import LegFinished
+from pdmesh.services.gateway.routing.sessions import InstanceSession
 from tests.fakes.gateway_mesh import GatewayMesh
 from tests.support.waiting import until
 
@@ -43,4 +46,31 @@ async def test_a_request_that_trips_over_a_bug_fails_alone(
     assert answer.choices[0].text == mesh.expected_text("abc", 4)
     await until(lambda: mesh.num_legs == 0)
     assert mesh.gateway.frontend.num_calls == 0
+    assert mesh.gateway.observer.num_ended["failed"] == 1
+
+
+async def test_an_event_that_cannot_be_ends_one_request_and_is_logged_with_its_story(
+    mesh: GatewayMesh,
+    client: openai.AsyncOpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leg that was only offered says that it has finished."""
+    real = InstanceSession.open_leg
+
+    def finishes_at_once(session: Any, key: int, owner: Any, command: Any) -> bool:
+        monkeypatch.setattr(InstanceSession, "open_leg", real)
+        is_open = real(session, key, owner, command)
+        owner.on_event(LegFinished(key, "stop"))
+        return is_open
+
+    monkeypatch.setattr(InstanceSession, "open_leg", finishes_at_once)
+    with structlog.testing.capture_logs() as logs, pytest.raises(openai.InternalServerError):
+        await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    (told,) = (entry for entry in logs if entry["event"] == "generation.bug")
+    steps = ["Submitted", "AskPlan", "PlanReceived", "SendPrefill", "LegFinished"]
+    places = [told["story"].index(step) for step in steps]
+    assert places == sorted(places)
+    answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    assert answer.choices[0].text == mesh.expected_text("abc", 4)
+    await until(lambda: mesh.num_legs == 0)
     assert mesh.gateway.observer.num_ended["failed"] == 1

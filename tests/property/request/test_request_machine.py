@@ -137,7 +137,7 @@ class RequestMachine(RuleBasedStateMachine):
                 assert effect.max_tokens == self.max_tokens - len(self.shown) >= 1
                 self.open(Leg(effect.key, effect.to, False, effect.num_replayed, effect.max_tokens))
             case SendStart():
-                assert self.tickets[effect.ticket_id] == "open"
+                assert self.tickets[effect.ticket.ticket_id] == "open"
                 assert effect.num_replayed == len(self.shown)
                 self.open(self.decode_leg(effect))
             case SendJoin():
@@ -159,7 +159,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     def decode_leg(self, effect: SendStart) -> Leg:
         leg = Leg(effect.key, effect.to, True, effect.num_replayed, effect.max_tokens)
-        leg.ticket_id = effect.ticket_id
+        leg.ticket_id = effect.ticket.ticket_id
         if effect.is_early:
             assert effect.max_tokens == self.max_tokens - len(self.shown) - 1 >= 1
             leg.num_known += 1

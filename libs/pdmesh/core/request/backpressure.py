@@ -141,14 +141,22 @@ class PressureView:
             self._heard.popitem(last=False)
 
     def refusal(
-        self, scenario: str, own: Queue, priority: int, ttft_s: float, now: float
+        self,
+        scenario: str,
+        own: Queue,
+        priority: int,
+        ttft_s: float,
+        now: float,
+        *,
+        can_evict: bool = False,
     ) -> QueueRefusal | None:
         """Why a new request should not join the queue; None if it may.
 
-        Requests of a lower priority do not count as before it.
+        Requests of a lower priority do not count as before it. `can_evict`: it would take the place
+        of a request with a weaker claim, so it may always.
         """
         heard = self._heard.get(scenario)
-        if heard is None or now - heard.at > self.max_age_s:
+        if can_evict or heard is None or now - heard.at > self.max_age_s:
             return None
         pressure = heard.pressure
         num_before = _up_to(priority, own) + max(0, _up_to(priority, heard.elsewhere))

@@ -31,7 +31,7 @@ from pdmesh.core.request.events import (
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyLeg:
+class OpenLeg:
     key: int
     to: Candidate
 
@@ -56,11 +56,11 @@ class EarlyDecode:
         self,
         ticket: TicketHeld,
         candidates: Sequence[Candidate],
-        start: Callable[[Candidate], SendStart],
+        start: Callable[[TicketHeld, Candidate], SendStart],
         answer_s: float,
     ) -> None:
         self.ticket = ticket
-        self.leg: EarlyLeg | None = None
+        self.leg: OpenLeg | None = None
         self.is_accepted = False
         self.has_kv = False
         self.num_rejections = 0
@@ -73,8 +73,8 @@ class EarlyDecode:
         """Ask the next candidate. With none left, the ticket waits for token 1."""
         if not self._candidates:
             return []
-        start = self._start(self._candidates.pop(0))
-        self.leg, self.answer_by = EarlyLeg(start.key, start.to), now + self._answer_s
+        start = self._start(self.ticket, self._candidates.pop(0))
+        self.leg, self.answer_by = OpenLeg(start.key, start.to), now + self._answer_s
         return [start]
 
     def owns(self, key: int) -> bool:

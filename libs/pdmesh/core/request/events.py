@@ -1,4 +1,7 @@
-"""What happens to a request (events) and what must be done about it (effects); see `machine.py`."""
+"""What happens to a request (events) and what must be done about it (effects); see `machine.py`.
+
+Tokens and tickets have `repr=False`: a request's story may be logged.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TicketHeld:
-    """The staged KV of a finished prefill, as far as decisions need it."""
+    """The staged KV of a finished prefill. `wire`: the ticket as the decode is to get it."""
 
     ticket_id: str = field(repr=False)
     lease_s: float
+    wire: object = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    pass
+    refusal: MeshError | None = None  # why it should not join its queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class FirstToken:
     """
 
     key: int
-    token_id: int
+    token_id: int = field(repr=False)
     finish_reason: FinishReason | None = None
     ticket: TicketHeld | None = None
     num_cached_tokens: int = 0
@@ -145,7 +149,7 @@ class LegKvReceived:
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
     key: int
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,13 @@ class EngineWorked:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineUnknown:
+    """The instance that has the active leg, of an older release, says nothing of its engine."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlotFreed:
     instance_id: str
 
@@ -204,11 +215,8 @@ class ClientGone:
     pass
 
 
-Event = (
-    Submitted
-    | PlanReceived
-    | PlanFailed
-    | LegAccepted
+LegEvent = (
+    LegAccepted
     | LegRejected
     | FirstToken
     | KvAdvanced
@@ -218,6 +226,14 @@ Event = (
     | LegFailed
     | LegLost
     | EngineWorked
+    | EngineUnknown
+)
+
+Event = (
+    LegEvent
+    | Submitted
+    | PlanReceived
+    | PlanFailed
     | SlotFreed
     | WaitRefused
     | StopMatched
@@ -257,7 +273,7 @@ class SendStart:
     key: int
     to: Candidate
     attempt: int
-    ticket_id: str
+    ticket: TicketHeld
     num_replayed: int
     max_tokens: int
     is_early: bool = False
@@ -268,7 +284,7 @@ class SendJoin:
     """Tell a decode that was started early from which token it goes on."""
 
     key: int
-    token_id: int
+    token_id: int = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +295,7 @@ class AbortLeg:
 @dataclass(frozen=True, slots=True)
 class ReleaseTicket:
     key: int  # of the prefill leg that made it
-    ticket_id: str
+    ticket_id: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +307,7 @@ class ForgetLeg:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +320,21 @@ class WaitForSlot:
     instance_ids: tuple[str, ...]
     until: float
     num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRoom:
+    """Wait no longer, unless the room let the request go by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnterQueue:
+    """Count in the scenario's queue: a prefill has rejected the request, and none has taken it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveQueue:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +362,9 @@ Effect = (
     | ForgetLeg
     | EmitTokens
     | WaitForSlot
+    | LeaveRoom
+    | EnterQueue
+    | LeaveQueue
     | Complete
     | Fail
     | Cancelled

@@ -1,19 +1,19 @@
 """Decides the life of one request (one choice of it): candidates, rejections, migration, deadlines.
 
-`state.py` has what the request holds meanwhile. Every leg has a key that is never used again. So
-what an abandoned leg still says finds no owner and is dropped: that is the fence against two
-decoders. A rejection is a normal answer and never counts as a failure (S40-S44). A request that
-lost a leg is planned again, with the tokens emitted so far appended to its prompt.
+Every leg has a key that is never used again. So what an abandoned leg still says finds no owner and
+is dropped: that is the fence against two decoders. A rejection is a normal answer and never counts
+as a failure (S40-S44). A request that lost a leg is planned again, with the tokens emitted so far
+appended to its prompt. `transitions.py` has the table of phases and events.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from pdmesh.core.model import Tick
-from pdmesh.core.request.early_decode import EarlyDecode
+from pdmesh.core.request.early_decode import EarlyDecode, OpenLeg
 from pdmesh.core.request.events import (
     AskPlan,
     Cancelled,
@@ -23,14 +23,18 @@ from pdmesh.core.request.events import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineUnknown,
     EngineWorked,
+    EnterQueue,
     Event,
     Fail,
+    FinishReason,
     FirstToken,
-    ForgetLeg,
     KvAdvanced,
-    KvStage,
+    LeaveQueue,
+    LeaveRoom,
     LegAccepted,
+    LegEvent,
     LegFailed,
     LegFinished,
     LegKvReceived,
@@ -38,73 +42,268 @@ from pdmesh.core.request.events import (
     LegRejected,
     PlanFailed,
     PlanReceived,
+    RequestLimits,
     SendJoin,
     SendPrefill,
     SendStart,
     SlotFreed,
     StopMatched,
     Submitted,
+    TicketHeld,
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.request.state import OpenTicket, RequestPhase, RequestState
+from pdmesh.core.request.holdings import Holdings
+from pdmesh.core.request.leg_silence import LegSilence
+from pdmesh.core.request.plan_exclusions import PlanExclusions
+from pdmesh.core.request.poison import Deaths, Victim
+from pdmesh.core.request.retry_budget import RetryBudget
+from pdmesh.core.request.transitions import (
+    BESIDE,
+    HAS_LEG,
+    IMPOSSIBLE,
+    TRANSITIONS,
+    UNPLACED,
+    WAITING,
+    RequestPhase,
+)
+from pdmesh.core.story import IllegalEvent, Story, told
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
     InstanceLost,
+    InvalidRequest,
     KvTransferFailed,
     MeshError,
     NoInstance,
+    Overloaded,
     PoisonRequest,
 )
 
+_MAX_RETRY_S: Final = 2.0
+_MIN_RETRY_S: Final = 0.01
 _ENGINE_DIED: Final = "ENGINE_DIED"
 
 
-class Request(RequestState):
-    """Only `handle` changes state, and `push_token`, its short cut for one token."""
+class Request:
+    """Only `handle` changes state, and `push_token`, its short cut for one token.
 
-    __slots__ = ()
+    Times are on the caller's clock, in seconds; inf: not set.
+    """
+
+    __slots__ = (
+        "_answer_by",
+        "_budget",
+        "_candidates",
+        "_deadline",
+        "_deaths",
+        "_decodes",
+        "_exclusions",
+        "_held",
+        "_is_queued",
+        "_keys",
+        "_last_error",
+        "_leg_began_at",
+        "_limits",
+        "_max_tokens",
+        "_next_key",
+        "_num_prompt_tokens",
+        "_plan",
+        "_retry_at",
+        "_retry_s",
+        "_silence",
+        "_stop_token_ids",
+        "_tried",
+        "_ttft_by",
+        "attempt",
+        "decode_id",
+        "emitted",
+        "num_cached_tokens",
+        "num_migrations",
+        "num_rejections",
+        "outcome",
+        "phase",
+        "prefill_id",
+        "prompt_compute_s",
+        "story",
+    )
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        limits: RequestLimits,
+        budget: RetryBudget,
+        next_key: Callable[[], int],
+        num_prompt_tokens: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        assert max_tokens >= 1
+        self.story = Story()
+        self.phase = RequestPhase.NEW
+        self.emitted: list[int] = []
+        self.attempt = 0
+        self.num_rejections = 0
+        self.num_migrations = 0
+        self.num_cached_tokens = 0
+        self.prefill_id = ""
+        self.prompt_compute_s = 0.0  # as the last plan predicts
+        self.decode_id = ""
+        self.outcome: Complete | Fail | Cancelled | None = None
+        self._max_tokens = max_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stop_token_ids = stop_token_ids
+        self._limits = limits
+        self._budget = budget
+        self._next_key = next_key
+        self._plan = 0
+        self._exclusions = PlanExclusions()
+        self._candidates: list[Candidate] = []
+        self._decodes: list[Candidate] = []
+        self._tried = 0
+        self._held = Holdings()
+        self._keys: set[int] = set()  # of all legs that it ever had
+        self._leg_began_at = 0  # tokens emitted by then
+        self._silence = LegSilence(limits)
+        self._deaths = Deaths(limits.num_innocent_tokens)
+        self._is_queued = False  # a prefill rejected it, and none has taken it yet
+        self._last_error: MeshError | None = None
+        self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
+        self._retry_s = limits.retry_s
 
     # --- public ----------------------------------------------------------------------------------
 
+    @told
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What must be done about `event`. An event that no longer means anything has no effect."""
-        kind = type(event)
-        action = _ALWAYS.get(kind)
-        if action is None:
-            if isinstance(event, _LEG_EVENTS) and (self._leg is None or event.key != self._leg.key):
-                return self._on_foreign_leg(event, now)
-            action = _TABLE[self.phase].get(kind)
-        if action is None or self.phase is RequestPhase.ENDED:
+        """What must be done about `event`; nothing if it is late. Raises IllegalEvent."""
+        before, kind = self.phase, type(event)
+        if before is RequestPhase.ENDED:
             return []
-        return action(self, event, now)
+        if isinstance(event, LegEvent) and not self._held.is_active(event.key):
+            effects = self._on_beside(event, now)
+        elif kind in TRANSITIONS[before]:
+            effects = _ACTIONS[kind](self, event, now)
+        elif kind in IMPOSSIBLE[before]:
+            raise IllegalEvent(f"{kind.__name__} while {before.value}")
+        else:
+            return []
+        return effects if self.phase is before else self._move(before, effects)
+
+    def _move(self, before: RequestPhase, effects: list[Effect]) -> list[Effect]:
+        """Tell the waiting room and the scenario's queue first what the new phase means to them."""
+        moves: list[Effect] = []
+        if before in WAITING and self.phase not in WAITING:
+            moves.append(LeaveRoom())
+        if self._is_queued and self.phase not in UNPLACED:
+            self._is_queued = False
+            moves.append(LeaveQueue())
+        if self.phase is RequestPhase.WAITING_PREFILL and not self._is_queued:
+            self._is_queued = True
+            moves.append(EnterQueue())
+        return moves + effects
 
     def push_token(self, key: int, token_id: int, now: float) -> bool:
         """`DecodeTokens(key, (token_id,))` without the cost. False: use `handle` instead."""
-        if key != self._decoding_key:
+        if key != self._held.decoding_key:
             return False
         if len(self.emitted) < self._max_tokens:
             self.emitted.append(token_id)
-        self._progress_at = now
+        self._silence.progress_at = now
         return True
+
+    @property
+    def wake_at(self) -> float:
+        """When a Tick is due."""
+        match self.phase:
+            case RequestPhase.ENDED:
+                return math.inf
+            case RequestPhase.PLANNING:
+                due = self._ttft_by
+            case RequestPhase.PREFILL_OFFERED:
+                due = min(self._answer_by, self._ttft_by)
+            case RequestPhase.DECODE_OFFERED:
+                due = min(self._answer_by, self._held.kv_by)
+            case RequestPhase.WAITING_PREFILL | RequestPhase.WAITING_PLAN:
+                due = min(self._retry_at, self._ttft_by)
+            case RequestPhase.WAITING_DECODE:
+                assert self._held.ticket is not None
+                due = min(self._retry_at, self._held.ticket.until)
+            case RequestPhase.DECODING:
+                due = min(self._silence.silent_at, self._held.kv_by)
+            case RequestPhase.PREFILLING:
+                early = self._held.early
+                answer_by = early.answer_by if early is not None else math.inf
+                due = min(self._silence.silent_at, answer_by)
+            case _:
+                due = math.inf
+        return min(due, self._deadline)
+
+    @property
+    def computing_key(self) -> int | None:
+        """The key of the accepted leg: its engine's progress is worth telling (`EngineWorked`)."""
+        is_accepted = self.phase in {RequestPhase.PREFILLING, RequestPhase.DECODING}
+        return self._held.leg.key if is_accepted and self._held.leg is not None else None
+
+    @property
+    def num_remaining(self) -> int:
+        return self._max_tokens - len(self.emitted)
+
+    def is_current(self, key: int) -> bool:
+        """Whether `key` names the active leg; the output of any other is to be dropped."""
+        return self._held.is_active(key)
+
+    def check_invariants(self) -> None:
+        held, phase = self._held, self.phase
+        assert (held.leg is not None) == (phase in HAS_LEG), phase
+        has_ticket = {RequestPhase.DECODE_OFFERED, RequestPhase.WAITING_DECODE}
+        if held.ticket is not None:
+            assert phase in has_ticket | {RequestPhase.DECODING}, phase
+        assert held.early is None or phase is RequestPhase.PREFILLING
+        assert held.ticket is not None or phase not in has_ticket, phase
+        assert not held.has_lost_holder or (held.leg is not None and held.ticket is not None)
+        assert len(self.emitted) <= self._max_tokens
+        assert (self.outcome is not None) == (phase is RequestPhase.ENDED)
+        assert self.num_migrations <= self._limits.max_migrations
+        assert not self._is_queued or phase in UNPLACED
+        assert not held.decoding_key or (held.ticket is None and held.is_active(held.decoding_key))
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def _append(self, token_ids: Sequence[int]) -> Sequence[int]:
+        taken = token_ids[: self.num_remaining]
+        self.emitted.extend(taken)
+        return taken
+
+    @property
+    def num_deaths(self) -> int:
+        return len(self._deaths)
+
+    @property
+    def deaths_witnessed(self) -> Sequence[Victim]:
+        """Instances that died while they had it; none if it got a token elsewhere since."""
+        return self._deaths.witnessed(len(self.emitted))
+
+    def _reason_if_complete(self) -> FinishReason | None:
+        """Set if the last token was emitted: a leg lost before it said so has lost nothing."""
+        if self.emitted and self.emitted[-1] in self._stop_token_ids:
+            return "stop"
+        return "length" if self.num_remaining == 0 else None
 
     # --- planning --------------------------------------------------------------------------------
 
-    def _on_submitted(self, event: Event, now: float) -> list[Effect]:
+    def _on_submitted(self, event: Submitted, now: float) -> list[Effect]:
         self._deadline = now + self._limits.deadline_s
         self._ttft_by = now + self._limits.ttft_s
         self._budget.earn()
-        return self._ask_plan()
+        return self._ask_plan() if event.refusal is None else self._end(Fail(event.refusal))
 
     def _ask_plan(self) -> list[Effect]:
         self.phase = RequestPhase.PLANNING
         self._plan += 1
-        return [AskPlan(self._plan, self.attempt, tuple(self._excluded))]
+        return [AskPlan(self._plan, self.attempt, self._exclusions.ids)]
 
-    def _on_plan(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, PlanReceived)
-        if event.plan != self._plan:
+    def _on_plan(self, event: PlanReceived, now: float) -> list[Effect]:
+        if self._is_old(event):
             return []
         self.prompt_compute_s = event.prompt_compute_s
         self._decodes = list(event.decodes[: self._limits.max_candidates])
@@ -121,26 +320,26 @@ class Request(RequestState):
         pairs = {c.pair for c in self._decodes}
         return [c for c in prefills if c.is_local or c.pair in pairs]
 
-    def _on_plan_failed(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, PlanFailed)
-        return self._no_plan(event.error, now) if event.plan == self._plan else []
+    def _is_old(self, event: PlanReceived | PlanFailed) -> bool:
+        if event.plan > self._plan:
+            raise IllegalEvent(f"plan {event.plan} was not asked for")
+        return event.plan < self._plan
+
+    def _on_plan_failed(self, event: PlanFailed, now: float) -> list[Effect]:
+        return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
         """There is no instance to ask. A request that had one before waits for one to come back."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
-        lasting = self._out_of_reach | self._too_small
-        if lasting and self._excluded.keys() != lasting.keys():
-            if not self._has_asked_again:
-                # There is no other pair. Only the prefills whose KV could not be had stay excluded,
-                # so that a decode may compute the prompt itself.
-                self._excluded, self._has_asked_again = lasting, True
-                return self._ask_plan()
-        elif self._too_small and not (self._out_of_reach or self.num_migrations):
+        if self._exclusions.narrow():
+            return self._ask_plan()
+        if self._exclusions.is_size_alone and not self.num_migrations:
             return self._end(Fail(self._last_error))  # no larger instance is or was there
-        self._excluded = dict(self._too_small)
+        self._exclusions.wait()
         self.phase = RequestPhase.WAITING_PLAN
-        return self._schedule_retry(now, 0.0)
+        self._schedule_retry(now)
+        return []
 
     # --- prefill ---------------------------------------------------------------------------------
 
@@ -153,28 +352,46 @@ class Request(RequestState):
     def _send_prefill(self, to: Candidate, now: float) -> list[Effect]:
         if now >= self._ttft_by:
             return self._end(Fail(self._overloaded()))
-        leg = self._open_leg(to, now)
+        key = self._open_leg(to, now)
         self.phase = RequestPhase.PREFILL_OFFERED
-        return [SendPrefill(leg.key, to, self.attempt, len(self.emitted), self.num_remaining)]
+        return [SendPrefill(key, to, self.attempt, len(self.emitted), self.num_remaining)]
 
-    def _on_prefill_accepted(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegAccepted)
-        assert self._leg is not None
+    def _open_leg(self, to: Candidate, now: float) -> int:
+        key = self._new_key()
+        self._held.leg = OpenLeg(key, to)
+        self._leg_began_at = len(self.emitted)
+        self._answer_by = now + self._limits.answer_s
+        return key
+
+    def _new_key(self) -> int:
+        key = self._next_key()
+        self._keys.add(key)
+        return key
+
+    def _on_accepted(self, event: LegAccepted, now: float) -> list[Effect]:
+        if self.phase is RequestPhase.DECODE_OFFERED:
+            self._start_decoding(now)
+            return []
+        leg = self._active_leg
         self.phase = RequestPhase.PREFILLING
         self._retry_s = self._limits.retry_s
-        self._progress_at = now
-        if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
+        self._silence.began(now)
+        if event.ticket is None or leg.to.is_local or self.num_remaining == 1:
             return []
-        decodes = self._leg.to.compatible(self._decodes)
-        self._early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
-        return self._early.offer(now)
+        decodes = leg.to.compatible(self._decodes)
+        early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
+        self._held.early = early
+        return early.offer(now)
 
-    def _early_start(self, to: Candidate) -> SendStart:
-        assert self._early is not None
-        ticket_id, num_replayed = self._early.ticket.ticket_id, len(self.emitted)
-        max_tokens = self.num_remaining - 1
+    @property
+    def _active_leg(self) -> OpenLeg:
+        assert self._held.leg is not None
+        return self._held.leg
+
+    def _early_start(self, ticket: TicketHeld, to: Candidate) -> SendStart:
+        num_replayed, max_tokens = len(self.emitted), self.num_remaining - 1
         return SendStart(
-            self._next_key(), to, self.attempt, ticket_id, num_replayed, max_tokens, is_early=True
+            self._new_key(), to, self.attempt, ticket, num_replayed, max_tokens, is_early=True
         )
 
     def _on_early(self, early: EarlyDecode, event: Event, now: float) -> list[Effect]:
@@ -194,46 +411,45 @@ class Request(RequestState):
         A master that does not know yet that its only decode is dead would name it until no
         migration is left.
         """
-        self._excluded.update((c.instance_id, None) for c in early.refused)
+        self._exclusions.add(c.instance_id for c in early.refused)
 
-    def _on_prefill_rejected(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegRejected)
-        effects, to = self._close_leg()
+    def _on_rejected(self, event: LegRejected, now: float) -> list[Effect]:
+        is_decode = self.phase is RequestPhase.DECODE_OFFERED
+        effects, to = self._held.close_leg()
         self.num_rejections += 1
         self._last_error = self._after_rejection(event)
-        if event.is_too_long:
-            self._too_small[to.instance_id] = None
-        if event.is_final or event.is_too_long:
-            self._excluded[to.instance_id] = None
+        is_lasting = self._exclusions.rejected(to.instance_id, event)
+        if not is_lasting:
+            self._tried += 1
+        if is_decode:
+            if is_lasting:
+                self._decodes = [c for c in self._decodes if c is not to]
+            lost = self._held.has_lost_holder
+            return effects + (self._lose_ticket(now) if lost else self._offer_decode(now))
+        if is_lasting:
             self._candidates = [c for c in self._candidates if c is not to]
             if not self._candidates:
                 # The next plan may know others, or an instance that does both phases.
                 return effects + self._ask_plan()
-        else:
-            self._tried += 1
         return effects + self._offer_prefill(now)
 
-    def _on_first_token(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, FirstToken)
-        leg = self._leg
-        assert leg is not None
+    def _on_first_token(self, event: FirstToken, now: float) -> list[Effect]:
+        leg = self._active_leg
         self.prefill_id = leg.to.instance_id
         self._retry_s = self._limits.retry_s
         if not self.emitted:  # else what was cached may include tokens that we emitted
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
         if leg.to.is_local and event.finish_reason is None:
-            self.decode_id = leg.to.instance_id
             self._start_decoding(now)
             return effects
-        effects += self._close_leg()[0] if event.ticket is None else []
         if event.ticket is not None:
-            until = now + event.ticket.lease_s
-            self._ticket = OpenTicket(leg.key, leg.to, event.ticket, until)
-            self._leg = None
+            self._held.turn_into_ticket(event.ticket, now)
+        else:
+            effects += self._held.close_leg()[0]
         if event.finish_reason is not None:
             return effects + self._end(Complete(event.finish_reason))
-        if self._ticket is None:
+        if event.ticket is None:
             error = EngineFailed("prefill ended with neither a ticket nor a finish reason")
             return effects + self._lose(error, (leg.to.instance_id,), now)
         if self.num_remaining == 0:
@@ -244,112 +460,73 @@ class Request(RequestState):
 
     def _adopt_early(self, token_id: int, now: float) -> list[Effect]:
         """Let the decode that was started early go on from token 1. Empty if there is none."""
-        early, self._early = self._early, None
+        early, self._held.early = self._held.early, None
         if early is None:
             return []
         self.num_rejections += early.num_rejections
         self._decodes = [c for c in self._decodes if c not in early.refused]
         if early.leg is None:
             return []
-        self._leg, self._answer_by = early.leg, early.answer_by
+        self._held.leg, self._answer_by = early.leg, early.answer_by
         self.phase = RequestPhase.DECODE_OFFERED
         effects: list[Effect] = [SendJoin(early.leg.key, token_id)]
         if early.is_accepted:
-            self._on_decode_accepted(LegAccepted(early.leg.key), now)
+            self._start_decoding(now)
         return effects + (self._ticket_taken() if early.has_kv else [])
 
     # --- decode ----------------------------------------------------------------------------------
 
     def _offer_decode(self, now: float) -> list[Effect]:
-        assert self._ticket is not None
         if self._tried < len(self._decodes):
             return self._send_start(self._decodes[self._tried], now)
         if not self._decodes:
             return self._lose(NoInstance("no decode takes new work"), (), now)
-        return self._wait(RequestPhase.WAITING_DECODE, self._decodes, self._ticket.until, now)
+        assert self._held.ticket is not None
+        until = self._held.ticket.until
+        return self._wait(RequestPhase.WAITING_DECODE, self._decodes, until, now)
 
     def _send_start(self, to: Candidate, now: float) -> list[Effect]:
-        assert self._ticket is not None
-        leg = self._open_leg(to, now)
+        assert self._held.ticket is not None
+        ticket, key = self._held.ticket.held, self._open_leg(to, now)
         self.phase = RequestPhase.DECODE_OFFERED
-        ticket_id = self._ticket.held.ticket_id
-        return [
-            SendStart(leg.key, to, self.attempt, ticket_id, len(self.emitted), self.num_remaining)
-        ]
-
-    def _on_decode_accepted(self, event: Event, now: float) -> list[Effect]:
-        assert self._leg is not None
-        self.decode_id = self._leg.to.instance_id
-        self._start_decoding(now)
-        return []
+        return [SendStart(key, to, self.attempt, ticket, len(self.emitted), self.num_remaining)]
 
     def _start_decoding(self, now: float) -> None:
-        assert self._leg is not None
+        """The active leg decodes. News that proves it may overtake the acceptance."""
+        leg = self._active_leg
         self.phase = RequestPhase.DECODING
-        self._progress_at, self._kv_stage = now, KvStage.NONE
+        self.decode_id = leg.to.instance_id
+        self._silence.began(now)
         self._retry_s = self._limits.retry_s
-        self._decoding_key = self._leg.key if self._ticket is None else 0
+        self._held.decoding_key = leg.key if self._held.ticket is None else 0
 
-    def _on_decode_rejected(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegRejected)
-        effects, to = self._close_leg()
-        self.num_rejections += 1
-        self._last_error = self._after_rejection(event)
-        if event.is_too_long:
-            self._too_small[to.instance_id] = None
-        if event.is_final or event.is_too_long:
-            self._excluded[to.instance_id] = None
-            self._decodes = [c for c in self._decodes if c is not to]
-        else:
-            self._tried += 1
-        if self._kv_by < math.inf:
-            return effects + self._lose_ticket(now)
-        return effects + self._offer_decode(now)
+    def _accepted_by_now(self, now: float) -> None:
+        if self.phase is not RequestPhase.DECODING:
+            self._start_decoding(now)
 
-    def _on_kv_advanced(self, event: Event, now: float) -> list[Effect]:
-        """A decode waits for its turn to pull, pulls, then waits for a place in a step.
+    def _on_kv_advanced(self, event: KvAdvanced, now: float) -> list[Effect]:
+        self._accepted_by_now(now)
+        if self._held.ticket is not None:
+            self._silence.kv_advanced(event.stage, now)
+        return []
 
-        Each of these may take almost `stall_s`.
-        """
-        assert isinstance(event, KvAdvanced)
-        effects = (
-            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
-        )
-        if self._ticket is not None and event.stage > self._kv_stage:
-            self._kv_stage = event.stage
-            self._progress_at = now
-        return effects
-
-    def _on_kv_received(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegKvReceived)
-        effects = (
-            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
-        )
-        self._progress_at = now
-        return effects + self._ticket_taken()
+    def _on_kv_received(self, event: LegKvReceived, now: float) -> list[Effect]:
+        self._accepted_by_now(now)
+        self._silence.progress_at = now
+        return self._ticket_taken()
 
     def _ticket_taken(self) -> list[Effect]:
-        if self._ticket is None:
-            return []
-        assert self._leg is not None
-        key, self._ticket, self._kv_by = self._ticket.key, None, math.inf
-        self._decoding_key = self._leg.key
-        return [ForgetLeg(key)]
+        self._held.decoding_key = self._active_leg.key
+        return self._held.close_ticket()
 
-    def _on_tokens(self, event: Event, now: float) -> list[Effect]:
+    def _on_tokens(self, event: DecodeTokens, now: float) -> list[Effect]:
         """Tokens prove that decode accepted and has the KV: they may overtake the news of it."""
-        assert isinstance(event, DecodeTokens)
-        effects = (
-            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
-        )
-        effects += self._ticket_taken()
-        self._progress_at = now
-        return [*effects, EmitTokens(self._append(event.token_ids))]
+        self._accepted_by_now(now)
+        self._silence.progress_at = now
+        return [*self._ticket_taken(), EmitTokens(self._append(event.token_ids))]
 
-    def _on_finished(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegFinished)
-        effects, _ = self._close_leg()
-        return effects + self._end(Complete(event.finish_reason))
+    def _on_finished(self, event: LegFinished, now: float) -> list[Effect]:
+        return self._held.close_leg()[0] + self._end(Complete(event.finish_reason))
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -358,14 +535,17 @@ class Request(RequestState):
     ) -> list[Effect]:
         self.phase = phase
         if now >= self._retry_at or self._retry_at == math.inf:
-            self._schedule_retry(now, 0.0)
+            self._schedule_retry(now)
         is_prefill = phase is RequestPhase.WAITING_PREFILL
         num_tokens = self._num_prompt_tokens + len(self.emitted) if is_prefill else 0
         return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
-    def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:
+    def _schedule_retry(self, now: float) -> None:
+        self._retry_at = now + max(_MIN_RETRY_S, self._retry_s)
+        self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
+
+    def _on_slot_freed(self, event: SlotFreed, now: float) -> list[Effect]:
         """Offer it to the instance that has a free slot. After another rejection it waits again."""
-        assert isinstance(event, SlotFreed)
         is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
         for candidate in on:
@@ -375,75 +555,83 @@ class Request(RequestState):
                 return send(candidate, now)
         return []
 
-    def _on_wait_refused(self, event: Event, now: float) -> list[Effect]:
+    def _on_wait_refused(self, event: WaitRefused, now: float) -> list[Effect]:
         return self._end(Fail(self._overloaded()))
+
+    def _after_rejection(self, event: LegRejected) -> MeshError:
+        if event.is_too_long:
+            return _too_long(event.detail)
+        if event.is_final:
+            return NoInstance("no instance takes new work")
+        return self._overloaded(event.retry_after_s)
+
+    def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
+        retry_after_ms = max(1000, math.ceil(retry_after_s * 1000))
+        return Overloaded("all instances are busy", retry_after_ms=retry_after_ms)
 
     # --- the engine's own progress ---------------------------------------------------------------
 
-    def _on_engine_worked(self, event: Event, now: float) -> list[Effect]:
-        """A silent leg waits for its turn while its engine works, however slowly (S33).
+    def _on_engine_worked(self, event: EngineWorked, now: float) -> list[Effect]:
+        self._silence.engine_worked(event)
+        return []
 
-        But its turn must come. An engine that has computed `max_overtaking` times the work it had
-        open has forgotten this leg: its work no longer counts as a sign of life.
-        """
-        assert isinstance(event, EngineWorked)
-        if self._turn_of != self._progress_at:  # the first news since its own last progress
-            self._turn_of = self._progress_at
-            allowed = self._limits.max_overtaking * event.num_open_tokens
-            self._turn_by = event.num_tokens + allowed
-        if event.num_tokens <= self._turn_by:
-            self._worked_at = event.at
+    def _on_engine_unknown(self, event: EngineUnknown, now: float) -> list[Effect]:
+        self._silence.engine_unknown(now)
         return []
 
     # --- losing and ending -----------------------------------------------------------------------
 
-    def _on_leg_lost(self, event: Event, now: float) -> list[Effect]:
+    def _on_leg_lost(self, event: LegLost, now: float) -> list[Effect]:
         self._count_death()
-        effects, to = self._close_leg()
+        effects, to = self._held.close_leg()
         error = InstanceLost("the instance went away", reason="UPSTREAM_FAILED")
         return effects + self._lose(error, (to.instance_id,), now)
 
-    def _on_leg_failed(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, LegFailed)
+    def _count_death(self) -> None:
+        to, num_emitted = self._active_leg.to, len(self.emitted)
+        victim = (to.instance_id, to.incarnation)
+        self._deaths.count(victim, num_emitted - self._leg_began_at, num_emitted)
+
+    def _on_leg_failed(self, event: LegFailed, now: float) -> list[Effect]:
         if event.error.reason == _ENGINE_DIED:
             self._count_death()
-        effects, to = self._close_leg()
+        effects, to = self._held.close_leg()
         if not event.is_retryable:
             return effects + self._end(Fail(event.error))
         # A transfer that failed may be the fault of either side, or of the link between them (F23).
-        holder = (self._ticket.holder.instance_id,) if self._ticket else ()
+        holder = self._held.holder_ids
         if isinstance(event.error, KvTransferFailed):
-            self._out_of_reach.update(dict.fromkeys(holder))
+            self._exclusions.kv_out_of_reach(holder)
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
-    def _on_foreign_leg(self, event: Event, now: float) -> list[Effect]:
+    def _on_beside(self, event: LegEvent, now: float) -> list[Effect]:
         """An event of the early decode, the ticket's holder, or a leg given up (the fence)."""
-        early = self._early
-        if early is not None and isinstance(event, _LEG_EVENTS) and early.owns(event.key):
-            return self._on_early(early, event, now)
-        ticket = self._ticket
-        if ticket is None or not isinstance(event, LegLost | LegFailed) or event.key != ticket.key:
+        if event.key not in self._keys:
+            raise IllegalEvent(f"{type(event).__name__} of leg {event.key}, which it never had")
+        if type(event) not in BESIDE[self.phase]:
             return []
-        if self._leg is None:
+        early, ticket = self._held.early, self._held.ticket
+        if early is not None and early.owns(event.key):
+            return self._on_early(early, event, now)
+        if ticket is None or event.key != ticket.key:
+            return []
+        if self._held.leg is None:
             return self._lose_ticket(now)
         # The decode may have all KV, and the news of it be on its way. Then a second prefill would
         # be for nothing (F3).
-        self._kv_by = min(self._kv_by, now + self._limits.had_kv_s)
+        self._held.kv_by = min(self._held.kv_by, now + self._limits.had_kv_s)
         return []
 
     def _lose_ticket(self, now: float) -> list[Effect]:
         """The ticket's holder is lost, and no decode has the KV."""
-        assert self._ticket is not None
-        ticket, self._ticket, self._kv_by = self._ticket, None, math.inf
+        holder = self._held.holder_ids
         error = InstanceLost("the prefill with the KV went away", reason="UPSTREAM_FAILED")
-        lost: list[Effect] = [ForgetLeg(ticket.key)]
-        return lost + self._lose(error, (ticket.holder.instance_id,), now)
+        return self._held.close_ticket() + self._lose(error, holder, now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
         """Go on elsewhere with the emitted tokens if the bounds allow it, or end with an error."""
-        if self._kv_by < math.inf:
-            assert self._ticket is not None
-            excluded = (*excluded, self._ticket.holder.instance_id)
+        if self._held.has_lost_holder:
+            excluded = (*excluded, *self._held.holder_ids)
         effects = self._drop_all()
         done = self._reason_if_complete()
         if done is not None:
@@ -455,24 +643,35 @@ class Request(RequestState):
         self.num_migrations += 1
         self.attempt += 1
         self._last_error = error
-        self._excluded.update(dict.fromkeys(excluded))
+        self._exclusions.add(excluded)
+        self._exclusions.waited()
         self._ttft_by = min(self._deadline, now + self._limits.ttft_s)
         self._retry_s, self._retry_at = self._limits.retry_s, math.inf
-        self._has_asked_again = False
         return effects + self._ask_plan()
 
-    def _on_client_gone(self, event: Event, now: float) -> list[Effect]:
+    def _drop_all(self) -> list[Effect]:
+        if self._held.early is not None:
+            self.num_rejections += self._held.early.num_rejections
+        return self._held.drop_all()
+
+    def _end(self, outcome: Complete | Fail | Cancelled) -> list[Effect]:
+        effects = self._drop_all()
+        self.phase = RequestPhase.ENDED
+        self.outcome = outcome
+        return [*effects, outcome]
+
+    def _on_client_gone(self, event: ClientGone, now: float) -> list[Effect]:
         return self._end(Cancelled())
 
-    def _on_stop_matched(self, event: Event, now: float) -> list[Effect]:
+    def _on_stop_matched(self, event: StopMatched, now: float) -> list[Effect]:
         return self._end(Complete("stop"))
 
-    def _on_tick(self, event: Event, now: float) -> list[Effect]:
+    def _on_tick(self, event: Tick, now: float) -> list[Effect]:
         if now < self.wake_at:
             return []
         if now >= self._deadline:
             return self._end(Fail(DeadlineExceeded("the request took too long")))
-        if now >= self._kv_by:
+        if now >= self._held.kv_by:
             return self._lose_ticket(now)
         match self.phase:
             case RequestPhase.PLANNING:
@@ -482,8 +681,9 @@ class Request(RequestState):
             case RequestPhase.PREFILL_OFFERED | RequestPhase.DECODE_OFFERED | RequestPhase.DECODING:
                 return self._on_silence(now)
             case RequestPhase.PREFILLING:
-                is_late = now >= self._silent_at or self._early is None
-                return self._on_silence(now) if is_late else self._early_tick(now)
+                early = self._held.early
+                is_late = early is None or now >= self._silence.silent_at
+                return self._on_silence(now) if is_late else self._on_early_silence(now)
             case RequestPhase.WAITING_PREFILL | RequestPhase.WAITING_PLAN:
                 return self._on_waited(now)
             case RequestPhase.WAITING_DECODE:
@@ -491,89 +691,58 @@ class Request(RequestState):
         return []
 
     def _on_silence(self, now: float) -> list[Effect]:
-        assert self._leg is not None
         error = InstanceLost("the instance fell silent", reason="UPSTREAM_FAILED")
-        return self._lose(error, (self._leg.to.instance_id,), now)
+        return self._lose(error, (self._active_leg.to.instance_id,), now)
 
-    def _early_tick(self, now: float) -> list[Effect]:
-        assert self._early is not None
-        effects = self._early.tick(now)
-        self._exclude_refusers(self._early)
+    def _on_early_silence(self, now: float) -> list[Effect]:
+        assert self._held.early is not None
+        effects = self._held.early.tick(now)
+        self._exclude_refusers(self._held.early)
         return effects
 
     def _on_waited(self, now: float) -> list[Effect]:
         if now >= self._ttft_by:
             return self._end(Fail(self._last_error or self._overloaded()))
-        self._retry_at, self._has_asked_again = math.inf, False
+        self._retry_at = math.inf
+        self._exclusions.waited()
         return self._ask_plan()
 
     def _on_waited_decode(self, now: float) -> list[Effect]:
-        assert self._ticket is not None
-        if now >= self._ticket.until:
+        assert self._held.ticket is not None
+        if now >= self._held.ticket.until:
             return self._lose(self._overloaded(), (), now)
         self._tried, self._retry_at = 0, math.inf
         return self._offer_decode(now)
 
 
-_LEG_EVENTS: Final = (
-    LegAccepted,
-    LegRejected,
-    FirstToken,
-    KvAdvanced,
-    LegKvReceived,
-    DecodeTokens,
-    LegFinished,
-    LegFailed,
-    LegLost,
-    EngineWorked,
-)
+def _too_long(detail: str) -> InvalidRequest:
+    message = "prompt and max_tokens fit no instance"
+    return InvalidRequest(
+        f"{message}: {detail}" if detail else message,
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        field="max_tokens",
+    )
 
-_Action = Callable[[Request, Event, float], list[Effect]]
 
-_ALWAYS: Final[dict[type, _Action]] = {
-    ClientGone: Request._on_client_gone,
-    StopMatched: Request._on_stop_matched,
-    Tick: Request._on_tick,
-}
-
-_LOSSES: Final[dict[type, _Action]] = {
-    LegFailed: Request._on_leg_failed,
-    LegLost: Request._on_leg_lost,
-}
-
-_WORK: Final[dict[type, _Action]] = {EngineWorked: Request._on_engine_worked}
-
-_DECODE: Final[dict[type, _Action]] = {
+# Any: each function takes the one event its key names.
+_ACTIONS: Final[dict[type, Callable[[Request, Any, float], list[Effect]]]] = {
+    Submitted: Request._on_submitted,
+    PlanReceived: Request._on_plan,
+    PlanFailed: Request._on_plan_failed,
+    LegAccepted: Request._on_accepted,
+    LegRejected: Request._on_rejected,
+    FirstToken: Request._on_first_token,
     KvAdvanced: Request._on_kv_advanced,
     LegKvReceived: Request._on_kv_received,
     DecodeTokens: Request._on_tokens,
     LegFinished: Request._on_finished,
-    **_LOSSES,
-}
-
-_WAIT: Final[dict[type, _Action]] = {
+    LegFailed: Request._on_leg_failed,
+    LegLost: Request._on_leg_lost,
+    EngineWorked: Request._on_engine_worked,
+    EngineUnknown: Request._on_engine_unknown,
     SlotFreed: Request._on_slot_freed,
     WaitRefused: Request._on_wait_refused,
-}
-
-_TABLE: Final[dict[RequestPhase, dict[type, _Action]]] = {
-    RequestPhase.NEW: {Submitted: Request._on_submitted},
-    RequestPhase.PLANNING: {PlanReceived: Request._on_plan, PlanFailed: Request._on_plan_failed},
-    RequestPhase.WAITING_PLAN: {},
-    RequestPhase.PREFILL_OFFERED: {
-        LegAccepted: Request._on_prefill_accepted,
-        LegRejected: Request._on_prefill_rejected,
-        FirstToken: Request._on_first_token,
-        **_LOSSES,
-    },
-    RequestPhase.WAITING_PREFILL: _WAIT,
-    RequestPhase.PREFILLING: {FirstToken: Request._on_first_token, **_WORK, **_LOSSES},
-    RequestPhase.DECODE_OFFERED: {
-        LegAccepted: Request._on_decode_accepted,
-        LegRejected: Request._on_decode_rejected,
-        **_DECODE,
-    },
-    RequestPhase.WAITING_DECODE: _WAIT,
-    RequestPhase.DECODING: {**_DECODE, **_WORK},
-    RequestPhase.ENDED: {},
+    StopMatched: Request._on_stop_matched,
+    ClientGone: Request._on_client_gone,
+    Tick: Request._on_tick,
 }

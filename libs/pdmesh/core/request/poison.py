@@ -1,17 +1,47 @@
-"""Decides which prompts are refused for a while because two instances died while they had them
+"""Decides which deaths of instances count against a request, and which prompts are refused for them
 (F38).
 
-Prompts are known by digest. Without this, the client's own retries would carry a prompt that
+A prompt that two instances died of is refused for a while. Prompts are known by digest. Without this, the client's own retries would carry a prompt that
 migration gave up on to the next two instances. Instances are counted, not calls: one that dies ends
 many calls at once, perhaps several with one prompt. Bounded: the oldest prompt is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Victim = tuple[str, int]  # an instance that died, and its incarnation
+
+
+class Deaths:
+    """Instances that died while they had one request. An instance that is only silent did not die.
+
+    A prompt that kills instances does so at once. A death after `num_innocent_tokens` is not the
+    request's doing, and it clears the deaths before it, too.
+    """
+
+    __slots__ = ("_num_emitted", "_num_innocent_tokens", "_victims")
+
+    def __init__(self, num_innocent_tokens: int) -> None:
+        self._num_innocent_tokens = num_innocent_tokens
+        self._victims: dict[Victim, None] = {}
+        self._num_emitted = 0  # when the last of them died
+
+    def __len__(self) -> int:
+        return len(self._victims)
+
+    def count(self, victim: Victim, num_of_leg: int, num_emitted: int) -> None:
+        """`num_of_leg` of the `num_emitted` tokens came while it had the request."""
+        if num_of_leg >= self._num_innocent_tokens:
+            self._victims.clear()
+        else:
+            self._victims[victim] = None
+            self._num_emitted = num_emitted
+
+    def witnessed(self, num_emitted: int) -> Sequence[Victim]:
+        """None of them if the request got a token elsewhere since."""
+        return () if num_emitted > self._num_emitted else tuple(self._victims)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from pdmesh.core.request.events import (
 )
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
-from pdmesh.core.request.state import RequestPhase
+from pdmesh.core.request.transitions import RequestPhase
 from pdmesh.errors import EngineFailed, KvTransferFailed
 
 pytestmark = pytest.mark.req("S48", "S51")
@@ -68,7 +68,7 @@ class Life:
         self.now = 0.0
         self.say(Submitted())
         self.say(PlanReceived(1, [P0, P1], [D0, D1]))
-        start = SendStart(DECODE, D0, 0, "t1", 0, 7, is_early=True)
+        start = SendStart(DECODE, D0, 0, TICKET, 0, 7, is_early=True)
         assert self.say(LegAccepted(PREFILL, TICKET)) == [start]
 
     def say(self, event: Event) -> list[Effect]:
@@ -146,13 +146,13 @@ def test_token_1_may_come_before_the_decode_answers() -> None:
     life = Life()
     assert life.first_token() == [EmitTokens((7,)), SendJoin(DECODE, 7)]
     assert life.request.phase is RequestPhase.DECODE_OFFERED
-    again = SendStart(NEXT, D1, 0, "t1", 1, 7)
+    again = SendStart(NEXT, D1, 0, TICKET, 1, 7)
     assert life.say(LegRejected(DECODE, is_final=True)) == [ForgetLeg(DECODE), again]
 
 
 def test_a_decode_that_refuses_is_followed_by_the_next() -> None:
     life = Life()
-    start = SendStart(NEXT, D1, 0, "t1", 0, 7, is_early=True)
+    start = SendStart(NEXT, D1, 0, TICKET, 0, 7, is_early=True)
     assert life.say(LegRejected(DECODE)) == [ForgetLeg(DECODE), start]
     life.say(LegAccepted(NEXT))
     assert life.first_token() == [EmitTokens((7,)), SendJoin(NEXT, 7)]
@@ -163,7 +163,7 @@ def test_when_all_decodes_refuse_the_kv_is_handed_on_whole() -> None:
     life = Life()
     life.say(LegRejected(DECODE))
     assert life.say(LegRejected(NEXT)) == [ForgetLeg(NEXT)]
-    assert life.first_token() == [EmitTokens((7,)), SendStart(4, D0, 0, "t1", 1, 7)]
+    assert life.first_token() == [EmitTokens((7,)), SendStart(4, D0, 0, TICKET, 1, 7)]
 
 
 @pytest.mark.fault("F6", "F11")
@@ -193,7 +193,7 @@ def test_a_decode_lost_while_prefill_computes_costs_nothing(loss: Event) -> None
     life = Life()
     life.say(LegAccepted(DECODE))
     assert life.say(loss) == [ForgetLeg(DECODE)]
-    assert life.first_token() == [EmitTokens((7,)), SendStart(NEXT, D1, 0, "t1", 1, 7)]
+    assert life.first_token() == [EmitTokens((7,)), SendStart(NEXT, D1, 0, TICKET, 1, 7)]
     assert life.request.num_migrations == 0
 
 
@@ -246,7 +246,7 @@ def test_a_decode_that_does_not_answer_is_given_up_and_prefill_goes_on() -> None
     assert life.request.wake_at == 3.0
     life.now = 3.0
     assert life.say(Tick()) == [AbortLeg(DECODE)]
-    assert life.first_token() == [EmitTokens((7,)), SendStart(NEXT, D1, 0, "t1", 1, 7)]
+    assert life.first_token() == [EmitTokens((7,)), SendStart(NEXT, D1, 0, TICKET, 1, 7)]
 
 
 @pytest.mark.fault("F4")

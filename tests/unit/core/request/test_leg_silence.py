@@ -23,7 +23,7 @@ from pdmesh.core.request.events import (
     SendStart,
     TicketHeld,
 )
-from pdmesh.core.request.state import RequestPhase
+from pdmesh.core.request.transitions import RequestPhase
 from tests.support.driven_request import Driven
 
 pytestmark = [pytest.mark.req("S9", "S33"), pytest.mark.fault("F4", "F8")]

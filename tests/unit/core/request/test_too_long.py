@@ -17,7 +17,7 @@ from pdmesh.core.request.events import (
     LegRejected,
     PlanReceived,
 )
-from pdmesh.core.request.state import RequestPhase
+from pdmesh.core.request.transitions import RequestPhase
 from pdmesh.errors import InvalidRequest, NoInstance
 from tests.support.driven_request import FUSIONS, Driven
 

@@ -1,0 +1,89 @@
+"""Decides what must be given back when a request leaves a leg, loses its KV, or ends.
+
+At most one leg is active at a time, and at most one ticket is open beside it. While a prefill hands
+its KV on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pdmesh.core.request.early_decode import EarlyDecode, OpenLeg
+from pdmesh.core.request.events import (
+    AbortLeg,
+    Candidate,
+    Effect,
+    ForgetLeg,
+    ReleaseTicket,
+    TicketHeld,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTicket:
+    """A finished prefill's KV, which its instance holds for us until `until`."""
+
+    key: int  # of the prefill leg
+    holder: Candidate
+    held: TicketHeld
+    until: float
+
+
+class Holdings:
+    """`decoding_key`: of the active leg once it needs no ticket, so that its tokens go the short way."""
+
+    __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")
+
+    def __init__(self) -> None:
+        self.leg: OpenLeg | None = None
+        self.early: EarlyDecode | None = None
+        self.ticket: OpenTicket | None = None
+        # The ticket's holder is lost: by then a decode has said whether it has the KV.
+        self.kv_by = math.inf
+        self.decoding_key = 0
+
+    @property
+    def has_lost_holder(self) -> bool:
+        return self.kv_by < math.inf
+
+    @property
+    def holder_ids(self) -> tuple[str, ...]:
+        return () if self.ticket is None else (self.ticket.holder.instance_id,)
+
+    def is_active(self, key: int) -> bool:
+        return self.leg is not None and self.leg.key == key
+
+    def close_leg(self) -> tuple[list[Effect], Candidate]:
+        """The active leg ended by itself."""
+        assert self.leg is not None
+        leg, self.leg, self.decoding_key = self.leg, None, 0
+        return [ForgetLeg(leg.key)], leg.to
+
+    def turn_into_ticket(self, held: TicketHeld, now: float) -> None:
+        """The active prefill ended; its instance keeps the KV."""
+        assert self.leg is not None
+        leg, self.leg = self.leg, None
+        self.ticket = OpenTicket(leg.key, leg.to, held, now + held.lease_s)
+
+    def close_ticket(self) -> list[Effect]:
+        """The active decode has the KV, or the holder is lost."""
+        if self.ticket is None:
+            return []
+        ticket, self.ticket, self.kv_by = self.ticket, None, math.inf
+        return [ForgetLeg(ticket.key)]
+
+    def drop_all(self) -> list[Effect]:
+        """Abort the active leg and the early decode, and release the open ticket."""
+        effects: list[Effect] = []
+        if self.leg is not None:
+            effects.append(AbortLeg(self.leg.key))
+        if self.early is not None:
+            effects += self.early.drop()
+        if self.has_lost_holder:
+            effects += self.close_ticket()
+        elif self.ticket is not None:
+            effects.append(ReleaseTicket(self.ticket.key, self.ticket.held.ticket_id))
+        self.leg = self.early = self.ticket = None
+        self.decoding_key, self.kv_by = 0, math.inf
+        return effects

@@ -1,0 +1,169 @@
+"""Decides in which phase of a request an event means something, and to which phases it may lead.
+
+An event that is not in the table is late or impossible. Late is what was true when it was sent: its
+leg ended, or the request did. It changes nothing. Impossible is what no order of messages explains,
+and `Request.handle` raises `IllegalEvent` for it. Where both could be, an event is late.
+`python -m tools.request_states` makes docs/request-states.md from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+from pdmesh.core.model import Tick
+from pdmesh.core.request.events import (
+    ClientGone,
+    DecodeTokens,
+    EngineUnknown,
+    EngineWorked,
+    FirstToken,
+    KvAdvanced,
+    LegAccepted,
+    LegFailed,
+    LegFinished,
+    LegKvReceived,
+    LegLost,
+    LegRejected,
+    PlanFailed,
+    PlanReceived,
+    SlotFreed,
+    StopMatched,
+    Submitted,
+    WaitRefused,
+)
+
+
+class RequestPhase(Enum):
+    NEW = "new"
+    PLANNING = "planning"
+    WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
+    PREFILL_OFFERED = "prefill_offered"
+    WAITING_PREFILL = "waiting_prefill"  # in the waiting room
+    PREFILLING = "prefilling"
+    DECODE_OFFERED = "decode_offered"
+    WAITING_DECODE = "waiting_decode"  # in the waiting room, holding a ticket
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+NEW, PLANNING, WAITING_PLAN = RequestPhase.NEW, RequestPhase.PLANNING, RequestPhase.WAITING_PLAN
+PREFILL_OFFERED, WAITING_PREFILL = RequestPhase.PREFILL_OFFERED, RequestPhase.WAITING_PREFILL
+PREFILLING, DECODE_OFFERED = RequestPhase.PREFILLING, RequestPhase.DECODE_OFFERED
+WAITING_DECODE, DECODING = RequestPhase.WAITING_DECODE, RequestPhase.DECODING
+ENDED = RequestPhase.ENDED
+
+HAS_LEG: Final = frozenset({PREFILL_OFFERED, PREFILLING, DECODE_OFFERED, DECODING})
+WAITING: Final = frozenset({WAITING_PREFILL, WAITING_DECODE})
+# No prefill has accepted the request, or the one that had is lost.
+UNPLACED: Final = frozenset({PLANNING, WAITING_PLAN, PREFILL_OFFERED, WAITING_PREFILL})
+
+Row = Mapping[type, frozenset[RequestPhase]]
+
+
+def _to(*phases: RequestPhase) -> frozenset[RequestPhase]:
+    return frozenset(phases)
+
+
+# A leg or its KV is lost: a new plan, or the end of what could be tried.
+_LOST: Final = _to(PLANNING, ENDED)
+_LOSSES: Final[Row] = {LegFailed: _LOST, LegLost: _LOST}
+_ALWAYS: Final[Row] = {ClientGone: _to(ENDED), StopMatched: _to(ENDED)}
+
+# What the active leg, the planner, the waiting room, the client and the clock may say.
+TRANSITIONS: Final[Mapping[RequestPhase, Row]] = {
+    NEW: {
+        Submitted: _to(PLANNING, ENDED),
+        ClientGone: _to(ENDED),
+    },
+    PLANNING: {
+        PlanReceived: _to(PLANNING, WAITING_PLAN, PREFILL_OFFERED, ENDED),
+        PlanFailed: _to(PLANNING, WAITING_PLAN, ENDED),
+        Tick: _to(PLANNING, ENDED),
+        **_ALWAYS,
+    },
+    WAITING_PLAN: {
+        Tick: _to(WAITING_PLAN, PLANNING, ENDED),
+        **_ALWAYS,
+    },
+    PREFILL_OFFERED: {
+        LegAccepted: _to(PREFILLING),
+        LegRejected: _to(PREFILL_OFFERED, WAITING_PREFILL, PLANNING, ENDED),
+        FirstToken: _to(DECODE_OFFERED, DECODING, PLANNING, ENDED),
+        Tick: _to(PREFILL_OFFERED, PLANNING, ENDED),
+        **_LOSSES,
+        **_ALWAYS,
+    },
+    WAITING_PREFILL: {
+        SlotFreed: _to(WAITING_PREFILL, PREFILL_OFFERED, ENDED),
+        WaitRefused: _to(ENDED),
+        Tick: _to(WAITING_PREFILL, PLANNING, ENDED),
+        **_ALWAYS,
+    },
+    PREFILLING: {
+        FirstToken: _to(DECODE_OFFERED, DECODING, PLANNING, ENDED),
+        EngineWorked: _to(PREFILLING),
+        EngineUnknown: _to(PREFILLING),
+        Tick: _to(PREFILLING, PLANNING, ENDED),
+        **_LOSSES,
+        **_ALWAYS,
+    },
+    DECODE_OFFERED: {
+        LegAccepted: _to(DECODING),
+        LegRejected: _to(DECODE_OFFERED, WAITING_DECODE, PLANNING, ENDED),
+        KvAdvanced: _to(DECODING),
+        LegKvReceived: _to(DECODING),
+        DecodeTokens: _to(DECODING),
+        LegFinished: _to(ENDED),
+        Tick: _to(DECODE_OFFERED, PLANNING, ENDED),
+        **_LOSSES,
+        **_ALWAYS,
+    },
+    WAITING_DECODE: {
+        SlotFreed: _to(WAITING_DECODE, DECODE_OFFERED),
+        WaitRefused: _to(ENDED),
+        Tick: _to(WAITING_DECODE, DECODE_OFFERED, PLANNING, ENDED),
+        **_ALWAYS,
+    },
+    DECODING: {
+        KvAdvanced: _to(DECODING),
+        LegKvReceived: _to(DECODING),
+        DecodeTokens: _to(DECODING),
+        EngineWorked: _to(DECODING),
+        LegFinished: _to(ENDED),
+        Tick: _to(DECODING, PLANNING, ENDED),
+        **_LOSSES,
+        **_ALWAYS,
+    },
+    ENDED: {},
+}
+
+# What the early decode may say beside a prefill, and the holder of the ticket beside a decode.
+BESIDE: Final[Mapping[RequestPhase, Row]] = {
+    **{phase: {} for phase in RequestPhase},
+    PREFILLING: {
+        LegAccepted: _to(PREFILLING),
+        KvAdvanced: _to(PREFILLING),
+        LegKvReceived: _to(PREFILLING),
+        LegRejected: _to(PREFILLING, PLANNING, ENDED),
+        LegFailed: _to(PREFILLING, PLANNING, ENDED),
+        LegLost: _to(PREFILLING, PLANNING, ENDED),
+    },
+    DECODE_OFFERED: {LegFailed: _to(DECODE_OFFERED), LegLost: _to(DECODE_OFFERED)},
+    WAITING_DECODE: _LOSSES,
+    DECODING: {LegFailed: _to(DECODING), LegLost: _to(DECODING)},
+}
+
+# No stream of an instance says this of the leg that is active in this phase.
+_DECODES_WORDS: Final = frozenset({KvAdvanced, LegKvReceived, DecodeTokens, LegFinished})
+# `Submitted` comes first and once. Also impossible: another's leg, a plan that was not asked for.
+IMPOSSIBLE: Final[Mapping[RequestPhase, frozenset[type]]] = {
+    **{phase: frozenset({Submitted}) for phase in RequestPhase},
+    NEW: frozenset({PlanReceived, PlanFailed, SlotFreed, WaitRefused, StopMatched}),
+    PREFILL_OFFERED: _DECODES_WORDS | {Submitted},
+    PREFILLING: _DECODES_WORDS | {Submitted},
+    DECODE_OFFERED: frozenset({FirstToken, Submitted}),
+    DECODING: frozenset({FirstToken, Submitted}),
+    ENDED: frozenset(),
+}

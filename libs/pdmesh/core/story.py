@@ -1,0 +1,67 @@
+"""The last events of a state machine, and what each led to: an internal error shows them.
+
+`told` wraps a machine's `handle`. It keeps the events and effects themselves, and makes text of
+them only when `handle` raises. So fields that no log may show have `repr=False`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Final, Protocol, TypeVar
+
+from pdmesh.errors import MeshError
+
+_LENGTH: Final = 16
+_MAX_CHARS: Final = 300  # of one event with its effects
+
+
+class IllegalEvent(Exception):
+    """An event that cannot happen in this state: a bug here, or in the peer that sent it."""
+
+
+class Story:
+    """A bounded ring of steps. A step is a list so that its effects can follow its event."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps: deque[list[object]] = deque(maxlen=_LENGTH)
+
+    def __str__(self) -> str:
+        return "\n".join(_line(*step) for step in self.steps)
+
+
+def _line(now: object, event: object, effects: object) -> str:
+    return f"{now:.3f} {event} -> {effects}"[:_MAX_CHARS]
+
+
+class HasStory(Protocol):
+    @property
+    def story(self) -> Story: ...
+
+
+M = TypeVar("M", bound=HasStory)
+E = TypeVar("E")
+R = TypeVar("R")
+
+
+def told(handle: Callable[[M, E, float], R]) -> Callable[[M, E, float], R]:
+    """`handle` with a story. An error that it raises carries the story as a note."""
+
+    @wraps(handle)
+    def handle_and_tell(machine: M, event: E, now: float) -> R:
+        step: list[object] = [now, event, "raised"]
+        machine.story.steps.append(step)
+        try:
+            effects = handle(machine, event, now)
+        except MeshError:  # an answer, not a bug
+            raise
+        except Exception as error:
+            error.add_note(f"the last events and their effects:\n{machine.story}")
+            raise
+        step[2] = effects
+        return effects
+
+    return handle_and_tell
