@@ -1,6 +1,7 @@
-"""Writes docs/request-states.md from the transition table of a request: `python -m tools.request_states PAGE`.
+"""Writes docs/request-states.md from the transition table of a request.
 
-With `--check` it fails if the page is not what the table says; `make check` runs that.
+`python -m tools.request_states PAGE`; with `--check` it fails if the page is not what the table
+says, as `make check` does.
 """
 
 from __future__ import annotations

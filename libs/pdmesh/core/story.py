@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 from pdmesh.errors import MeshError
 
 _LENGTH: Final = 16
-_MAX_CHARS: Final = 300  # of one event with its effects
+_MAX_CHARS: Final = 240  # of one event, and of its effects
 
 
 class IllegalEvent(Exception):
@@ -34,7 +34,7 @@ class Story:
 
 
 def _line(now: object, event: object, effects: object) -> str:
-    return f"{now:.3f} {event} -> {effects}"[:_MAX_CHARS]
+    return f"{now:.3f} {str(event)[:_MAX_CHARS]} -> {str(effects)[:_MAX_CHARS]}"
 
 
 class HasStory(Protocol):

@@ -31,7 +31,7 @@ class OpenTicket:
 
 
 class Holdings:
-    """`decoding_key`: of the active leg once it needs no ticket, so that its tokens go the short way."""
+    """`decoding_key`: of the active leg once it needs no ticket: its tokens go the short way."""
 
     __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")
 

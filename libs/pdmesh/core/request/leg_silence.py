@@ -1,4 +1,4 @@
-"""Decides when an accepted leg has fallen silent: for `stall_s` neither it nor its engine showed work.
+"""Decides when an accepted leg has fallen silent: neither it nor its engine showed work.
 
 A silent leg waits for its turn while its engine works, however slowly (S33). But its turn must
 come. An engine that has computed `max_overtaking` times the work it had open has forgotten this
@@ -51,5 +51,5 @@ class LegSilence:
             self._worked_at = event.at
 
     def engine_unknown(self, now: float) -> None:
-        """Its instance, of an older release, says nothing of its engine: the deadline alone bounds it."""
+        """Its instance is of an older release and cannot say: the deadline alone bounds the leg."""
         self._worked_at = now

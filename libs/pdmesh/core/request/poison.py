@@ -1,9 +1,10 @@
 """Decides which deaths of instances count against a request, and which prompts are refused for them
 (F38).
 
-A prompt that two instances died of is refused for a while. Prompts are known by digest. Without this, the client's own retries would carry a prompt that
-migration gave up on to the next two instances. Instances are counted, not calls: one that dies ends
-many calls at once, perhaps several with one prompt. Bounded: the oldest prompt is forgotten.
+A prompt that two instances died of is refused for a while. Prompts are known by digest. Without
+this, the client's own retries would carry a prompt that migration gave up on to the next two
+instances. Instances are counted, not calls: one that dies ends many calls at once, perhaps several
+with one prompt. Bounded: the oldest prompt is forgotten.
 """
 
 from __future__ import annotations

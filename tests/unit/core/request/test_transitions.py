@@ -1,4 +1,7 @@
-"""The table of phases and events holds for any order of events: none leads elsewhere, a late one changes nothing, an impossible one raises."""
+"""The table of phases and events holds for any order of events.
+
+None leads elsewhere, a late one changes nothing, and an impossible one raises.
+"""
 
 from __future__ import annotations
 
