@@ -1,7 +1,7 @@
 """The last events of a state machine, and what each led to: an internal error shows them.
 
-`told` wraps a machine's `handle`. It keeps the events and effects themselves, and makes text of
-them only when `handle` raises. So fields that no log may show have `repr=False`.
+`with_story` wraps a machine's `handle`. It keeps the events and effects themselves, and makes text
+of them only when `handle` raises. So fields that no log may show have `repr=False`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ E = TypeVar("E")
 R = TypeVar("R")
 
 
-def told(handle: Callable[[M, E, float], R]) -> Callable[[M, E, float], R]:
+def with_story(handle: Callable[[M, E, float], R]) -> Callable[[M, E, float], R]:
     """`handle` with a story. An error that it raises carries the story as a note."""
 
     @wraps(handle)
-    def handle_and_tell(machine: M, event: E, now: float) -> R:
+    def with_steps(machine: M, event: E, now: float) -> R:
         step: list[object] = [now, event, "raised"]
         machine.story.steps.append(step)
         try:
@@ -64,4 +64,4 @@ def told(handle: Callable[[M, E, float], R]) -> Callable[[M, E, float], R]:
         step[2] = effects
         return effects
 
-    return handle_and_tell
+    return with_steps

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final
 
 from pdmesh.core.model import Tick
+from pdmesh.core.story import Story, with_story
 
 BAD_SETTING: Final = 2
 
@@ -118,7 +119,9 @@ class Supervision:
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     _children: dict[str, _Child] = field(default_factory=dict)
+    story: Story = field(default_factory=Story, repr=False, compare=False)
 
+    @with_story
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         match event:
             case StartAsked(name):

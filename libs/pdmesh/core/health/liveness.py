@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pdmesh.core.model import Tick
+from pdmesh.core.story import Story, with_story
 
 SUSPECT_AFTER_LEASES = 1
 DEAD_AFTER_LEASES = 3
@@ -92,7 +93,9 @@ class HealthTracker:
     _tombstones: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
     _is_deaf: bool = False
     _ticked_at: float | None = None
+    story: Story = field(default_factory=Story, repr=False, compare=False)
 
+    @with_story
     def handle(self, event: Event, now: float) -> list[HealthChanged]:
         match event:
             case Heartbeat():

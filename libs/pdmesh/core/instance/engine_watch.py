@@ -10,11 +10,12 @@ were paused ourselves, the wait begins anew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.model import Tick
+from pdmesh.core.story import Story, with_story
 
 ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
 
@@ -57,7 +58,9 @@ class EngineWatch:
     hung_s: float
     _silent_since: float | None = None  # while a ping is out
     _ticked_at: float | None = None
+    story: Story = field(default_factory=Story, repr=False, compare=False)
 
+    @with_story
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, PingAnswered):
             self._silent_since = None

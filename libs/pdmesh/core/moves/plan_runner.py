@@ -21,6 +21,7 @@ from pdmesh.core.moves.move import (
     applied,
     refusal,
 )
+from pdmesh.core.story import Story, with_story
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
 
@@ -142,6 +143,7 @@ class PlanRunner:
     move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)
     _waiting: dict[str, deque[MovePlan]] = field(default_factory=dict)
+    story: Story = field(default_factory=Story, repr=False, compare=False)
 
     def is_busy(self, scenario: str) -> bool:
         return scenario in self._running or bool(self._waiting.get(scenario))
@@ -180,6 +182,7 @@ class PlanRunner:
                 groups = applied(groups, move)
         return groups
 
+    @with_story
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case PlanAsked():

@@ -33,6 +33,7 @@ from pdmesh.core.ratio.detector import (
 from pdmesh.core.ratio.model import Profile
 from pdmesh.core.ratio.planner import PlannerLimits, one_step, towards
 from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
+from pdmesh.core.story import Story, with_story
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,9 @@ class _Scenario:
 class RatioController:
     limits: RatioLimits = field(default_factory=RatioLimits)
     _scenarios: dict[str, _Scenario] = field(default_factory=dict)
+    story: Story = field(default_factory=Story, repr=False, compare=False)
 
+    @with_story
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case WindowSeen():

@@ -67,7 +67,7 @@ from pdmesh.core.request.transitions import (
     WAITING,
     RequestPhase,
 )
-from pdmesh.core.story import IllegalEvent, Story, told
+from pdmesh.core.story import IllegalEvent, Story, with_story
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -173,7 +173,7 @@ class Request:
 
     # --- public ----------------------------------------------------------------------------------
 
-    @told
+    @with_story
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What must be done about `event`; nothing if it is late. Raises IllegalEvent."""
         before, kind = self.phase, type(event)

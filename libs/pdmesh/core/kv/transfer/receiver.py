@@ -49,6 +49,7 @@ from pdmesh.core.kv.transfer.receiver_events import (
     Tick,
 )
 from pdmesh.core.kv.transfer.ticket import PullFailure
+from pdmesh.core.story import Story, with_story
 
 STOP_S = 0.5  # after the deadline, for a live sender to answer and for its last bytes to arrive
 SILENT_S = 0.25  # without any bytes: long for a working link, short beside any `stall_s`
@@ -75,6 +76,7 @@ class PullBook:
     """One agent's pulls. `handle` is the only way to change it."""
 
     def __init__(self) -> None:
+        self.story = Story()
         self._pulls: dict[int, _Pull] = {}
         self._heard_at: dict[int, float] = {}  # by peer: when anything of any pull came last
         self._retired: dict[int, None] = {}  # peers
@@ -87,6 +89,7 @@ class PullBook:
         """There is nothing that time ends."""
         return not (self._pulls or self._retired)
 
+    @with_story
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         match event:
             case PullRequested():

@@ -38,6 +38,7 @@ from pdmesh.core.kv.transfer.sender_events import (
 )
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
+from pdmesh.core.story import Story, with_story
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
@@ -106,6 +107,7 @@ class TicketBook:
     """One agent's tickets. `handle` is the only way to change it."""
 
     def __init__(self, incarnation: int, fingerprint_hash: int, group_hash: int = 0) -> None:
+        self.story = Story()
         self._incarnation = incarnation
         self._fingerprint_hash = fingerprint_hash
         self._group_hash = group_hash
@@ -121,6 +123,7 @@ class TicketBook:
         """Pulls being served."""
         return len(self._tickets_by_pull)
 
+    @with_story
     def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
         """Raises ValueError for a ticket id that is open already, leaving the book as it was."""
         match event:

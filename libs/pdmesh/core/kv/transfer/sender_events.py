@@ -5,7 +5,7 @@ The classes are not `frozen`, for speed; no code changes an instance of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout, KvPart
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
@@ -20,7 +20,7 @@ class OpenAsked:
     pulls are cut into parts.
     """
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     attempt: int
     layout: KvLayout
     lease_s: float
@@ -33,7 +33,7 @@ class OpenAsked:
 class LayersReady:
     """The layers below `num_layers` are in place, with their checksums."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     num_layers: int
 
 
@@ -47,7 +47,7 @@ class PullAsked:
 
     peer: int
     pull_id: int
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     attempt: int
     incarnation: int
     fingerprint_hash: int
@@ -84,7 +84,7 @@ class LeaseRenewed:
     """A receiver that waits or receives asks to keep the bytes."""
 
     peer: int
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     attempt: int
     incarnation: int
 
@@ -93,14 +93,14 @@ class LeaseRenewed:
 class Released:
     """No peer will pull this ticket, and nothing writes into its range any more."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
 
 
 @dataclass(slots=True)
 class ServingFailed:
     """The ticket's bytes cannot be served. Its engine may still write them."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class SendPart:
 
     peer: int
     pull_id: int
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     part: KvPart
     num_bytes: int
     question: int = 0
@@ -156,7 +156,7 @@ class AbortPeer:
 class CloseTicket:
     """The ticket's bytes are free. The last effect of a ticket."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     reason: CloseReason
 
 
