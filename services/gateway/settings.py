@@ -8,6 +8,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServiceSettings, settings_config, shared
+from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -107,9 +108,11 @@ class Settings(ServiceSettings):
         "min_prompt_tokens, max_prompt_tokens, operation",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
-    answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
+    answer_s: float = Field(
+        ANSWER_S, gt=0, description="An instance accepts or rejects within this"
+    )
     stall_s: float = Field(
-        5.0,
+        LEG_STALL_S,
         gt=0,
         description="Longest silence of an accepted request: no token of its own and no sign of "
         "work from "

@@ -8,6 +8,14 @@ from typing import Literal
 from pydantic import Field
 
 from pdmesh.config import ServiceSettings, shared
+from pdmesh.core.deadlines import (
+    ENGINE_HUNG_S,
+    ENGINE_SLOW_S,
+    OUTBOX_STALL_S,
+    TICKET_LEASE_S,
+    TRANSFER_STALL_S,
+    TRANSFER_TIMEOUT_S,
+)
 
 Engine = Literal["sim", "vllm"]
 
@@ -106,37 +114,32 @@ class InstanceSettings(ServiceSettings):
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )
-    # One pull goes through three waits, each with a bound of its own. A gateway calls a leg silent
-    # `STALL_S` (5 s) after the last of them ended.
-    # - For its turn: TRANSFER_TIMEOUT_S, 4.5 s. KvAdvanced says that the turn came.
-    # - For the bytes: the same, and within it TRANSFER_STALL_S, 2 s, without any bytes.
-    # - For a place in a step: no bound but the engine's own progress.
-    # So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (only
-    # vLLM) < STALL_S: then the side that knows most reports first. A sender keeps the bytes for
-    # TICKET_LEASE_S, which the receiver renews from when the pull is queued.
+    # `core/deadlines.py` shows how these nest.
     ticket_lease_s: float = shared(
-        10.0, gt=0, description="Staged KV is held so long unless pulled"
+        TICKET_LEASE_S, gt=0, description="Staged KV is held so long unless pulled"
     )
     transfer_timeout_s: float = shared(
-        4.5,
+        TRANSFER_TIMEOUT_S,
         gt=0,
         description="Longest time one pull of KV may take from its turn, or wait for its turn; "
         "shorter "
         "than the gateways' STALL_S, so that the decode says why",
     )
     transfer_stall_s: float = shared(
-        2.0, gt=0, description="Of that, longest time without any KV: the link may be cut"
+        TRANSFER_STALL_S,
+        gt=0,
+        description="Of that, longest time without any KV: the link may be cut",
     )
     stall_s: float = shared(
-        10.0, gt=0, description="A gateway that reads nothing for so long is cut"
+        OUTBOX_STALL_S, gt=0, description="A gateway that reads nothing for so long is cut"
     )
     engine_slow_s: float = shared(
-        5.0,
+        ENGINE_SLOW_S,
         gt=0,
         description="An engine that answers no ping and computes no layer for so long is suspect",
     )
     engine_hung_s: float = shared(
-        30.0,
+        ENGINE_HUNG_S,
         gt=0,
         description="After so long it is given up: the instance ends, to be started anew",
     )

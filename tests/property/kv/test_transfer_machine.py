@@ -17,11 +17,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdmesh.core.deadlines import MAX_LEASES, SILENT_S, STOP_S
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer import sender_events as tx
-from pdmesh.core.kv.transfer.receiver import SILENT_S, STOP_S, PullBook
-from pdmesh.core.kv.transfer.sender import MAX_LEASES, TicketBook
+from pdmesh.core.kv.transfer.receiver import PullBook
+from pdmesh.core.kv.transfer.sender import TicketBook
 from pdmesh.core.kv.transfer.ticket import CloseReason
 from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from pdmesh.core.deadlines import ANSWER_S, HAD_KV_S, LEG_STALL_S
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, Fit, SourceExclusions
 from pdmesh.core.model import Tick
 from pdmesh.errors import MeshError
@@ -52,12 +53,12 @@ class RequestLimits:
 
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
-    answer_s: float = 3.0  # an instance accepts or rejects within it
+    answer_s: float = ANSWER_S  # an instance accepts or rejects within it
     # An accepted leg is lost after so long without a token of its own or a sign of its engine's
     # work.
-    stall_s: float = 5.0
+    stall_s: float = LEG_STALL_S
     # When an instance is lost, a decode that had all KV from it says so within this time (F3).
-    had_kv_s: float = 0.5
+    had_kv_s: float = HAD_KV_S
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
     max_deaths: int = 2  # so many instances died with it: the request is to blame (F38)

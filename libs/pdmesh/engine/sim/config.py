@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
@@ -23,7 +24,7 @@ class SimConfig:
     law: Law = DEMO
     num_kv_blocks: int = 4096
     chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
-    ticket_lease_s: float = 10.0
+    ticket_lease_s: float = TICKET_LEASE_S
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     partial_sampling: PartialSampling = NO_PARTIALS

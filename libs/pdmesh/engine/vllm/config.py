@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.model.file_digests import default_cache_dir
 from pdmesh.kv.tiers.config import TierConfig
@@ -56,7 +57,7 @@ class VllmConfig:
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
     group_id: str = ""  # KV is handed on within it alone
     max_pulls: int = 64  # of KV, at once
-    lease_s: float = 10.0  # how long a staged prompt waits for its decode
+    lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.deadlines import PULL_GRACE_S
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
     ArenaRange,
@@ -83,9 +84,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # for token 1 of a decode that starts without it
-# A pull ends by its own deadline; if it has not, the leg fails this much later (TRANSFER_TIMEOUT_S
-# says why).
-PULL_GRACE_S = 0.25
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 

@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from pdmesh.core.deadlines import (
+    OUTBOX_STALL_S,
+    PROGRESS_EVERY_S,
+    TRANSFER_STALL_S,
+    TRANSFER_TIMEOUT_S,
+)
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import HeldSource, SourceFault
@@ -30,13 +36,11 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    transfer_timeout_s: float = 4.5  # one pull of KV, however much of the deadline is left
-    transfer_stall_s: float = 2.0  # without any of it, once prefill is done
-    stall_s: float = 10.0  # a gateway that does not read for so long is cut off
+    transfer_timeout_s: float = TRANSFER_TIMEOUT_S  # one pull of KV
+    transfer_stall_s: float = TRANSFER_STALL_S  # without any of it, once prefill is done
+    stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for so long is cut off
     message_gap_s: float = 0.002  # tokens alone wait so long after a message
-    progress_every_s: float = (
-        0.5  # gateways hear how far the engine is; much shorter than their STALL_S
-    )
+    progress_every_s: float = PROGRESS_EVERY_S
 
 
 class InstanceHost:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdmesh.core.deadlines import RENEWALS_PER_LEASE
+
 MAX_KEPT = 4096
-RENEWALS_PER_LEASE = 3
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdmesh.core.deadlines import LET_GO_S, RENEWALS_PER_LEASE, SILENT_S, STOP_S
 from pdmesh.core.kv.transfer.landing import Landing
-from pdmesh.core.kv.transfer.lease_renewal import RENEWALS_PER_LEASE
 from pdmesh.core.kv.transfer.receiver_events import (
     AbortPeer,
     CallerLeft,
@@ -50,10 +50,6 @@ from pdmesh.core.kv.transfer.receiver_events import (
 )
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.story import Story, with_story
-
-STOP_S = 0.5  # after the deadline, for a live sender to answer and for its last bytes to arrive
-SILENT_S = 0.25  # without any bytes: long for a working link, short beside any `stall_s`
-LET_GO_S = 5.0  # for a pull that was given up to be drained
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pdmesh.core.deadlines import MAX_LEASES
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
 from pdmesh.core.kv.transfer.sender_events import (
     AbortPeer,
@@ -42,7 +43,6 @@ from pdmesh.core.story import Story, with_story
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
-MAX_LEASES = 30  # a ticket is renewed to at most this many leases after its last layer
 # Parts of one pull on their way at once: the next follows without a pause, and other pulls still
 # have their turn.
 WINDOW = 2

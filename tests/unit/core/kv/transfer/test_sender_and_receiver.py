@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.deadlines import LET_GO_S, MAX_LEASES, SILENT_S, STOP_S
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart, KvSpan
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer import sender_events as tx
 from pdmesh.core.kv.transfer.lease_renewal import LeaseKeeper
 from pdmesh.core.kv.transfer.quarantine import Quarantine
 from pdmesh.core.kv.transfer.receiver import (
-    LET_GO_S,
-    SILENT_S,
-    STOP_S,
     PullBook,
 )
 from pdmesh.core.kv.transfer.sender import (
     MAX_DECODES,
-    MAX_LEASES,
     MAX_PULLS_PER_TICKET,
     WINDOW,
     TicketBook,

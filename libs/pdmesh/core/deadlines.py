@@ -1,0 +1,54 @@
+"""How long the parts of a mesh wait for one another: the table, and how its times nest.
+
+The side that knows most reports first. A decode says why a pull failed before its gateway calls the
+leg silent; a receiver says that a link is cut before the pull's whole time is over. One hand-over,
+in seconds, each arrow as long as its bound:
+
+    offered     accepted            turn                KV there         token
+       |-ANSWER 3->|                  |                    |               |
+       |           |-TRANSFER 4.5---->|-TRANSFER 4.5------>|               |
+       |           |                  |-STALL 2-> no bytes |               |
+       |           |                  |-SILENT 0.25> others use the link   |
+       |           |                  |     ... 4.5 +STOP 0.5: the connection is aborted
+       |           |                  |     ... 4.5 +PULL_GRACE 0.25: the host fails the leg
+       |           |-LEG_STALL 5----->|-LEG_STALL 5------->|-LEG_STALL 5-->| the gateway leaves
+    |-TICKET_LEASE 10, renewed each third while a receiver waits or pulls->| the sender frees
+
+`tests/unit/core/test_deadlines.py` asserts the order. Those with a setting are its default.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# --- the gateway, for one leg: core/request/machine.py, leg_silence.py ----------------------------
+
+ANSWER_S: Final = 3.0  # an instance accepts or rejects
+LEG_STALL_S: Final = 5.0  # an accepted leg and its engine show no work
+HAD_KV_S: Final = 0.5  # the ticket's holder is lost: a decode says that it has all KV (F3)
+
+# --- the decode, for one pull: instance/legs/leg_life.py tells the engine -------------------------
+
+TRANSFER_TIMEOUT_S: Final = 4.5  # until its turn, and again from its turn to the last byte
+TRANSFER_STALL_S: Final = 2.0  # without any byte, once prefill is done
+# The engine's host fails a leg of which its worker said nothing: engine/vllm/engine.py.
+PULL_GRACE_S: Final = 0.25  # after TRANSFER_TIMEOUT_S
+PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/legs/host.py
+
+# --- the receiver, for the end of one pull: core/kv/transfer/receiver.py --------------------------
+
+STOP_S: Final = 0.5  # after the deadline, for a live sender's answer and its last bytes
+SILENT_S: Final = 0.25  # without any bytes: long for a working link, short beside any stall
+LET_GO_S: Final = 5.0  # for a pull that was given up to be drained
+
+# --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
+
+TICKET_LEASE_S: Final = 10.0  # unless it is pulled or renewed
+RENEWALS_PER_LEASE: Final = 3  # by a receiver that waits or pulls
+MAX_LEASES: Final = 30  # a ticket is renewed to at most this many leases after its last layer
+
+# --- the instance ---------------------------------------------------------------------------------
+
+OUTBOX_STALL_S: Final = 10.0  # a gateway that reads nothing is cut: instance/legs/outbox.py
+ENGINE_SLOW_S: Final = 5.0  # no answer to a ping and no layer: core/instance/engine_watch.py
+ENGINE_HUNG_S: Final = 30.0  # then the instance ends

@@ -1,0 +1,74 @@
+"""The order of the mesh's deadlines, and that every default is the table's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pdmesh.core import deadlines as d
+from pdmesh.core.request.events import RequestLimits
+from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.instance.legs.host import HostConfig
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.services.gateway.settings import Settings as GatewaySettings
+
+
+@pytest.mark.fault("F8", "F23")
+def test_the_side_that_knows_most_reports_first() -> None:
+    pull = d.TRANSFER_TIMEOUT_S
+    nested = (
+        d.SILENT_S,  # the link serves others
+        d.TRANSFER_STALL_S,  # the receiver fails a pull on a cut link
+        d.TRANSFER_STALL_S + d.STOP_S,  # and aborts the connection
+        pull,  # the receiver fails a slow pull
+        pull + d.PULL_GRACE_S,  # the host fails a leg whose worker says nothing
+        d.LEG_STALL_S,  # the gateway leaves the leg
+        d.ENGINE_HUNG_S,  # the instance ends
+    )
+    assert all(before < after for before, after in pairwise(nested))
+
+
+def test_a_sender_keeps_the_bytes_for_as_long_as_a_receiver_may_want_them() -> None:
+    waits = 2 * d.TRANSFER_TIMEOUT_S  # for its turn, and for the bytes
+    assert waits + d.STOP_S < d.TICKET_LEASE_S
+    assert d.TICKET_LEASE_S / d.RENEWALS_PER_LEASE < d.TRANSFER_TIMEOUT_S, "renewed in each wait"
+    assert 10 * waits <= d.MAX_LEASES * d.TICKET_LEASE_S
+
+
+def test_news_comes_several_times_within_the_silence_that_it_prevents() -> None:
+    assert 3 * d.PROGRESS_EVERY_S < d.LEG_STALL_S
+    assert d.HAD_KV_S < d.ANSWER_S < d.LEG_STALL_S
+    assert d.LEG_STALL_S < d.OUTBOX_STALL_S, "a gateway that is slow is cut after its legs are left"
+
+
+def default(kind: Any, name: str) -> object:
+    """Of a setting, or of a field of a dataclass."""
+    if issubclass(kind, InstanceSettings | GatewaySettings):
+        return kind.model_fields[name].default
+    return next(field.default for field in fields(kind) if field.name == name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (GatewaySettings, "answer_s", d.ANSWER_S),
+        (GatewaySettings, "stall_s", d.LEG_STALL_S),
+        (RequestLimits, "answer_s", d.ANSWER_S),
+        (RequestLimits, "stall_s", d.LEG_STALL_S),
+        (InstanceSettings, "transfer_timeout_s", d.TRANSFER_TIMEOUT_S),
+        (InstanceSettings, "transfer_stall_s", d.TRANSFER_STALL_S),
+        (InstanceSettings, "stall_s", d.OUTBOX_STALL_S),
+        (InstanceSettings, "ticket_lease_s", d.TICKET_LEASE_S),
+        (InstanceSettings, "engine_hung_s", d.ENGINE_HUNG_S),
+        (HostConfig, "transfer_timeout_s", d.TRANSFER_TIMEOUT_S),
+        (HostConfig, "transfer_stall_s", d.TRANSFER_STALL_S),
+        (SimConfig, "ticket_lease_s", d.TICKET_LEASE_S),
+        (VllmConfig, "lease_s", d.TICKET_LEASE_S),
+    ],
+)
+def test_every_default_is_the_tables(kind: type, name: str, value: float) -> None:
+    assert default(kind, name) == value
