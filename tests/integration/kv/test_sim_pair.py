@@ -28,6 +28,7 @@ from tests.fakes.sim_instances import (
     DECODE,
     FUSION,
     PREFILL,
+    LegLog,
     SimInstance,
     TestSession,
     generate,
@@ -35,6 +36,7 @@ from tests.fakes.sim_instances import (
 )
 from tests.support.sim_reference import sim_reference
 from tests.support.sites.sim_pair import MakeTransport, pair, prompt_of
+from tests.support.waiting import until
 
 
 async def check(
@@ -218,36 +220,54 @@ async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None
         await to_p.release(long, first.ticket.ticket_id)
 
 
-@pytest.mark.req("S41")
-async def test_with_decode_blocked_prefill_refuses_after_its_slots() -> None:
+ANSWER = Sampling(max_tokens=5, ignore_eos=True)
+
+
+@pytest.mark.req("S40", "S41")
+@pytest.mark.parametrize("how", ["pulled", "released", "aborted"])
+async def test_with_decode_blocked_prefill_takes_its_slots_and_keeps_no_waiting_list(
+    how: str,
+) -> None:
+    """Forty prompts for three slots. A slot comes free with its transfer, and for one prompt."""
     async with pair(num_slots=3) as (p, d, to_p, to_d):
+
+        async def offer(num: int) -> tuple[list[LegLog], list[LegLog]]:
+            legs = [await to_p.prefill(prompt_of(90, n), ANSWER) for n in range(num)]
+            taken: list[LegLog] = []
+            for leg in legs:
+                if await leg.until("accepted", "rejected") == pb.Accepted():
+                    taken.append(leg)
+                assert p.engine.stats().num_running + p.host.num_tickets <= 3
+                assert p.host.admission.num_slots_used <= 3
+            return taken, [leg for leg in legs if leg not in taken]
+
         d.host.drain(True)
-        firsts = []
-        for n in range(3):
-            leg = await to_p.prefill(prompt_of(90, n), Sampling(max_tokens=5, ignore_eos=True))
-            firsts.append(await leg.until("first_token"))
-        leg = await to_p.prefill(prompt_of(90), Sampling(max_tokens=5, ignore_eos=True))
-        assert (await leg.until("rejected")).reason == pb.REJECT_REASON_BUSY
-        blocked = await to_d.start(
-            prompt_of(90, 0),
-            Sampling(max_tokens=5, ignore_eos=True),
-            firsts[0].token_id,
-            firsts[0].ticket,
-        )
+        taken, refused = await offer(40)
+        assert len(taken) == 3
+        assert {leg.last("rejected").reason for leg in refused} == {pb.REJECT_REASON_BUSY}
+        firsts = [await leg.until("first_token") for leg in taken]
+        blocked = await to_d.start(prompt_of(90), ANSWER, firsts[0].token_id, firsts[0].ticket)
         assert (await blocked.until("rejected")).reason == pb.REJECT_REASON_DRAINING
-        d.host.drain(False)
-        rest = await to_d.start(
-            prompt_of(90, 0),
-            Sampling(max_tokens=5, ignore_eos=True),
-            firsts[0].token_id,
-            firsts[0].ticket,
-        )
-        await rest.until("finished")
-        async with asyncio.timeout(30):
-            while p.host.admission.num_slots_used == 3:
-                await asyncio.sleep(0.005)
-        leg = await to_p.prefill(prompt_of(90), Sampling(max_tokens=5, ignore_eos=True))
-        await leg.until("first_token")
+        assert p.engine.stats().num_running == 0, "nothing is left to compute"
+        assert (p.host.num_tickets, p.host.admission.num_slots_used) == (3, 3)
+        assert not (await offer(5))[0], "KV that waits for a decode holds its slot"
+
+        if how == "pulled":
+            d.host.drain(False)
+            rest = await to_d.start(prompt_of(90), ANSWER, firsts[0].token_id, firsts[0].ticket)
+            await rest.until("finished")
+        elif how == "released":
+            await to_p.release(taken[0], firsts[0].ticket.ticket_id)
+        else:
+            await to_p.abort(taken[0])
+        await until(lambda: p.host.admission.num_slots_used < 3)
+        assert p.host.num_tickets == 2
+        again, _ = await offer(5)
+        assert len(again) == 1
+        await again[0].until("first_token")
+        assert all([kind for kind, _ in leg.heard] == ["rejected"] for leg in refused)
+        for leg in (*taken[1:], *again):
+            await to_p.abort(leg)
 
 
 @pytest.mark.fault("F27")

@@ -1,9 +1,10 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
 Instances that serve leave when their successors are ready. If there are too few blank instances for
-that, they make room first: one at a time if they are too many, and as many as are needed if they
-are of an old revision or scenario, or if their KV may cross regions and their group's may not (or
-the other way round). An instance in another region or rack makes no room by leaving.
+that, they make room first. If they are too many, they do so one at a time: the next leaves when the
+one before serves in its new place. If they are of an old revision or scenario, or if their KV may
+cross regions and their group's may not (or the other way round), as many leave as are needed. An
+instance in another region or rack makes no room by leaving.
 
 `core.upgrade.controller` decides which group gets another revision when.
 """
@@ -96,14 +97,20 @@ def release_leavers(
     in_the_way = [m for m in unfit if is_in_place(m, group)]
     reason = _make_room(round_, group, in_the_way, num_short) if in_the_way else ""
     surplus = [m for m in others if not _is_unfit(m, group)]
-    is_busy = any(m.stage is Stage.DRAIN for m in round_.members(group.group_id))
+    is_busy = any(_is_changing(m, round_) for m in round_.members(group.group_id))
     for member in sorted(surplus, key=lambda m: m.seen.num_slots_used):
         if is_busy:
-            return "one instance leaves at a time"
+            return "one instance changes at a time"
         may_empty = group.counts.get(member.role, 0) == 0
         reason = let_go(round_, record, [member], may_empty_group=may_empty)
         is_busy = not reason
     return reason
+
+
+def _is_changing(member: GroupMember, round_: Round) -> bool:
+    """It leaves, or it will serve in its new place: until then its group has one instance less."""
+    is_coming = not member.is_ready and member.instance_id not in round_.spent
+    return member.stage is Stage.DRAIN or is_coming
 
 
 def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:

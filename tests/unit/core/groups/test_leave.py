@@ -38,12 +38,35 @@ def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
     assert steps_of(world, leaving) == ["draining", "drained", "disconnected", "released"]
 
 
-def test_without_spare_instances_a_role_is_changed_in_place() -> None:
-    world = World(TWO_BY_TWO, num=4)
+@pytest.mark.req("S28")
+@pytest.mark.parametrize("num_spare", [0, 1, 2, 4])
+def test_a_ratio_changes_one_instance_at_a_time_whatever_an_operator_asks_for_at_once(
+    num_spare: int,
+) -> None:
+    """From 4:2 to 2:4. With a spare instance none is missed; without one, one is on its way.
+
+    Draining takes a moment and loading takes minutes: if each left when the one before was blank,
+    half of the group would load at a time.
+    """
+    begin, end = (Desired(groups={"chat": Group("default", *n)}) for n in ((4, 2), (2, 4)))
+    world = World(begin, num=6 + num_spare)
     world.settle()
-    world.apply(THREE_BY_ONE)
-    world.settle()
-    assert world.counts() == {"chat": (3, 1, 0)}
+    world.apply(end)
+    before, seen = 6, [(4, 2)]
+    for _ in range(100):
+        world.work_round()
+        num_prefill, num_decode = (len(world.ready("chat", r)) for r in (Role.PREFILL, Role.DECODE))
+        assert num_prefill + num_decode >= 6 - (num_spare == 0)
+        assert num_prefill + num_decode >= before - 1, "two left at once"
+        assert len(world.given) <= 6 + min(num_spare, 2)
+        before = num_prefill + num_decode
+        if (num_prefill, num_decode) != seen[-1]:
+            seen.append((num_prefill, num_decode))
+    assert seen[-1] == (2, 4)
+    assert len(world.given) == 6, "those between are given back"
+    prefills, decodes = zip(*seen, strict=True)
+    assert list(prefills) == sorted(prefills, reverse=True), "neither role swings"
+    assert list(decodes) == sorted(decodes)
 
 
 @pytest.mark.req("S26", "S35")
