@@ -337,7 +337,6 @@ def test_the_default_model_is_whatever_the_scenario_serves() -> None:
         planned(make(*pair()), Query(model=model))
 
 
-@pytest.mark.req("S94")
 def held(fault: SourceFault, *sources: str) -> tuple[HeldSource, ...]:
     return tuple(HeldSource(KvSource(source, 1), fault) for source in sources)
 
