@@ -21,6 +21,7 @@ from loadtests.traffic.workloads import (
     prefixed_scenarios,
     scaled,
 )
+from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU, Law
@@ -81,6 +82,67 @@ def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) 
         slow[policy] = statistics.quantiles((s.prefill_s for s in served), n=20)[-1]
     assert reuse["default"] > 1.2 * max(reuse["round_robin"], reuse["mixed_pool"])
     assert slow["default"] < slow["mixed_pool"]
+
+
+SHARES = (0, 20, 45, 70, 90)  # percent of each scenario's prompts that others have too
+
+
+class ByScenario(VirtualMesh):
+    """Instances of a group of their own for each scenario."""
+
+    def scenario_of(self, arrival: Arrival) -> str:
+        return arrival.scenario
+
+
+def prompts_of_scenarios() -> list[Arrival]:
+    """1,000 tokens each, which begin with one of four heads of their scenario."""
+    rng = random.Random(5)
+    arrivals = []
+    for number in range(1500):
+        share = rng.choice(SHARES)
+        head = rng.randrange(4)
+        shared = [block_name(-share, head * 20 + part) for part in range(share // 5)]
+        own = [block_name(number, part) for part in range(20 - len(shared))]
+        arrivals.append(Arrival(2.0 * number, 1000, 2, (*shared, *own), f"scenario-{share}"))
+    return arrivals
+
+
+def hits_and_prefill_times(mesh: VirtualMesh) -> tuple[list[float], list[float]]:
+    """Hit rate and mean T_p of each scenario, in the order of SHARES."""
+    hits, times = [], []
+    for share in SHARES:
+        own = [s for s in mesh.served if s.arrival.scenario == f"scenario-{share}"]
+        hits.append(sum(s.num_cached_tokens for s in own) / (1000 * len(own)))
+        times.append(statistics.fmean(s.prefill_s for s in own))
+    return hits, times
+
+
+@pytest.mark.req("S5")
+def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_prefill_time() -> (
+    None
+):
+    """Ten instances that hold 160 blocks each, and a policy that looks at no prefix.
+
+    Two for each scenario, against all for all.
+    """
+    shape = MeshShape(PER_TOKEN, num_blocks=160, block_size=50, decode_slots=4)
+    apart, together = (ByScenario(shape, "round_robin", 1, Weights()) for _ in range(2))
+    for number in range(10):
+        for mesh in (apart, together):
+            scenario = f"scenario-{SHARES[number // 2]}" if mesh is apart else "default"
+            mesh.add(f"fusion-{number}", Role.FUSION, f"group-{scenario}", scenario)
+    arrivals = prompts_of_scenarios()
+    apart.run(arrivals)
+    together.run([replace(a, scenario="default") for a in arrivals])
+    for served, arrival in zip(together.served, arrivals, strict=True):
+        served.arrival = arrival
+    hits, times = hits_and_prefill_times(apart)
+    assert hits == pytest.approx([share / 100 for share in SHARES], abs=0.05)
+    assert times == pytest.approx([1.0 - hit for hit in hits], rel=0.02), "the curve of the law"
+    assert times == sorted(times, reverse=True)
+    mixed_hits, mixed_times = hits_and_prefill_times(together)
+    assert all(few > 1.5 * many for few, many in zip(hits[1:], mixed_hits[1:], strict=True))
+    assert all(few < many for few, many in zip(times[1:], mixed_times[1:], strict=True))
 
 
 @pytest.mark.req("S45", "S46")
