@@ -19,7 +19,7 @@ from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
-from pdmesh.services.gateway.grpc.service import GrpcServer
+from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
@@ -227,10 +227,12 @@ def _grpc_server(settings: Settings, frontend: Frontend, access: AccessControl) 
         access,
         settings.host,
         settings.grpc_port,
-        max_bytes=settings.max_body_bytes,
-        max_incoming_bytes=settings.max_incoming_bytes,
-        max_connections=settings.max_connections,
-        receive_timeout_s=settings.receive_timeout_s,
-        write_timeout_s=settings.write_timeout_s,
+        GrpcBounds(
+            max_bytes=settings.max_body_bytes,
+            max_incoming_bytes=settings.max_incoming_bytes,
+            max_connections=settings.max_connections,
+            receive_timeout_s=settings.receive_timeout_s,
+            write_timeout_s=settings.write_timeout_s,
+        ),
         reuse_port=settings.reuse_port,
     )

@@ -21,7 +21,7 @@ from pdmesh.core.kv.prefix.block_hash import block_hashes, tokens_to_bytes
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import EngineSettings, build_sim
 from pdmesh.engine.sim.engine import SimEngine
-from pdmesh.instance.legs.host import HostConfig, InstanceHost
+from pdmesh.instance.legs.host import HostConfig, HostReports, InstanceHost
 from pdmesh.instance.legs.publishing import KvBlocksPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer
 from pdmesh.kv.tiers.peers import FindHolders
@@ -117,7 +117,7 @@ async def sim_instance(
         model_fingerprint=info.model_fingerprint,
     )
     host = InstanceHost(
-        engine, Admission(capacity), time.monotonic, host_config, on_blocks=blocks.add
+        engine, Admission(capacity), time.monotonic, host_config, HostReports(blocks.add)
     )
     record = common_pb2.InstanceRecord(instance_id=name, incarnation=settings.incarnation)
     server = rpc.server()

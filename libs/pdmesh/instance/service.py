@@ -16,7 +16,7 @@ from pdmesh import failpoints
 from pdmesh.core.model import Role
 from pdmesh.instance.incarnation import role_settings
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
-from pdmesh.instance.incarnation.member import Member
+from pdmesh.instance.incarnation.member import Member, MeshLinks
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App, new_incarnation
 from pdmesh.net.nats.assignments import NatsAssignments
@@ -42,11 +42,11 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
             await own.stop()
     if bus is None:
         return
-    registry, assignments = NatsRegistry(bus, settings.lease_s), NatsAssignments(bus)
+    mesh = MeshLinks(bus, NatsRegistry(bus, settings.lease_s), NatsAssignments(bus))
     epoch = 0
     try:
         while True:
-            member = Member(settings, app, bus, registry, assignments, own, epoch)
+            member = Member(settings, app, mesh, own, epoch)
             if not await member.live():
                 return
             own, epoch = None, member.epoch

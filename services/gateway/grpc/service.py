@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import structlog
@@ -221,6 +221,17 @@ class InferenceServicer:
             self._frontend.close(call)
 
 
+@dataclass(frozen=True, slots=True)
+class GrpcBounds:
+    """What clients may send and hold at most, and how slowly they may read and write."""
+
+    max_bytes: int  # of a message
+    max_incoming_bytes: int
+    max_connections: int
+    receive_timeout_s: float
+    write_timeout_s: float
+
+
 class GrpcServer:
     """The service with grpc.health.v1 and reflection.
 
@@ -233,15 +244,11 @@ class GrpcServer:
         access: AccessControl,
         host: str,
         port: int,
+        bounds: GrpcBounds,
         *,
-        max_bytes: int,
-        max_incoming_bytes: int,
-        max_connections: int,
-        receive_timeout_s: float,
-        write_timeout_s: float,
         reuse_port: bool,
     ) -> None:
-        bounds = (
+        options = (
             *READ_AHEAD,
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -253,24 +260,24 @@ class GrpcServer:
                 access.check(_metadata(context, "authorization"))
 
         # Clients without a key share no room with clients that have one.
-        num_messages = max(2, max_incoming_bytes // max_bytes)
+        num_messages = max(2, bounds.max_incoming_bytes // bounds.max_bytes)
         num_keyless = max(1, num_messages // 4)
-        of_all = Incoming(num_messages - num_keyless, receive_timeout_s)
-        of_keyless = Incoming(num_keyless, receive_timeout_s)
+        of_all = Incoming(num_messages - num_keyless, bounds.receive_timeout_s)
+        of_keyless = Incoming(num_keyless, bounds.receive_timeout_s)
 
         def incoming(method: str) -> Incoming:
             return of_keyless if method.startswith(_HEALTH) else of_all
 
         self._server = rpc.server(
-            max_bytes,
+            bounds.max_bytes,
             is_public=True,
-            max_connections=max_connections,
+            max_connections=bounds.max_connections,
             reuse_port=reuse_port,
-            options=bounds,
+            options=options,
             interceptors=[IncomingGuard(incoming, admit, rpc.fail)],
         )
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-        self._servicer = InferenceServicer(frontend, access, write_timeout_s)
+        self._servicer = InferenceServicer(frontend, access, bounds.write_timeout_s)
         rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
         self._health = HealthServicer((SERVICE,))
         rpc.add_service(self._server, _HEALTH_SERVICE, self._health, _MAX_FIELDS)

@@ -19,6 +19,7 @@ from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.legs.host import HostConfig
+from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
@@ -438,7 +439,7 @@ async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
         made.append(MemoryTransport())
         return made[-1]
 
-    suspected = HostConfig(transfer_timeout_s=600.0, transfer_stall_s=300.0)
+    suspected = HostConfig(PullLimits(600.0, 300.0))
     async with (
         sim_instance("prefill-0", PREFILL, make, ticket_lease_s=600.0) as frozen,
         sim_instance("prefill-1", PREFILL, make) as healthy,

@@ -16,6 +16,7 @@ from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.engine.sim import retrieval
 from pdmesh.instance.legs.host import HostConfig
+from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import (
     LegLog,
@@ -231,7 +232,7 @@ async def test_a_decode_given_up_leaves_the_ticket_to_another() -> None:
 @pytest.mark.fault("F4")
 async def test_kv_that_does_not_come_after_token_1_fails_the_leg() -> None:
     """Nobody ends the layer that hangs; the time of a pull runs from token 1 on."""
-    config = HostConfig(transfer_timeout_s=0.03)
+    config = HostConfig(PullLimits(0.03))
     async with pair(sim_law="demo", host_config=config) as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
         await legs.accept(prompt_of(1900), Sampling(max_tokens=9))

@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 
 from pdmesh import failpoints
+from pdmesh.core.instance.engine_watch import EngineWatch
 from pdmesh.engine.base import Sampling
 from pdmesh.errors import EngineFailed
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
-from pdmesh.instance.incarnation.self_check import SelfCheck
+from pdmesh.instance.incarnation.self_check import RestartVerdict, SelfCheck
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.nats.board import Board
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -39,12 +40,13 @@ class EmptyBoard:
 
 def self_check(instance: SimInstance) -> SelfCheck:
     return SelfCheck(
-        instance.engine,
         instance.host,
-        cast(Board[FaultReport], EmptyBoard()),
-        (instance.settings.instance_id, instance.settings.incarnation),
-        slow_s=HUNG_S / 2,
-        hung_s=HUNG_S,
+        EngineWatch(slow_s=HUNG_S / 2, hung_s=HUNG_S),
+        RestartVerdict(
+            cast(Board[FaultReport], EmptyBoard()),
+            instance.settings.instance_id,
+            instance.settings.incarnation,
+        ),
         say_now=lambda: None,
     )
 

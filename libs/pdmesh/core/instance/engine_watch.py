@@ -11,12 +11,14 @@ were paused ourselves, the wait begins anew.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.model import Tick
 from pdmesh.core.story import Story, with_story
 
+_PINGS_PER_SLOW: Final = 4
 ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
 
 
@@ -53,12 +55,16 @@ class EngineWatch:
     Times in seconds; `slow_s` is longer than a layer takes.
     """
 
-    period_s: float
     slow_s: float
     hung_s: float
     _silent_since: float | None = None  # while a ping is out
     _ticked_at: float | None = None
     story: Story = field(default_factory=Story, repr=False, compare=False)
+
+    @property
+    def period_s(self) -> float:
+        """Between two ticks."""
+        return self.slow_s / _PINGS_PER_SLOW
 
     @with_story
     def handle(self, event: Event, now: float) -> list[Effect]:

@@ -11,12 +11,14 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
 from pdmesh.config import node_status_file
 from pdmesh.core.instance import lifecycle_events as life
+from pdmesh.core.instance.engine_watch import EngineWatch
 from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import Peer, Phase, RoleSpec, Tick
 from pdmesh.engine.base import KvPeer
@@ -24,7 +26,12 @@ from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.assignment import assignment_from
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
 from pdmesh.instance.incarnation.record import record_of
-from pdmesh.instance.incarnation.self_check import SelfCheck, device_names, node_reader
+from pdmesh.instance.incarnation.self_check import (
+    RestartVerdict,
+    SelfCheck,
+    device_names,
+    node_reader,
+)
 from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
@@ -48,6 +55,15 @@ _TICK_S: Final = 0.5
 _MAX_CHECKS: Final = 8  # of peers, at once
 
 
+@dataclass(frozen=True, slots=True)
+class MeshLinks:
+    """How an instance reaches the mesh; they outlive its incarnations."""
+
+    bus: NatsBus
+    registry: Registry
+    assignments: Assignments
+
+
 class Member:
     """`own`: the engine that the settings ask for, already loaded; None: blank until assigned."""
 
@@ -55,23 +71,21 @@ class Member:
         self,
         settings: InstanceSettings,
         app: App,
-        bus: NatsBus,
-        registry: Registry,
-        assignments: Assignments,
+        mesh: MeshLinks,
         own: LoadedEngine | None,
         epoch: int,
     ) -> None:
         self._settings, self._app = settings, app
-        self._registry, self._assignments = registry, assignments
-        self._faults, self._pin_board = fault_board(bus), pin_board(bus)
+        self._registry, self._assignments = mesh.registry, mesh.assignments
+        self._faults, self._pin_board = fault_board(mesh.bus), pin_board(mesh.bus)
         self._pins: PinFollower | None = None
         self._life = InstanceLife(
             app.incarnation, own.role_spec if own is not None else None, epoch
         )
         self._own = own
-        self._events = EventPublisher(bus, app.instance_id, app.incarnation)
+        self._events = EventPublisher(mesh.bus, app.instance_id, app.incarnation)
         self._presence = Presence(
-            registry,
+            mesh.registry,
             self._events,
             lease_s=settings.lease_s,
             is_ready=lambda: not app.not_ready(),
@@ -213,14 +227,11 @@ class Member:
         devices = device_names(settings.devices, app.instance_id, os.environ)
         file = settings.node_status_file or node_status_file(settings.state_dir)
         check = SelfCheck(
-            serving.loaded.engine,
             serving.host,
-            self._faults,
-            (app.instance_id, app.incarnation),
-            slow_s=settings.engine_slow_s,
-            hung_s=settings.engine_hung_s,
-            say_now=self._presence.refresh,
-            node=node_reader(file, devices),
+            EngineWatch(settings.engine_slow_s, settings.engine_hung_s),
+            RestartVerdict(self._faults, app.instance_id, app.incarnation),
+            self._presence.refresh,
+            node_reader(file, devices),
         )
         self._presence.describe = check.describe
         self._spawn(check.run(), "self-check", may_end=False)

@@ -27,7 +27,6 @@ from pdmesh.core.instance.engine_watch import (
     WorkSeen,
 )
 from pdmesh.core.model import Tick
-from pdmesh.engine.base import Engine
 from pdmesh.errors import EngineFailed, InstanceLost
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
 from pdmesh.instance.legs.host import ENGINE_DIED, InstanceHost
@@ -37,10 +36,33 @@ from pdmesh.net.tasks import end, together
 
 log = structlog.get_logger(__name__)
 
-_PINGS_PER_SLOW: Final = 4
 _LAST_WORD_S: Final = 1.0
 
 ReadNode = Callable[[], Sequence[Signal]]
+
+
+class RestartVerdict:
+    """The word of the fault board that this incarnation must restart."""
+
+    def __init__(self, board: Board[FaultReport], instance_id: str, incarnation: int) -> None:
+        self._board, self._incarnation = board, (instance_id, incarnation)
+
+    async def wait(self) -> FaultReport:
+        verdict: asyncio.Future[FaultReport] = asyncio.get_running_loop().create_future()
+
+        def on_report(report: FaultReport) -> None:
+            is_mine = (report.instance_id, report.instance_incarnation) == self._incarnation
+            action = RESPONSES[level_of(report.level)].action
+            if not is_mine or report.held_back or action is not FaultAction.RESTART_PROCESS:
+                return
+            if not verdict.done():
+                verdict.set_result(report)
+
+        view = self._board.watch(on_report)
+        try:
+            return await verdict
+        finally:
+            await view.close()
 
 
 class SelfCheck:
@@ -48,22 +70,16 @@ class SelfCheck:
 
     def __init__(
         self,
-        engine: Engine,
         host: InstanceHost,
-        board: Board[FaultReport],
-        incarnation: tuple[str, int],
-        *,
-        slow_s: float,
-        hung_s: float,
+        watch: EngineWatch,
+        verdict: RestartVerdict,
         say_now: Callable[[], None],
         node: ReadNode = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._host, self._board, self._node = engine, host, board, node
-        self._instance_id, self._incarnation = incarnation
+        self._engine, self._host, self._node = host.engine, host, node
         self._say_now, self._clock = say_now, clock
-        self._watch = EngineWatch(slow_s / _PINGS_PER_SLOW, slow_s, hung_s)
-        self._verdict: asyncio.Future[FaultReport] | None = None
+        self._watch, self._verdict = watch, verdict
 
     def describe(self, health: InstanceHealth) -> None:
         """Fill in what a heartbeat says about this instance."""
@@ -77,17 +93,13 @@ class SelfCheck:
 
     async def run(self) -> None:
         """Run until the instance must end; then tell its sessions and raise EngineFailed."""
-        self._verdict = asyncio.get_running_loop().create_future()
-        view = self._board.watch(self._on_report)
         try:
-            await together(self._mind_the_engine(), self._mind_the_judge(self._verdict))
+            await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
             self._host.fail_all(exc.reason, exc.message)  # clients go on elsewhere at once
             self._say_now()  # why it ends: the judge counts restarts that did not help
             await asyncio.sleep(_LAST_WORD_S)
             raise
-        finally:
-            await view.close()
 
     async def _mind_the_engine(self) -> None:
         ping: asyncio.Task[None] | None = None
@@ -114,22 +126,11 @@ class SelfCheck:
             if ping is not None:
                 await end([ping])
 
-    async def _mind_the_judge(self, verdict: asyncio.Future[FaultReport]) -> None:
-        report = await verdict
+    async def _mind_the_judge(self) -> None:
+        report = await self._verdict.wait()
         reasons = ", ".join(s.reason for s in report.signals)
         log.error("instance.judged_faulty", level=report.level, reasons=reasons)
         raise EngineFailed(f"judged faulty: {reasons}", reason=InstanceLost.default_reason)
-
-    def _on_report(self, report: FaultReport) -> None:
-        is_mine = (report.instance_id, report.instance_incarnation) == (
-            self._instance_id,
-            self._incarnation,
-        )
-        action = RESPONSES[level_of(report.level)].action
-        if not is_mine or report.held_back or action is not FaultAction.RESTART_PROCESS:
-            return
-        if self._verdict is not None and not self._verdict.done():
-            self._verdict.set_result(report)
 
 
 def node_reader(

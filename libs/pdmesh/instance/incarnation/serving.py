@@ -13,7 +13,8 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.instance.incarnation.loading import LoadedEngine
 from pdmesh.instance.legs import gauges
-from pdmesh.instance.legs.host import HostConfig, InstanceHost
+from pdmesh.instance.legs.host import HostConfig, HostReports, InstanceHost
+from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.instance.legs.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
@@ -53,13 +54,10 @@ class Serving:
             loaded.admission(),
             time.monotonic,
             HostConfig(
-                transfer_timeout_s=settings.transfer_timeout_s,
-                transfer_stall_s=settings.transfer_stall_s,
+                PullLimits(settings.transfer_timeout_s, settings.transfer_stall_s),
                 stall_s=settings.stall_s,
             ),
-            on_blocks=self._blocks.add,
-            on_error=self._failures.report,
-            on_record=on_record,
+            HostReports(self._blocks.add, self._failures.report, on_record),
         )
         self._load = LoadPublisher(events, settings.instance_id, self.host.load, self.host.book)
         self.host.on_load = self._load.changed

@@ -9,22 +9,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.deadlines import (
-    OUTBOX_STALL_S,
-    PROGRESS_EVERY_S,
-    TRANSFER_STALL_S,
-    TRANSFER_TIMEOUT_S,
-)
+from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import HeldSource, SourceFault
 from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert
-from pdmesh.instance.legs.leg_life import LegLife
+from pdmesh.instance.legs.leg_life import LegLife, PullLimits
 from pdmesh.instance.legs.load_book import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
@@ -36,18 +31,25 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    transfer_timeout_s: float = TRANSFER_TIMEOUT_S  # one pull of KV
-    transfer_stall_s: float = TRANSFER_STALL_S  # without any of it, once prefill is done
+    pulls: PullLimits = field(default_factory=PullLimits)
     stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for so long is cut off
     message_gap_s: float = 0.002  # tokens alone wait so long after a message
     progress_every_s: float = PROGRESS_EVERY_S
 
 
-class InstanceHost:
-    """`on_blocks`, `on_load` and `on_error` take what must be published; `on_record`: the record
-    changed.
+@dataclass(frozen=True, slots=True)
+class HostReports:
+    """Take what must be published, and must not block. `on_record`: the record changed."""
 
-    They must not block. `new_secret` makes the part of a ticket's id that cannot be guessed.
+    on_blocks: Callable[[BlocksChanged], None] = lambda _: None
+    on_error: OnError = lambda reason, message, request_id: None
+    on_record: Callable[[], None] = lambda: None
+
+
+class InstanceHost:
+    """`on_load` is called when the load changed, and must not block.
+
+    `new_secret` makes the part of a ticket's id that cannot be guessed.
 
     `run` passes the engine's outputs on; everything else is called by the sessions.
     """
@@ -58,29 +60,16 @@ class InstanceHost:
         admission: Admission,
         clock: Callable[[], float],
         config: HostConfig = HostConfig(),
-        *,
-        on_blocks: Callable[[BlocksChanged], None] = lambda _: None,
-        on_error: OnError = lambda reason, message, request_id: None,
-        on_record: Callable[[], None] = lambda: None,
+        reports: HostReports = HostReports(),
         new_secret: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self.admission = admission
         self.on_load: Callable[[], None] = lambda: None
-        self._engine, self._clock, self._config = engine, clock, config
-        self._on_error = on_error
-        self._sources = SourceWatch(clock, on_error, on_record)
-        self._life = LegLife(
-            engine,
-            admission,
-            clock,
-            config.transfer_timeout_s,
-            config.transfer_stall_s,
-            self._sources,
-            on_error,
-            self._after_changes,
-            new_secret,
-        )
-        self._outputs = Outputs(self._life, clock, on_blocks)
+        self.engine, self._clock, self._config = engine, clock, config
+        self._sources = SourceWatch(clock, reports.on_error, reports.on_record)
+        self._life = LegLife(engine, admission, clock, config.pulls, self._sources, new_secret)
+        self._life.on_late = self._after_changes
+        self._outputs = Outputs(self._life, clock, reports.on_blocks)
         self._idle = asyncio.Event()
         self._idle.set()
         self._outboxes: dict[Outbox, None] = {}
@@ -104,19 +93,19 @@ class InstanceHost:
     @property
     def num_running(self) -> int:
         """Legs that compute, or whose KV is on its way."""
-        return self._engine.stats().num_running
+        return self.engine.stats().num_running
 
     @property
     def num_pulls_queued(self) -> int:
-        return int(self._engine.stats().extra.get("num_pulls_queued", 0))
+        return int(self.engine.stats().extra.get("num_pulls_queued", 0))
 
     @property
     def num_engine_blocks_free(self) -> int:
-        return self._engine.stats().num_kv_blocks_free
+        return self.engine.stats().num_kv_blocks_free
 
     @property
     def num_kv_connections(self) -> int:
-        return int(self._engine.stats().extra.get("num_kv_connections", 0))
+        return int(self.engine.stats().extra.get("num_kv_connections", 0))
 
     @property
     def num_tickets(self) -> int:
@@ -132,7 +121,7 @@ class InstanceHost:
         )
 
     def progress(self) -> Progress:
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         return Progress(
             num_signs=stats.num_signs,
             num_tokens=stats.num_tokens,
@@ -198,7 +187,7 @@ class InstanceHost:
                         life.abort(leg)
                 case "release":
                     if leg := life.table.find(outbox, command.release.key):
-                        self._engine.release(leg.ticket_id)
+                        self.engine.release(leg.ticket_id)
                 case _:
                     raise InvalidRequest("no such command here", field="commands")
         self._after_changes()
@@ -218,7 +207,7 @@ class InstanceHost:
         """
         pass_on = self._outputs.pass_on
         try:
-            async for outputs in self._engine.outputs():
+            async for outputs in self.engine.outputs():
                 for output in outputs:
                     pass_on(output)
                 self._after_changes()
@@ -244,7 +233,7 @@ class InstanceHost:
 
     def fail_all(self, reason: str, message: str) -> None:
         """The engine is lost with everything that it held: fail every leg, take nothing more."""
-        self._on_error(reason, message, "")
+        self._sources.on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)
             leg.outbox.add_event(convert.failed(leg.key, failure))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
+from pdmesh.core.deadlines import TRANSFER_STALL_S, TRANSFER_TIMEOUT_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import (
     Admission,
@@ -28,7 +30,7 @@ from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
 from pdmesh.instance.legs.load_book import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
-from pdmesh.instance.legs.source_watch import OnError, SourceWatch
+from pdmesh.instance.legs.source_watch import SourceWatch
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
     KV_STAGE_PULLING,
@@ -42,6 +44,14 @@ log = structlog.get_logger(__name__)
 _HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gateways count T_p from it
 
 
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """Of one pull of KV, however much of the request's deadline is left."""
+
+    timeout_s: float = TRANSFER_TIMEOUT_S
+    stall_s: float = TRANSFER_STALL_S  # without any of it, once prefill is done
+
+
 class LegLife:
     """`on_late`: a leg was ended by time, between commands and outputs.
 
@@ -53,20 +63,17 @@ class LegLife:
         engine: Engine,
         admission: Admission,
         clock: Callable[[], float],
-        transfer_timeout_s: float,
-        transfer_stall_s: float,
+        limits: PullLimits,
         sources: SourceWatch,
-        on_error: OnError,
-        on_late: Callable[[], None],
         new_secret: Callable[[], str],
     ) -> None:
-        self.admission, self.sources, self.on_error = admission, sources, on_error
+        self.admission, self.sources = admission, sources
+        self.on_late: Callable[[], None] = lambda: None
         self.table = LegTable()
         self.book = LoadBook()
         self.vitals = Vitals()
         self._engine, self._clock = engine, clock
-        self._transfer_timeout_s, self._transfer_stall_s = transfer_timeout_s, transfer_stall_s
-        self._on_late = on_late
+        self._limits = limits
         self._last_leg = 0
         self._new_secret = new_secret
 
@@ -162,7 +169,7 @@ class LegLife:
         leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
         remaining_s = m.remaining_ms / 1000
         if not m.awaits_first_token:  # else it waits for prefill too: `join` bounds what is left
-            remaining_s = min(remaining_s, self._transfer_timeout_s)
+            remaining_s = min(remaining_s, self._limits.timeout_s)
         self._engine.decode(
             DecodeJob(
                 leg=leg.number,
@@ -177,7 +184,7 @@ class LegLife:
                 cache_salt=m.cache_salt,
                 block_hashes=parsed.block_hashes,
                 traceparent=m.traceparent,
-                stall_s=self._transfer_stall_s,
+                stall_s=self._limits.stall_s,
             )
         )
 
@@ -205,7 +212,7 @@ class LegLife:
         """
         if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
-            leg.overdue = loop.call_later(self._transfer_timeout_s, self._on_overdue, leg)
+            leg.overdue = loop.call_later(self._limits.timeout_s, self._on_overdue, leg)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -226,7 +233,7 @@ class LegLife:
         message = f"{PullFailure.TIMEOUT}: the KV did not arrive in time after token 1"
         reason = KvTransferFailed.default_reason
         self.fail(leg, Failed(leg.number, reason, message, cause=PullFailure.TIMEOUT))
-        self._on_late()
+        self.on_late()
 
     def fail(self, leg: Leg, failure: Failed) -> None:
         log.warning(
@@ -239,7 +246,7 @@ class LegLife:
         if failure.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1, {names.ATTR_REASON: failure.cause})
             self.sources.failed(leg.source, failure.cause, leg.request_id)
-        self.on_error(failure.reason, failure.message, leg.request_id)
+        self.sources.on_error(failure.reason, failure.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, failure))
         self.close(leg, "failed")
 

@@ -154,7 +154,9 @@ class Outputs:
     def _on_tiers_reported(self, output: TiersReported) -> None:
         instruments.count_tiers(output.report)
         for fault in output.report.faults:
-            self._life.on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
+            self._life.sources.on_error(
+                fault.reason, f"{fault.tier.value} tier: {fault.message}", ""
+            )
 
 
 # Any: each function takes the one output its key names.

@@ -25,7 +25,8 @@ class SourceWatch:
         self, clock: Callable[[], float], on_error: OnError, on_change: Callable[[], None]
     ) -> None:
         self._sources = KvSources()
-        self._clock, self._on_error, self._on_change = clock, on_error, on_change
+        self.on_error = on_error
+        self._clock, self._on_change = clock, on_change
 
     def refuses(self, source: KvSource | None) -> bool:
         return source is not None and self._sources.refuses(source, self._clock())
@@ -47,13 +48,13 @@ class SourceWatch:
 
     def _tell_if_held(self, source: KvSource, fault: SourceFault | None, request_id: str) -> None:
         if fault is not None:
-            self._on_error(SOURCE_HELD, f"{_name(source)}: {fault}", request_id)
+            self.on_error(SOURCE_HELD, f"{_name(source)}: {fault}", request_id)
             self._on_change()
 
     def held(self) -> list[HeldSource]:
         """Sources that are refused or avoided now. Call it now and then, for time ends that."""
         for over in self._sources.release_due(self._clock()):
-            self._on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
+            self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
         return self._sources.held()
 
     def num_held(self, fault: SourceFault) -> int:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.req("S33")
 
 
 def watch() -> EngineWatch:
-    return EngineWatch(period_s=1.0, slow_s=5.0, hung_s=20.0)
+    return EngineWatch(slow_s=4.0, hung_s=20.0)
 
 
 def test_one_ping_is_out_at_a_time() -> None:
@@ -37,8 +37,8 @@ def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
     assert effects == [(0, SendPing()), (20, DeclareHung(20.0)), (21, DeclareHung(21.0))]
     engine = watch()
     engine.handle(Tick(), 0.0)
-    assert engine.signal(4.9) is None
-    slow, silent = engine.signal(5.0), engine.signal(20.0)
+    assert engine.signal(3.9) is None
+    slow, silent = engine.signal(4.0), engine.signal(20.0)
     assert slow is not None
     assert silent is not None
     assert (slow.reason, slow.is_proof) == (ENGINE_SLOW, False)

@@ -24,6 +24,7 @@ from pdmesh.engine.base import (
     Output,
 )
 from pdmesh.instance.legs.host import HostConfig, InstanceHost
+from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
@@ -70,7 +71,7 @@ class Site:
             landing_bytes=1 << 16,
             max_retrievals=8,
         )
-        config = HostConfig(transfer_timeout_s=PULL_S)
+        config = HostConfig(PullLimits(PULL_S))
         self.host = InstanceHost(
             cast(Engine, self.engine), Admission(capacity), time.monotonic, config
         )
