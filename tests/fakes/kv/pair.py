@@ -10,7 +10,7 @@ import numpy as np
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.types import (

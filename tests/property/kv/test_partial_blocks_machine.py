@@ -128,6 +128,7 @@ TestTails = pytest.mark.req("S103", "S104")(TailMachine.TestCase)
 TestWholeTails = pytest.mark.req("S103", "S104")(WholeTailMachine.TestCase)
 for _case in (TestTails, TestWholeTails):
     _case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+del _case  # pytest would run it once more
 
 
 def pool_with(

@@ -20,7 +20,7 @@ import structlog
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.kv.transfer import sender_events as tx
-from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena

@@ -22,8 +22,8 @@ from pdmesh import failpoints
 from pdmesh.core.deadlines import SILENT_S
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer.lease_renewal import LeaseKeeper
-from pdmesh.core.kv.transfer.quarantine import Quarantine
 from pdmesh.core.kv.transfer.receiver import PullBook
+from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire

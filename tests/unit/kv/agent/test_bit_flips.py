@@ -12,7 +12,7 @@ import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
 from tests.fakes.kv.memory_transport import MemoryTransport

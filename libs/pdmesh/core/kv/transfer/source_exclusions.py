@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
-from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})

@@ -1,0 +1,54 @@
+"""Names of KV blocks: equal exactly where the KV is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.core.kv.prefix.block_hash import (
+    HASH_BYTES,
+    block_hashes,
+    tenant_root,
+    token_array,
+    tokens_from_bytes,
+    tokens_to_bytes,
+)
+
+ROOT = tenant_root(b"secret", "acme", "", "fp")
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=24)
+
+
+@given(tokens)
+def test_tokens_travel_as_little_endian_words(token_ids: list[int]) -> None:
+    data = tokens_to_bytes(token_ids)
+    assert data == b"".join(token.to_bytes(4, "little") for token in token_ids)
+    assert tokens_to_bytes(token_array(token_ids)) == data
+    assert tokens_from_bytes(data).tolist() == token_ids
+
+
+@pytest.mark.req("S80")
+@given(tokens, tokens, st.integers(1, 5))
+def test_a_name_stands_for_all_tokens_up_to_its_end(a: list[int], b: list[int], size: int) -> None:
+    first, second = block_hashes(ROOT, a, size), block_hashes(ROOT, b, size)
+    assert len(first) == len(a) // size, "a block that is not full has no name"
+    for end, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        assert (one == other) == (a[: end * size] == b[: end * size])
+
+
+@given(tokens, st.integers(1, 5), st.integers(0, 4))
+def test_a_chain_continues_from_its_last_name(a: list[int], size: int, num_before: int) -> None:
+    whole = block_hashes(ROOT, a, size)
+    num_before = min(num_before, len(whole))
+    parent = whole[num_before - 1] if num_before else b""
+    assert block_hashes(ROOT, a[num_before * size :], size, parent) == whole[num_before:]
+
+
+@pytest.mark.req("S80")
+def test_tenant_salt_and_model_each_make_another_chain() -> None:
+    parts = [("acme", "", "fp"), ("acme", "s", "fp"), ("acme", "", "fp2"), ("acm", "e", "fp")]
+    roots = {tenant_root(b"secret", *part) for part in parts} | {
+        tenant_root(b"other", "acme", "", "fp")
+    }
+    assert len(roots) == 5
+    assert all(len(root) == HASH_BYTES for root in roots)

@@ -1,0 +1,59 @@
+"""Which prefixes may be pinned beside which others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
+from pdmesh.core.kv.prefix.pins import MAX_BLOCKS, MAX_PINS, Cut, WantedPin, check_room
+from pdmesh.errors import InvalidRequest
+
+PIN = WantedPin("system-prompt", "acme", "salt", tuple(range(10)), 60)
+CUT = Cut("fp", 4)
+
+
+@pytest.mark.req("S78")
+def test_a_pin_names_what_its_tenants_prompts_name() -> None:
+    root = PIN.roots(b"secret", [CUT])[CUT]
+    assert root == tenant_root(b"secret", "acme", "salt", "fp")
+    assert PIN.names(root, CUT) == tuple(block_hashes(root, range(8), 4)), "two full blocks"
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("pin_id", {"pin_id": "Not An Id"}),
+        ("tenant", {"tenant": ""}),
+        ("prefix_token_ids", {"token_ids": ()}),
+        ("ttl_s", {"ttl_s": 1}),
+        ("ttl_s", {"ttl_s": 10**9}),
+    ],
+)
+def test_what_cannot_be_pinned_is_refused_by_the_name_of_its_field(
+    field: str, change: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        replace(PIN, **change)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("num_tokens", [3, (MAX_BLOCKS + 1) * 4])
+def test_a_pin_has_a_block_at_least_and_no_more_than_all(num_tokens: int) -> None:
+    pin = replace(PIN, token_ids=tuple(range(num_tokens)))
+    with pytest.raises(InvalidRequest):
+        pin.names(b"r" * 16, CUT)
+
+
+@pytest.mark.req("S96")
+def test_pins_are_bounded_in_number_and_in_blocks_of_each_fingerprint() -> None:
+    full = {f"p{n}": {"fp": 1} for n in range(MAX_PINS)}
+    with pytest.raises(InvalidRequest, match="remove one"):
+        check_room("new", {"fp": 1}, full)
+    check_room("p0", {"fp": 1}, full)  # it takes the place of the one of that name
+    half = {"a": {"fp": MAX_BLOCKS - 2}}
+    check_room("b", {"fp": 2, "other": MAX_BLOCKS}, half)
+    with pytest.raises(InvalidRequest, match="too many"):
+        check_room("b", {"fp": 3}, half)
