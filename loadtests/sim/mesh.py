@@ -53,6 +53,7 @@ from pdmesh.core.request.events import (
     Event,
     Fail,
     FirstToken,
+    LeaveRoom,
     LegAccepted,
     LegFinished,
     LegKvReceived,
@@ -261,9 +262,6 @@ class VirtualMesh:
     def _tick(self, life: _Life, due: float) -> None:
         if life.tick_at == due:
             life.tick_at = math.inf
-            if life.waiting is not None and life.request.wake_at <= self.clock.now:
-                self._room.leave(life.waiting)
-                life.waiting = None
             self._handle(life, Tick())
 
     def _later(self, life: _Life, event: Event) -> None:
@@ -279,6 +277,9 @@ class VirtualMesh:
                 self.clock.after(self.shape.hop_s, lambda: self._start(life, effect))
             case WaitForSlot():
                 self._wait(life, effect)
+            case LeaveRoom() if life.waiting is not None:
+                self._room.leave(life.waiting)
+                life.waiting = None
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
@@ -286,8 +287,6 @@ class VirtualMesh:
             case Fail():
                 life.served.is_refused = True
                 life.served.num_rejections = life.request.num_rejections
-                if life.waiting is not None:
-                    self._room.leave(life.waiting)
                 self.ended(life.served)
             case _:
                 pass

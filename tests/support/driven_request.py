@@ -24,21 +24,25 @@ from pdmesh.core.request.retry_budget import RetryBudget
 FUSIONS = [Candidate(f"f{i}", 1, "g", is_local=True) for i in range(4)]
 
 
+def new_request(budget: RetryBudget | None = None, **limits: float) -> Request:
+    keys = itertools.count(1)
+    return Request(
+        1000,
+        limits=RequestLimits(**limits),  # type: ignore[arg-type]  # ints are floats here
+        budget=budget or RetryBudget(),
+        next_key=lambda: next(keys),
+    )
+
+
 class Driven:
     """A request on fusion instances, led to its decoding on one of them."""
 
     def __init__(self, budget: RetryBudget | None = None, **limits: float) -> None:
-        keys = itertools.count(1)
         self.now = 0.0
         self.key = 0
         self.plan = 0
         self.excluded: tuple[str, ...] = ()
-        self.request = Request(
-            1000,
-            limits=RequestLimits(**limits),  # type: ignore[arg-type]  # ints are floats here
-            budget=budget or RetryBudget(),
-            next_key=lambda: next(keys),
-        )
+        self.request = new_request(budget, **limits)
         self.feed(Submitted())
 
     def feed(self, event: Event) -> list[Effect]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.model import Tick
-from pdmesh.core.request.events import LegFailed, LegLost, RequestLimits
+from pdmesh.core.request.events import LegFailed, LegLost
 from pdmesh.core.request.poison import PoisonBook
-from pdmesh.core.request.retry_budget import RetryBudget
-from pdmesh.core.request.slo import ScenarioSlo, Slos
-from pdmesh.errors import EngineFailed, Overloaded, PoisonRequest
+from pdmesh.errors import EngineFailed, PoisonRequest
 from tests.support.driven_request import Driven
 
 
@@ -85,38 +83,3 @@ def test_a_request_that_went_well_for_a_while_is_innocent_of_the_death() -> None
     driven.decode(num_tokens=1000)
     driven.feed(Tick())
     assert driven.error is None
-
-
-@pytest.mark.fault("F38")
-def test_failures_that_are_no_death_are_bounded_by_the_budget_all_requests_share() -> None:
-    budget = RetryBudget(ratio=0.0, reserve=5.0)
-    requests = [Driven(budget) for _ in range(4)]
-    num_moves = 0
-    for driven in requests:
-        while driven.error is None:
-            driven.offer()
-            driven.feed(LegFailed(driven.key, EngineFailed("x", reason="KV_TRANSFER_FAILED")))
-        num_moves += driven.request.num_migrations
-        assert driven.error is EngineFailed
-    assert num_moves == 5
-
-
-@pytest.mark.req("S44")
-def test_an_instance_that_does_not_answer_does_not_hold_a_request_beyond_its_deadline() -> None:
-    driven = Driven(ttft_s=0.5, answer_s=3.0)
-    driven.offer()
-    assert driven.request.wake_at == 0.5
-    driven.now = 0.5
-    driven.feed(Tick())
-    assert driven.error is Overloaded
-
-
-@pytest.mark.req("S9")
-def test_the_deadline_is_by_scenario_and_by_length() -> None:
-    limits = RequestLimits(ttft_s=10.0)
-    slos = Slos(limits, 0.0, {"search": ScenarioSlo(0.5, 0.25, "busy")})
-    assert slos.limits_for("", 8000) is limits, "free where nothing is configured"
-    assert slos.limits_for("search", 2000).ttft_s == 1.0
-    assert Slos(limits, 0.1).limits_for("any", 5000).ttft_s == 10.5
-    assert (slos.default_text("search"), slos.default_text("any")) == ("busy", None)
-    assert (slos.label("search"), slos.label("x" * 200)) == ("search", "default")

@@ -124,19 +124,3 @@ def test_where_the_prefill_is_too_small_a_decode_computes_the_prompt_itself() ->
     driven.feed(PlanReceived(driven.plan, [Candidate("d0", 1, "g", is_local=True)], [decode]))
     driven.feed(LegAccepted(driven.key))
     assert driven.request.phase is RequestPhase.PREFILLING
-
-
-def test_cached_tokens_are_those_of_the_first_prefill_that_answered() -> None:
-    driven = Driven()
-    driven.offer()
-    driven.feed(LegLost(driven.key))
-    driven.offer()
-    driven.feed(LegAccepted(driven.key))
-    driven.feed(FirstToken(driven.key, 7, num_cached_tokens=448))
-    assert driven.request.num_cached_tokens == 448
-    driven.feed(DecodeTokens(driven.key, [7] * 40))
-    driven.feed(LegLost(driven.key))
-    driven.offer()
-    driven.feed(LegAccepted(driven.key))
-    driven.feed(FirstToken(driven.key, 7, num_cached_tokens=512))
-    assert driven.request.num_cached_tokens == 448, "the later prompt holds the answer, too"
