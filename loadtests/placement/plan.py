@@ -39,7 +39,7 @@ from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.lifecycle import calm_the_collector
 from pdmesh.net.grpc import rpc
-from pdmesh.services.master_scheduler.placement.servicer import SchedulerServicer
+from pdmesh.services.master_scheduler.placement.servicer import PlanningCores, SchedulerServicer
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -155,9 +155,8 @@ def _serve(num_workers: int, pipe: Connection) -> None:
     async def serve() -> None:
         placement, index = build(num_workers)
         view: Any = None  # only ListGroups reads it
-        servicer = SchedulerServicer(
-            placement, index, GroupTracker(), Backpressure(_no_rate), view, lambda: (True, 1)
-        )
+        cores = PlanningCores(placement, index, Backpressure(_no_rate))
+        servicer = SchedulerServicer(cores, GroupTracker(), view, lambda: (True, 1))
         server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(server, service, servicer)

@@ -24,7 +24,6 @@ from typing import Final
 
 from loadtests.harness.processes import ProcessSet, cpu_between
 from loadtests.harness.results import quantile, write
-from pdmesh.core.groups.observed import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixIndex
 from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
 from pdmesh.embedded.servers import NatsServer, running
@@ -36,7 +35,7 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged
-from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, JudgeBoards
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Load
 
@@ -197,11 +196,8 @@ async def measure(num_instances: int, rate: float, duration_s: float, folder: Pa
     async with running(NatsServer(folder / "nats"), folder / "nats.log") as url:
         bus = await NatsBus.connect(url, "master")
         index = IndexFeed(_TimedIndex(ages), bus, view, _nothing_before)
-        unused = EventPublisher(bus, "master", 1)
-        boards = health_board(bus), fault_board(bus)
-        fleet = FleetFeed(
-            _TimedFleet(ages), GroupTracker(), bus, view, *boards, unused, lambda: False
-        )
+        boards = JudgeBoards(health_board(bus), fault_board(bus))
+        fleet = FleetFeed(_TimedFleet(ages), bus, view, boards)
         await index.start()
         tasks = [asyncio.create_task(index.run()), asyncio.create_task(fleet.run())]
         arguments = (url, num_instances, rate, duration_s, there)

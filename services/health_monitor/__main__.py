@@ -14,6 +14,7 @@ from pdmesh.core.health.liveness import Health
 from pdmesh.lifecycle import App, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
@@ -38,17 +39,11 @@ async def serve(settings: Settings, app: App) -> None:
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, app.instance_id, app.incarnation)
+    link = MeshLink(bus, view, publisher)
     monitor = HealthMonitor(
-        bus,
-        view,
-        publisher,
-        health_board(bus),
-        lease_s=settings.lease_s,
-        forget_s=settings.forget_s,
+        link, health_board(bus), lease_s=settings.lease_s, forget_s=settings.forget_s
     )
-    faults = FaultWatch(
-        bus, view, publisher, fault_board(bus), out_of_service_board(bus), lease_s=settings.lease_s
-    )
+    faults = FaultWatch(link, fault_board(bus), out_of_service_board(bus), lease_s=settings.lease_s)
     canary = CanaryRunner(faults, view, app.instance_id, period_s=settings.canary_period_s)
     _observe(monitor)
     observe(faults)

@@ -1,19 +1,20 @@
 """The sources of a node's device states: the driver, and files by tools and operators.
 
-A source is asked in a thread, since drivers block. A missing source says nothing; the agent reports
-one that fails or hangs as unknown. This module decides which level each answer means, next to the
+A source is asked in a thread, since drivers block. A missing source says nothing; one that fails or
+hangs is reported as unknown. This module decides which level each answer means, next to the
 driver's own terms.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from pdmesh.core.health.fault_levels import Level, level_of
-from pdmesh.core.health.node_status import DEVICE_UNKNOWN, DeviceStatus
+from pdmesh.core.health.node_status import DEVICE_UNKNOWN, DeviceStatus, merged
 
 _MAX_FILE_BYTES: Final = 65_536
 
@@ -25,6 +26,39 @@ class DeviceSource(Protocol):
     def read(self) -> Sequence[DeviceStatus]:
         """All devices that it knows. May block, and may raise anything."""
         ...
+
+
+class DeviceReader:
+    """Asks all sources at once, and each no longer than `timeout_s`."""
+
+    def __init__(self, sources: Sequence[DeviceSource], timeout_s: float = 5.0) -> None:
+        self._sources, self._timeout_s = sources, timeout_s
+        self._asked: dict[str, asyncio.Future[Sequence[DeviceStatus]]] = {}
+        self._known: tuple[DeviceStatus, ...] = ()
+
+    async def read(self) -> tuple[DeviceStatus, ...]:
+        answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
+        self._known = merged(status for answer in answers for status in answer)
+        return self._known
+
+    async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
+        """A source that hangs is asked again only when it returns, so that it costs one thread."""
+        asked = self._asked.get(source.name)
+        if asked is None:
+            asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
+        await asyncio.wait([asked], timeout=self._timeout_s)
+        if not asked.done():
+            return self._unknown(source, f"no answer for {self._timeout_s:g} s")
+        del self._asked[source.name]
+        error = asked.exception()
+        return asked.result() if error is None else self._unknown(source, type(error).__name__)
+
+    def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
+        """All devices that the source may have reported before, and the source itself, so that it
+        shows.
+        """
+        names_ = [source.name, *(device.device for device in self._known)]
+        return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
 
 class FileDevices:

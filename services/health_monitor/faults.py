@@ -35,11 +35,11 @@ from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
-from pdmesh.net.events import EventPublisher, decode_event
+from pdmesh.net.events import decode_event
 from pdmesh.net.fault_signals import signal_from, signal_to, vitals_from
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import Board
-from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.registry import RecordChanged
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
@@ -63,9 +63,7 @@ class FaultWatch:
 
     def __init__(
         self,
-        bus: NatsBus,
-        view: RegistryView,
-        publisher: EventPublisher,
+        link: MeshLink,
         board: Board[FaultReport],
         out_of_service: Board[OutOfService],
         *,
@@ -75,7 +73,8 @@ class FaultWatch:
     ) -> None:
         self.judge = FaultJudge(policy or JudgePolicy())
         self._vitals = VitalsBook()
-        self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
+        self._bus, self._view, self._publisher = link.bus, link.view, link.publisher
+        self._board = board
         self._out_of_service = out_of_service
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
@@ -94,20 +93,17 @@ class FaultWatch:
             self._bus.on_lost(self._on_lost),
             self._bus.on_restored(self._on_restored),
         )
-        known = self._board.watch(lambda _: None)
         out_of_service = self._out_of_service.watch(lambda _: None, self._on_put_back)
         self._view.on_change(self._on_record)
         try:
             for record in tuple(self._view.records.values()):
                 self._on_record(RecordChanged(record.instance_id, record))
-            await known.loaded.wait()
-            self._inherited = set(known.known)
+            self._inherited = set(await self._board.read())
             self._inherited_until = self._clock() + self.judge.policy.clear_s
             await self._tick_often()
         finally:
             for each in undo:
                 each()
-            await known.close()
             await out_of_service.close()
             for subscription in subscriptions:
                 await subscription.unsubscribe()

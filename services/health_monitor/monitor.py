@@ -19,10 +19,10 @@ from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import HealthChanged, InstanceHealth
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
-from pdmesh.net.events import EventPublisher, decode_event
+from pdmesh.net.events import decode_event
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import Board
-from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import together
 from pdmesh.telemetry import metrics, names
 
@@ -41,9 +41,7 @@ _changes = metrics.counter(names.HEALTH_CHANGES, "Verdicts that changed, by new 
 class HealthMonitor:
     def __init__(
         self,
-        bus: NatsBus,
-        view: RegistryView,
-        publisher: EventPublisher,
+        link: MeshLink,
         board: Board[HealthChanged],
         *,
         lease_s: float,
@@ -51,7 +49,8 @@ class HealthMonitor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tracker = HealthTracker(lease_s)
-        self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
+        self._bus, self._view, self._publisher = link.bus, link.view, link.publisher
+        self._board = board
         self._lease_s, self._forget_s, self._clock = lease_s, forget_s, clock
         # bounded by the number of instances
         self._announcements: asyncio.Queue[HealthChanged] = asyncio.Queue()
@@ -67,15 +66,12 @@ class HealthMonitor:
             self._bus.on_lost(lambda: self._step(health.BusLost())),
             self._bus.on_restored(lambda: self._step(health.BusRestored())),
         )
-        board = self._board.watch(lambda _: None)
         try:
-            await board.loaded.wait()
-            self._start(dict(board.known))
+            self._start(await self._board.read())
             await together(self._tick_often(), self._announce())
         finally:
             for each in undo:
                 each()
-            await board.close()
             await subscription.unsubscribe()
 
     def _start(self, verdicts: dict[str, HealthChanged]) -> None:

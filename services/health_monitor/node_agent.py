@@ -10,54 +10,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
 
 import structlog
 
 from pdmesh.atomic_file import write_atomically
 from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health.node_status import (
-    DEVICE_UNKNOWN,
     DeviceStatus,
     NodeStatus,
     dump,
-    merged,
     signals_for,
 )
 from pdmesh.events.v1.events_pb2 import NodeReported
 from pdmesh.net import subjects
-from pdmesh.net.events import EventPublisher
 from pdmesh.net.fault_signals import signal_to
-from pdmesh.net.registry import RegistryView
-from pdmesh.services.health_monitor.devices import DeviceSource
+from pdmesh.net.link import MeshLink
+from pdmesh.services.health_monitor.devices import DeviceReader
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
-
-_SOURCE_S: Final = 5.0
 
 
 class NodeAgent:
     def __init__(
         self,
         node_id: str,
-        sources: Sequence[DeviceSource],
-        view: RegistryView,
-        publisher: EventPublisher,
+        devices: DeviceReader,
+        link: MeshLink,
         status_file: Path,
         *,
         period_s: float,
-        source_timeout_s: float = _SOURCE_S,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._node_id, self._sources, self._view = node_id, sources, view
-        self._publisher, self._status_file = publisher, status_file
-        self._period_s, self._source_timeout_s = period_s, source_timeout_s
-        self._wall_clock = wall_clock
-        self._asked: dict[str, asyncio.Future[Sequence[DeviceStatus]]] = {}
+        self._node_id, self._devices, self._status_file = node_id, devices, status_file
+        self._view, self._publisher = link.view, link.publisher
+        self._period_s, self._wall_clock = period_s, wall_clock
         self._told: tuple[DeviceStatus, ...] = ()
         self.status = NodeStatus(node_id, 0.0, period_s, ())
 
@@ -68,9 +58,8 @@ class NodeAgent:
             await asyncio.sleep(self._period_s)
 
     async def step(self) -> None:
-        """Ask every source once, and report."""
-        answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
-        devices = merged(status for answer in answers for status in answer)
+        """Read every device once, and report."""
+        devices = await self._devices.read()
         self.status = NodeStatus(self._node_id, self._wall_clock(), self._period_s, devices)
         self._log_changes(devices)
         try:
@@ -88,25 +77,6 @@ class NodeAgent:
         for level in Level:
             num = sum(device.level is level for device in self.status.devices)
             yield float(num), {"level": str(int(level))}
-
-    async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """A source that hangs is asked again only when it returns, so that it costs one thread."""
-        asked = self._asked.get(source.name)
-        if asked is None:
-            asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
-        await asyncio.wait([asked], timeout=self._source_timeout_s)
-        if not asked.done():
-            return self._unknown(source, f"no answer for {self._source_timeout_s:g} s")
-        del self._asked[source.name]
-        error = asked.exception()
-        return asked.result() if error is None else self._unknown(source, type(error).__name__)
-
-    def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """All devices that the source may have reported before, and the source itself, so
-        that it shows.
-        """
-        names_ = [source.name, *(device.device for device in self._told)]
-        return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
     def _report(self) -> NodeReported:
         status = self.status

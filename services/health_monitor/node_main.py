@@ -9,10 +9,16 @@ import pdmesh
 from pdmesh.lifecycle import App
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
-from pdmesh.services.health_monitor.devices import DeviceSource, FileDevices, NvmlDevices
+from pdmesh.services.health_monitor.devices import (
+    DeviceReader,
+    DeviceSource,
+    FileDevices,
+    NvmlDevices,
+)
 from pdmesh.services.health_monitor.node_agent import NodeAgent, observe
 from pdmesh.services.health_monitor.settings import NodeSettings
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -27,9 +33,8 @@ async def serve(settings: NodeSettings, app: App) -> None:
     publisher = EventPublisher(bus, app.instance_id, app.incarnation)
     agent = NodeAgent(
         settings.node,
-        _sources(settings),
-        view,
-        publisher,
+        DeviceReader(_sources(settings)),
+        MeshLink(bus, view, publisher),
         settings.status_file,
         period_s=settings.period_s,
     )

@@ -28,6 +28,7 @@ from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.link import MeshLink
 from pdmesh.net.loopback import join
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
@@ -35,6 +36,7 @@ from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.services.master_scheduler.control import Control
 from pdmesh.services.master_scheduler.instruments import (
@@ -43,9 +45,10 @@ from pdmesh.services.master_scheduler.instruments import (
     observe_index,
     observe_registry,
 )
-from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, JudgeBoards
+from pdmesh.services.master_scheduler.placement.group_announcer import GroupAnnouncer
 from pdmesh.services.master_scheduler.placement.scenario_feed import ScenarioFeed
-from pdmesh.services.master_scheduler.placement.servicer import SchedulerServicer
+from pdmesh.services.master_scheduler.placement.servicer import PlanningCores, SchedulerServicer
 from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
@@ -102,27 +105,18 @@ class Master:
         self._index_feed = IndexFeed(
             self.index, bus, view, self._source, resync_s=settings.resync_s
         )
-        self._fleet_feed = FleetFeed(
-            self.fleet,
-            groups,
-            bus,
-            view,
-            health_board(bus),
-            fault_board(bus),
-            self._publisher,
-            lambda: self.election.is_leader,
+        self._announcer = GroupAnnouncer(
+            self.fleet, groups, self._publisher, lambda: self.election.is_leader
         )
+        boards = JudgeBoards(health_board(bus), fault_board(bus))
+        self._fleet_feed = FleetFeed(self.fleet, bus, view, boards, self._announcer.wake)
         self._control = Control(
             settings,
-            admin_token,
-            bus,
-            view,
-            self._publisher,
-            self.fleet,
+            AdminAccess(admin_token, lambda: f"http://{app.ops_address}/"),
+            MeshLink(bus, view, self._publisher),
+            placement,
             self.index,
             self._leadership,
-            lambda shares: setattr(placement, "shares", shares),
-            lambda: f"http://{app.ops_address}/",
         )
         app.add_routes(page_routes(self._control.servicer, has_token=bool(admin_token)))
         self._scenario_feed = ScenarioFeed(
@@ -146,10 +140,8 @@ class Master:
             settings.max_waiting,
         )
         self._servicer = SchedulerServicer(
-            placement,
-            self.index,
+            PlanningCores(placement, self.index, self.backpressure),
             groups,
-            self.backpressure,
             view,
             self._leadership,
         )
@@ -162,8 +154,15 @@ class Master:
         for record in tuple(self._view.records.values()):
             self.election.saw_epoch(record.epoch)
         await self._index_feed.start()
-        feeds = (self._index_feed, self._fleet_feed, self._scenario_feed)
-        for loop in (self._heed_stored_epochs(), *(f.run() for f in feeds), *self._control.loops()):
+        feeds = (
+            self._index_feed,
+            self._fleet_feed,
+            self._scenario_feed,
+            self._announcer,
+            self._control.upgrade_feed,
+        )
+        loops = self._control.loops.run()
+        for loop in (self._heed_stored_epochs(), *(f.run() for f in feeds), *loops):
             self._tasks.add(asyncio.ensure_future(loop))
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -219,8 +218,8 @@ class Master:
 
     def _on_leadership(self, is_leader: bool, epoch: int) -> None:
         self._presence.refresh()
-        self._fleet_feed.wake()
-        self._control.groups.wake()
+        self._announcer.wake()
+        self._control.loops.groups.wake()
         if is_leader:
             event = LeaderChanged(leader_id=self._app.instance_id, epoch=epoch)
             subject = subjects.leader_changed(self._app.instance_id)
@@ -239,5 +238,7 @@ class Master:
         observe_backpressure(self.backpressure)
         observe_index(self.index, self._index_feed)
         metrics.gauge(
-            names.PINS, "Prefixes that operators pinned", lambda: len(self._control.pins.known)
+            names.PINS,
+            "Prefixes that operators pinned",
+            lambda: len(self._control.loops.pins.known),
         )

@@ -13,7 +13,8 @@ from pdmesh.net.nats.desired_store import DesiredStore
 async def highest_stored(assignments: Assignments, store: DesiredStore) -> int:
     """0 if nothing was ever written. Waits for the store if it is away."""
     book = await assignments.book()
-    desired = store.watch(lambda: None)
+    desired = store.book()
+    desired.follow(lambda: None)
     try:
         await desired.until_loaded()
         return max([desired.adjustments.epoch, *(each.epoch for each in book.known.values())])

@@ -21,7 +21,7 @@ from pdmesh.core.tenancy.usage import (
 )
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
-from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -36,7 +36,7 @@ class UsageLoop:
 
     def __init__(
         self,
-        groups: GroupLoop,
+        groups: GroupReconciler,
         store: UsageStore,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +89,7 @@ class UsageLoop:
         Raises Unavailable until this leader has read its predecessor's counts, InvalidRequest if
         usage is not counted.
         """
-        if self._groups.desired is None:
+        if self._groups.view.version is None:
             raise InvalidRequest("nothing is counted before a desired state was applied")
         if self._book is None or not self._leadership()[0]:
             raise Unavailable("this leader has not read the usage book yet")

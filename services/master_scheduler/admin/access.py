@@ -6,7 +6,7 @@ If no token is set, all callers on this machine may.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from pdmesh.errors import NotAllowed
@@ -16,10 +16,10 @@ _SCHEME: Final = "bearer "
 
 
 class AdminAccess:
-    """`token` empty: none is set."""
+    """`token` empty: none is set. `page_url`: where operators find the page."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, token: str, page_url: Callable[[], str] = str) -> None:
+        self._token, self.page_url = token.encode(), page_url
 
     def check(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
         """Raises NotAllowed. `peer` is gRPC's name of the caller's address."""

@@ -23,9 +23,8 @@ from pdmesh.events.v1.events_pb2 import PinChanged
 from pdmesh.kv.index.pinned import all_names
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net import subjects
-from pdmesh.net.events import EventPublisher
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import Board, BoardView
-from pdmesh.net.registry import RegistryView
 from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -43,8 +42,7 @@ class Pins:
         self,
         board: Board[pb.Pin],
         index: PrefixIndex,
-        view: RegistryView,
-        publisher: EventPublisher,
+        link: MeshLink,
         secret: bytes,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
@@ -52,8 +50,8 @@ class Pins:
         """`clock` is the wall clock: operators give times of day, and only a cache depends on
         it.
         """
-        self._board, self._index, self._view = board, index, view
-        self._publisher, self._secret = publisher, secret
+        self._board, self._index = board, index
+        self._view, self._publisher, self._secret = link.view, link.publisher, secret
         self._leadership, self._clock = leadership, clock
         self._pins: BoardView[pb.Pin] | None = None
 

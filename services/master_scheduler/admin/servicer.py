@@ -23,18 +23,12 @@ from pdmesh.core.moves.move import MovePlan, Trigger
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
-from pdmesh.net.nats.desired_store import DesiredStore
-from pdmesh.net.registry import RegistryView
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
-from pdmesh.services.master_scheduler.admin.pins import Pins
+from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
-from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
 from pdmesh.services.master_scheduler.groups.group_state import group_states
-from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.groups.upgrade_convert import state_to
-from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.ratio_convert import moves_from, profile_from
-from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
@@ -45,36 +39,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer:
-    """`leadership` returns (whether this process leads, its epoch) now.
-
-    `usage` returns the current book or raises Unavailable.
-    """
+    """`leadership` returns (whether this process leads, its epoch) now."""
 
     def __init__(
         self,
         access: AdminAccess,
-        loop: GroupLoop,
-        upgrades: UpgradeLoop,
-        plans: PlanLoop,
-        store: DesiredStore,
-        out_of_service: OutOfServiceBook,
-        pins: Pins,
-        view: RegistryView,
+        loops: ControlLoops,
         leadership: Callable[[], tuple[bool, int]],
-        usage: Callable[[], pb.UsageBook],
-        page_url: Callable[[], str] = str,
     ) -> None:
-        self._access, self._loop, self._store = access, loop, store
-        self._out_of_service = out_of_service
-        self._upgrades, self._plans, self._pins, self._view = upgrades, plans, pins, view
-        self._leadership, self._usage, self._page_url = leadership, usage, page_url
+        self._access, self._leadership = access, leadership
+        self._groups, self._view = loops.groups, loops.groups.view
+        self._upgrades, self._plans, self._pins = loops.upgrades, loops.plans, loops.pins
+        self._usage = loops.usage
         self._texts = TextWorker()
 
     async def GetDesired(  # noqa: N802
         self, request: pb.GetDesiredRequest, context: Context
     ) -> pb.GetDesiredResponse:
         self._enter(context)
-        found = await self._store.version(request.version)
+        found = await self._view.desired.version(request.version)
         if found is None and request.version:
             raise InvalidRequest(f"there is no version {request.version}", field="version")
         return pb.GetDesiredResponse(desired=found)
@@ -84,7 +67,7 @@ class AdminServicer:
     ) -> pb.DiffDesiredResponse:
         self._enter(context)
         after = await self._texts.run(partial(read, request.text))
-        current = await self._store.version()
+        current = await self._view.desired.version()
         compared = await self._texts.run(partial(_compared, current, after))
         return pb.DiffDesiredResponse(
             version=current.version if current else 0, changes=compared.changes
@@ -109,9 +92,9 @@ class AdminServicer:
         self, request: pb.RollbackDesiredRequest, context: Context
     ) -> pb.RollbackDesiredResponse:
         self._enter(context)
-        current = await self._store.version()
+        current = await self._view.desired.version()
         number = request.version or (current.version - 1 if current else 0)
-        old = await self._store.version(number) if number > 0 else None
+        old = await self._view.desired.version(number) if number > 0 else None
         if current is None or old is None:
             which = f"version {number}" if number > 0 else "earlier version"
             raise InvalidRequest(f"there is no {which} to go back to", field="version")
@@ -157,24 +140,24 @@ class AdminServicer:
         self, request: pb.ListGroupStatesRequest, context: Context
     ) -> pb.ListGroupStatesResponse:
         epoch = self._enter(context)
-        desired, observed = self._loop.desired, self._loop.observed
+        desired, observed = self._view.version, self._groups.observed
         response = pb.ListGroupStatesResponse(
             epoch=epoch,
             version=desired.version if desired else 0,
-            out_of_service=self._out_of_service.known,
-            adjustments=self._loop.adjustments.groups,
-            paused=self._loop.paused,
+            out_of_service=self._view.out_of_service.known,
+            adjustments=self._view.desired.adjustments.groups,
+            paused=self._groups.paused,
             upgrades=map(state_to, self._upgrades.reports),
             decisions=self._plans.decisions,
-            page_url=self._page_url(),
+            page_url=self._access.page_url(),
         )
         if observed is not None and observed.epoch == epoch:
-            reports = self._loop.controller.reports
+            reports = self._groups.controller.reports
             response.groups.extend(group_states(observed, reports.values()))
-        out = {entry.instance_id for entry in self._out_of_service.known}
+        out = {entry.instance_id for entry in self._view.out_of_service.known}
         response.blank_instance_ids.extend(
             instance_id
-            for instance_id, record in sorted(self._view.records.items())
+            for instance_id, record in sorted(self._view.registry.records.items())
             if record.phase == INSTANCE_PHASE_BLANK and instance_id not in out
         )
         return response
@@ -183,7 +166,7 @@ class AdminServicer:
         self, request: pb.GetUsageRequest, context: Context
     ) -> pb.GetUsageResponse:
         self._enter(context)
-        return pb.GetUsageResponse(book=self._usage())
+        return pb.GetUsageResponse(book=self._usage.message())
 
     async def CordonInstance(  # noqa: N802
         self, request: pb.CordonInstanceRequest, context: Context
@@ -193,7 +176,7 @@ class AdminServicer:
         self._check_can_leave(request.instance_id, request.mode)
         reason = _words(request.reason, "reason") or "asked for by an operator"
         entry = pb.OutOfService(instance_id=request.instance_id, mode=request.mode, reason=reason)
-        await self._out_of_service.take_out(entry, epoch)
+        await self._view.out_of_service.take_out(entry, epoch)
         log.info("admin.cordoned", instance_id=entry.instance_id, mode=entry.mode, reason=reason)
         return pb.CordonInstanceResponse(out_of_service=entry)
 
@@ -201,7 +184,7 @@ class AdminServicer:
         self, request: pb.UncordonInstanceRequest, context: Context
     ) -> pb.UncordonInstanceResponse:
         epoch = self._enter(context)
-        fault = await self._out_of_service.put_back(request.instance_id, request.mode, epoch)
+        fault = await self._view.out_of_service.put_back(request.instance_id, request.mode, epoch)
         log.info("admin.uncordoned", instance_id=request.instance_id, fault=fault)
         return pb.UncordonInstanceResponse(fault=fault)
 
@@ -235,15 +218,15 @@ class AdminServicer:
         self.check_access(context)
         is_leader, epoch = self._leadership()
         if not is_leader:
-            leader = next((r for r in self._view.records.values() if r.is_leader), None)
+            leader = next((r for r in self._view.registry.records.values() if r.is_leader), None)
             where = f"; {leader.instance_id} does, at {leader.grpc_address}" if leader else ""
             raise NotLeader(f"this master does not lead{where}")
         return epoch
 
     def _check_can_leave(self, instance_id: str, mode: int) -> None:
         """Raises InvalidRequest."""
-        is_assigned = self._loop.is_assigned(instance_id)  # also between two incarnations
-        record = self._view.records.get(instance_id)
+        is_assigned = self._view.is_assigned(instance_id)  # also between two incarnations
+        record = self._view.registry.records.get(instance_id)
         if record is None and not is_assigned:
             raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
         if record is not None and record.role not in ROLES:
@@ -252,7 +235,7 @@ class AdminServicer:
             )
         if record is None or is_assigned or mode != pb.LEAVE_MODE_DRAIN:
             return
-        current = self._loop.current
+        current = self._groups.current
         is_named = current is not None and record.group_id in current[0].groups
         if ROLES.get(record.role, Role.NONE) is not Role.NONE and not is_named:
             raise InvalidRequest(
@@ -268,7 +251,7 @@ class AdminServicer:
             raise InvalidRequest(
                 "a canary's share is more than 0 and less than 1", field="canary_share"
             )
-        upgrades, services = self._loop.upgrades, _runs(after)
+        upgrades, services = self._view.upgrades, _runs(after)
         changed = [
             s for s, each in upgrades.items() if services.get(s, each.settled) != each.settled
         ]
@@ -295,10 +278,10 @@ class AdminServicer:
     ) -> tuple[int, list[pb.DesiredChange]]:
         author, reason = _words(author, "author"), _words(reason, "reason")
         after = await self._texts.run(partial(read, text))
-        current = await self._store.version()
+        current = await self._view.desired.version()
         if current is not None and current.text == text and expected in (None, current.version):
             return current.version, []
-        compared = await self._texts.run(partial(_compared, current or self._loop.desired, after))
+        compared = await self._texts.run(partial(_compared, current or self._view.version, after))
         changes = compared.changes
         is_emptied = not after.groups and compared.had_groups
         if is_emptied and not allow_empty:
@@ -312,7 +295,7 @@ class AdminServicer:
             self._check_canary(canary_share, after)
         if not self._leadership()[0]:
             raise Unavailable("this master has just ceased to lead; nothing was changed")
-        applied = await self._store.apply(
+        applied = await self._view.desired.apply(
             text,
             expected_version=expected,
             author=author,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
-from pdmesh.core.groups.observed import GroupTracker
 from pdmesh.core.health.fault_levels import level_of
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.placement.fleet import (
@@ -27,13 +27,12 @@ from pdmesh.core.placement.fleet import (
 )
 from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.errors import InvalidRequest
-from pdmesh.events.v1.events_pb2 import FaultReport, GroupChanged, HealthChanged, InstanceLoad
+from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged, InstanceLoad
 from pdmesh.net import subjects
-from pdmesh.net.bus import Bus, Message, Subscription
-from pdmesh.net.events import EventOrder, EventPublisher, SequenceGate, decode_event
-from pdmesh.net.nats.board import Board, BoardView
+from pdmesh.net.bus import Bus, Message
+from pdmesh.net.events import EventOrder, SequenceGate, decode_event
+from pdmesh.net.nats.board import Board
 from pdmesh.net.registry import RecordChanged, RegistryView
-from pdmesh.net.tasks import together
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 
 log = structlog.get_logger(__name__)
@@ -42,29 +41,29 @@ _JUDGE: Final = "health-monitor"
 _JUDGE_AWAY_S: Final = 10.0  # a restart takes less
 
 
+@dataclass(frozen=True, slots=True)
+class JudgeBoards:
+    """Where the health-monitor writes: who is alive, and who is faulty."""
+
+    health: Board[HealthChanged]
+    faults: Board[FaultReport]
+
+
 class FleetFeed:
-    """`is_leader` says whether this process may announce groups."""
+    """`on_change` is called when other instances may be there, or be well."""
 
     def __init__(
         self,
         fleet: Fleet,
-        groups: GroupTracker,
         bus: Bus,
         view: RegistryView,
-        board: Board[HealthChanged],
-        faults: Board[FaultReport],
-        publisher: EventPublisher,
-        is_leader: Callable[[], bool],
+        boards: JudgeBoards,
+        on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet, self._groups = fleet, groups
-        self._bus, self._view, self._publisher = bus, view, publisher
-        self._board, self._faults = board, faults
-        self._is_leader, self._clock = is_leader, clock
+        self._fleet, self._bus, self._view, self._boards = fleet, bus, view, boards
+        self._on_change, self._clock = on_change, clock
         self._gate = SequenceGate()
-        self._subscription: Subscription | None = None
-        self._views: list[BoardView[HealthChanged] | BoardView[FaultReport]] = []
-        self._has_changed = asyncio.Event()
         self._judge_seen_at = clock()
         self._is_judge_lost = False
 
@@ -73,21 +72,17 @@ class FleetFeed:
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._on_record(RecordChanged(record.instance_id, record))
-        self._views = [
-            self._board.watch(self._on_verdict),
-            self._faults.watch(self._on_fault, self._on_fault_gone),
-        ]
-        self._subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
+        views = (
+            self._boards.health.watch(self._on_verdict),
+            self._boards.faults.watch(self._on_fault, self._on_fault_gone),
+        )
+        subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
         try:
-            await together(self._announce_groups(), self._mind_the_judge())
+            await self._mind_the_judge()
         finally:
-            await self._subscription.unsubscribe()
-            for each in self._views:
+            await subscription.unsubscribe()
+            for each in views:
                 await each.close()
-
-    def wake(self) -> None:
-        """Our leadership changed: announce what was not announced."""
-        self._has_changed.set()
 
     def _on_record(self, change: RecordChanged) -> None:
         if change.record is None:
@@ -95,7 +90,7 @@ class FleetFeed:
             self._gate.forget(change.instance_id)
         elif identity := identity_from(change.record):
             self._fleet.handle(InstanceRecorded(identity), self._clock())
-        self._has_changed.set()
+        self._on_change()
 
     def _on_verdict(self, verdict: HealthChanged) -> None:
         try:
@@ -106,7 +101,7 @@ class FleetFeed:
         self._is_judge_lost = False
         judged = HealthJudged(verdict.instance_id, verdict.instance_incarnation, health)
         self._fleet.handle(judged, self._clock())
-        self._has_changed.set()
+        self._on_change()
 
     def _on_fault(self, report: FaultReport) -> None:
         judged = FaultJudged(
@@ -118,7 +113,7 @@ class FleetFeed:
             report.since.ToMicroseconds() / 1e6,
         )
         self._fleet.handle(judged, self._clock())
-        self._has_changed.set()
+        self._on_change()
 
     def _on_fault_gone(self, instance_id: str) -> None:
         self._fleet.handle(FaultForgotten(instance_id), self._clock())
@@ -148,24 +143,6 @@ class FleetFeed:
             self._clock(),
         )
 
-    async def _announce_groups(self) -> None:
-        while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
-            if not self._is_leader():
-                continue  # `wake` comes with the leadership: a new leader announces what it finds
-            for change in self._groups.observe(self._fleet.instances.values()):
-                await self._publisher.publish(
-                    subjects.group_changed(change.group_id),
-                    GroupChanged(
-                        group_id=change.group_id,
-                        scenario=change.scenario,
-                        prefill_ids=change.prefill_ids,
-                        decode_ids=change.decode_ids,
-                        fusion_ids=change.fusion_ids,
-                    ),
-                )
-
     async def _mind_the_judge(self) -> None:
         """Notice a lost health-monitor: without one, no suspicion would ever be cleared."""
         while True:
@@ -177,5 +154,5 @@ class FleetFeed:
                 self._is_judge_lost = True
                 log.warning("fleet.judge_lost")
                 self._fleet.handle(JudgeLost(), now)
-                self._has_changed.set()
+                self._on_change()
             await asyncio.sleep(1.0)

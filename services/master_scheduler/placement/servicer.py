@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -40,21 +41,28 @@ _UNTRACED: Final = nullcontext(INVALID_SPAN)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class PlanningCores:
+    """What answers a query: who may serve it, who holds its prefix, and how long others wait."""
+
+    placement: Placement
+    index: PrefixIndex
+    backpressure: Backpressure
+
+
 class SchedulerServicer:
     """`leadership` returns (whether this process leads, its epoch) now."""
 
     def __init__(
         self,
-        placement: Placement,
-        index: PrefixIndex,
+        cores: PlanningCores,
         groups: GroupTracker,
-        backpressure: Backpressure,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._placement, self._index, self._groups = placement, index, groups
-        self._backpressure = backpressure
+        self._placement, self._index = cores.placement, cores.index
+        self._backpressure, self._groups = cores.backpressure, groups
         self._view, self._leadership, self._clock = view, leadership, clock
 
     async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:  # noqa: N802

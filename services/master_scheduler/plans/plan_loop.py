@@ -45,7 +45,6 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
-from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.ratio.loop import (
     AskMoves,
     Decided,
@@ -59,13 +58,12 @@ from pdmesh.core.ratio.model import Profile
 from pdmesh.core.ratio.role_loads import RoleLoads
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
-from pdmesh.net.nats.desired_store import ADJUSTED, DesiredStore
 from pdmesh.services.master_scheduler.groups.desired_convert import (
     adjustments_to,
     entries_from,
     pending_from,
 )
-from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.plans.ratio_convert import (
     decision_to,
     move_text,
@@ -87,9 +85,7 @@ class PlanLoop:
 
     def __init__(
         self,
-        fleet: Fleet,
-        groups: GroupLoop,
-        store: DesiredStore,
+        groups: GroupReconciler,
         windows: ScenarioWindows,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
@@ -97,7 +93,7 @@ class PlanLoop:
         window_s: float = WINDOW_S,
     ) -> None:
         self._window_s = window_s
-        self._fleet, self._groups, self._store = fleet, groups, store
+        self._groups = groups
         self._windows, self._closed_at = windows, clock()
         self._ratio, self._loads = RatioController(_limits(window_s)), RoleLoads()
         self._leadership, self._clock, self._wall = leadership, clock, wall
@@ -135,9 +131,9 @@ class PlanLoop:
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
             self._windows.serve(())
-            self._schedule, self._lines = Schedule((), fired=dict(self._groups.fired)), None
+            self._schedule, self._lines = Schedule((), fired=dict(self._groups.view.fired)), None
             self.decisions.clear()
-        self._loads.sample(list(self._fleet.instances.values()), self._clock())
+        self._loads.sample(list(self._groups.view.fleet.instances.values()), self._clock())
         loads = self._loads
         blanks = self._groups.blanks()
         shapes = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
@@ -208,7 +204,7 @@ class PlanLoop:
         reports = self._groups.controller.reports
         return frozenset(
             scenario
-            for scenario, upgrade in self._groups.upgrades.items()
+            for scenario, upgrade in self._groups.view.upgrades.items()
             if upgrade.current
             and not (
                 is_out
@@ -231,7 +227,7 @@ class PlanLoop:
 
         Schedules fire only once.
         """
-        for left in pending_from(self._groups.adjustments):
+        for left in pending_from(self._groups.view.desired.adjustments):
             plan, age_s = left.plan, self._wall() - left.plan.asked_at
             if age_s > RESUME_WITHIN_S:
                 plan = replace(plan, moves=plan.moves[: left.is_moving])
@@ -402,14 +398,13 @@ class PlanLoop:
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
-        stored = self._groups.adjustments
+        book = self._groups.view.desired
+        stored = book.adjustments
         message = adjustments_to(known, self._schedule.fired, pending, stored.epoch)
         if message == stored:
             return
         message.epoch = self._epoch
-        last = self._groups.revision_of(ADJUSTED)  # nothing was awaited since the look at them
-        revision = await self._store.adjust(message, last)
-        self._groups.take_adjustments(message, revision)
+        await book.adjust(message)  # nothing was awaited since the look at them
 
 
 def _limits(window_s: float) -> RatioLimits:

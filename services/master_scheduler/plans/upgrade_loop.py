@@ -16,7 +16,6 @@ from pdmesh.core.groups.adjustments import adjusted
 from pdmesh.core.groups.revisions import Upgrade, shares
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.model import Role
-from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     AnnounceUpgradeStep,
@@ -35,8 +34,8 @@ from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflic
 from pdmesh.events.v1.events_pb2 import UpgradeStep
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats.desired_store import UPGRADES, DesiredStore
-from pdmesh.services.master_scheduler.groups.group_loop import KV_TRANSPORT, GroupLoop
+from pdmesh.services.master_scheduler.groups.cluster_view import KV_TRANSPORT
+from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_to
 from pdmesh.telemetry import metrics, names
 
@@ -64,22 +63,20 @@ class UpgradeLoop:
 
     def __init__(
         self,
-        fleet: Fleet,
-        groups: GroupLoop,
-        store: DesiredStore,
+        groups: GroupReconciler,
         plans: Plans,
         publisher: EventPublisher,
         leadership: Callable[[], tuple[bool, int]],
         on_shares: Callable[[Mapping[str, float]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet, self._groups, self._store, self._plans = fleet, groups, store, plans
+        self._groups, self._view, self._plans = groups, groups.view, plans
         self._publisher, self._leadership, self._clock = publisher, leadership, clock
         self._on_shares = on_shares
         self._epoch = 0
         self._controller = UpgradeController(KV_TRANSPORT)
         self._lost_versions: set[int] = set()
-        self._turn = asyncio.Lock()  # held from the look at a record until the result is written
+        self._deciding = asyncio.Lock()  # held from a look at a record until the result is written
         groups.on_step = self._on_step
 
     @property
@@ -101,14 +98,14 @@ class UpgradeLoop:
     async def round(self) -> None:
         """Look, decide and write, if this master leads and its group loop acts."""
         # On every master: any of them may plan the next moment.
-        self._on_shares(shares(self._groups.upgrades.values()))
-        async with self._turn:
+        self._on_shares(shares(self._view.upgrades.values()))
+        async with self._deciding:
             await self._look()
 
     async def _look(self) -> None:
         is_leader, epoch = self._leadership()
         current, observed = self._groups.current, self._groups.observed
-        version = self._groups.desired
+        version = self._view.version
         if not is_leader or current is None or version is None or observed is None:
             return
         if (observed.epoch, observed.version) != (epoch, version.version):
@@ -119,7 +116,7 @@ class UpgradeLoop:
         look = observe(
             asked,
             adjusted(asked, known),
-            self._groups.upgrades,
+            self._view.upgrades,
             observed,
             self._groups.controller.reports,
             Surroundings(
@@ -138,10 +135,10 @@ class UpgradeLoop:
 
         `scenario` empty: of all scenarios.
         """
-        async with self._turn:  # a canary that is being rolled back must not be promoted
+        async with self._deciding:  # a canary that is being rolled back must not be promoted
             chosen: list[Upgrade] = [
                 each
-                for name, each in sorted(self._groups.upgrades.items())
+                for name, each in sorted(self._view.upgrades.items())
                 if each.canary_share and scenario in ("", name)
             ]
             now = self._clock()
@@ -165,7 +162,7 @@ class UpgradeLoop:
     def _unwell(self) -> Mapping[Cell, Mapping[str, str]]:
         """Instances with a fault of their own, even if only suspected."""
         found: dict[Cell, dict[str, str]] = {}
-        for instance in self._fleet.instances.values():
+        for instance in self._view.fleet.instances.values():
             fault = instance.fault
             own = [r for r in fault.reasons if not r.startswith(_OF_HARDWARE)] if fault else []
             if own and fault is not None and fault.level:
@@ -184,32 +181,30 @@ class UpgradeLoop:
                     await self._tell(effect)
 
     async def _keep(self, effects: Sequence[Effect]) -> None:
-        upgrades = dict(self._groups.upgrades)
+        upgrades = dict(self._view.upgrades)
         for effect in effects:
             match effect:
                 case KeepRecord(upgrade):
                     upgrades[upgrade.scenario] = upgrade
                 case DropRecord(scenario):
                     upgrades.pop(scenario, None)
-        if upgrades == self._groups.upgrades:
+        if upgrades == self._view.upgrades:
             return
         is_leader, epoch = self._leadership()
         if not is_leader:
             raise NotLeader("this master has just ceased to lead")
         message = upgrades_to(upgrades, epoch)
-        last = self._groups.revision_of(UPGRADES)  # nothing was awaited since the look at them
-        revision = await self._store.keep_upgrades(message, last)
-        self._groups.take_upgrades(message, revision)
+        await self._view.desired.keep_upgrades(message)  # nothing was awaited since the look
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
         """Level-triggered: the next look retries a failure, unless the version no longer exists."""
-        before = await self._store.version(effect.version)
+        before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)
             self._lost_versions.add(effect.version)
             return
-        applied = await self._store.apply(
+        applied = await self._view.desired.apply(
             before.text, expected_version=effect.bad, author=_AUTHOR, reason=effect.reason
         )
         log.warning(

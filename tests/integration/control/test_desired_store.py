@@ -19,9 +19,10 @@ async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
     store = desired_store(bus)
     assert await store.version() is None
     seen: list[int] = []
-    view = store.watch(lambda: seen.append(view.current.version if view.current else 0))
+    view = store.book()
+    view.follow(lambda: seen.append(view.current.version if view.current else 0))
     for i, text in enumerate(("a: 1", "a: 2", "a: 1")):
-        applied = await store.apply(text, expected_version=i, author="ann", reason="because")
+        applied, _ = await store.apply(text, expected_version=i, author="ann", reason="because")
         assert applied.version == i + 1
     await until(lambda: seen[-1:] == [3])
     kept = [await store.version(number) for number in (0, 1, 2, 3, 9)]
@@ -34,7 +35,8 @@ async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     with pytest.raises(VersionConflict):
         await store.apply("a: 2", expected_version=0, author="bob", reason="")
-    assert (await store.apply("a: 2", expected_version=None, author="bob", reason="")).version == 2
+    applied, _ = await store.apply("a: 2", expected_version=None, author="bob", reason="")
+    assert applied.version == 2
 
 
 async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> None:
@@ -45,8 +47,8 @@ async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> 
     applied = await asyncio.gather(
         *(store.apply(f"a: {i}", expected_version=None, author="ann", reason="") for i in range(4))
     )
-    assert sorted(version.version for version in applied) == [1, 2, 3, 4]
-    last = max(applied, key=lambda version: version.version)
+    assert sorted(version.version for version, _ in applied) == [1, 2, 3, 4]
+    last, _ = max(applied, key=lambda each: each[0].version)
     assert (found := await store.version()) is not None
     assert found.text == last.text
 
@@ -56,7 +58,8 @@ async def test_the_desired_state_outlives_the_store(
     bus: NatsBus, server: servers.TestServer
 ) -> None:
     store = desired_store(bus)
-    view = store.watch(lambda: None)
+    view = store.book()
+    view.follow(lambda: None)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     await until(lambda: view.current is not None)
     server.kill()
@@ -72,7 +75,8 @@ async def test_the_desired_state_outlives_the_store(
 @pytest.mark.fault("F21")
 async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
     store, board = desired_store(bus), out_of_service_board(bus)
-    desired, view = store.watch(lambda: None), board.watch(lambda _: None)
+    desired, view = store.book(), board.watch(lambda _: None)
+    desired.follow(lambda: None)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     entry = OutOfService(instance_id="blank-1", mode=LEAVE_MODE_AT_ONCE, reason="ECC")
     for instance_id in ("blank-1", "blank-2"):
@@ -86,7 +90,7 @@ async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
     await until(lambda: view.missing and desired.missing)
     await until(lambda: view.is_current and desired.is_current)
     assert (view.missing, view.known) == ({"blank-1"}, {"blank-1": entry})
-    await store.restore(desired)
+    await desired.restore()
     view.wrote("blank-1", entry, await board.write("blank-1", entry, last=view.revision("blank-1")))
     assert await store.version() == before
     with pytest.raises(VersionConflict):

@@ -14,6 +14,7 @@ from pdmesh.core.health.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
 from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import BoardView, fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
@@ -77,10 +78,8 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
     registry = NatsRegistry(bus, LEASE_S)
     view = await registry.watch()
     board = fault_board(bus)
-    publisher = EventPublisher(bus, "hm", 1)
-    watch = FaultWatch(
-        bus, view, publisher, board, out_of_service_board(bus), lease_s=LEASE_S, policy=POLICY
-    )
+    link = MeshLink(bus, view, EventPublisher(bus, "hm", 1))
+    watch = FaultWatch(link, board, out_of_service_board(bus), lease_s=LEASE_S, policy=POLICY)
     task = asyncio.create_task(watch.run())
     site = Site(bus, registry, board.watch(lambda _: None), task)
     for instance_id in ("decode-0", "decode-1", "decode-2"):
@@ -173,7 +172,7 @@ async def test_reports_outlive_the_monitor_and_the_next_one_clears_what_nobody_s
     assert site.board.known["decode-0"].level == 2
     view = await site.registry.watch()
     second = FaultWatch(
-        site.bus, view, EventPublisher(site.bus, "hm-2", 2), fault_board(site.bus),
+        MeshLink(site.bus, view, EventPublisher(site.bus, "hm-2", 2)), fault_board(site.bus),
         out_of_service_board(site.bus), lease_s=LEASE_S, policy=POLICY,
     )  # fmt: skip
     site.task = asyncio.create_task(second.run())

@@ -25,6 +25,7 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.grpc import rpc
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
@@ -321,7 +322,10 @@ async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the
     """
     view = await NatsRegistry(bus, LEASE_S).watch()
     monitor = HealthMonitor(
-        bus, view, EventPublisher(bus, "hm", 1), health_board(bus), lease_s=LEASE_S, forget_s=60.0
+        MeshLink(bus, view, EventPublisher(bus, "hm", 1)),
+        health_board(bus),
+        lease_s=LEASE_S,
+        forget_s=60.0,
     )
     watching = asyncio.create_task(monitor.run())
     fleet = leader.master.fleet

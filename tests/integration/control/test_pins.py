@@ -24,6 +24,7 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
@@ -132,7 +133,8 @@ class Leader:
         events = EventPublisher(self.bus, "master-0", 1)
         leads = lambda: (self.epoch > 0, self.epoch)  # noqa: E731
         clock = lambda: self.now  # noqa: E731
-        return Pins(pin_board(self.bus), self.index, self.view, events, b"k", leads, clock)  # type: ignore[arg-type]  # a view
+        link = MeshLink(self.bus, self.view, events)  # type: ignore[arg-type]  # a view
+        return Pins(pin_board(self.bus), self.index, link, b"k", leads, clock)
 
     def request(self, pin_id: str = "a", **changes: object) -> pb.AddPinRequest:
         fields = {

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.groups.observed import GroupTracker
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import Identity
@@ -94,17 +93,7 @@ class Master:
     def __init__(self) -> None:
         self.fleet, self.now = Fleet(), 0.0
         unused: Any = None
-        self._feed = FleetFeed(
-            self.fleet,
-            GroupTracker(),
-            MemoryBus(),
-            unused,
-            unused,
-            unused,
-            unused,
-            bool,
-            lambda: self.now,
-        )
+        self._feed = FleetFeed(self.fleet, MemoryBus(), unused, unused, clock=lambda: self.now)
         for name in NAMES:
             role = Role(name.partition("-")[0])
             identity = Identity(name, 1, role, "g", "default", "m", "f", 64, 8, 100, 4096)

@@ -11,16 +11,21 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.net.nats.usage_store import UsageStore
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
-from pdmesh.services.master_scheduler.groups.group_loop import GroupLoop
+from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
 from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
+from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
+from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
@@ -47,68 +52,42 @@ class Site:
         self.leadership = (True, 1)
         self.fleet = Fleet()
         self.store: DesiredStore = DesiredStore(self.desired_bucket)  # type: ignore[arg-type]  # a fake
-        self._loops: list[GroupLoop] = []
+        self._views: list[ClusterView] = []
 
     async def start(self) -> None:
         """A new process: it knows what the registry says."""
         board: Board[OutOfService] = Board(self.out_of_service_bucket, OutOfService)  # type: ignore[arg-type]  # a fake
         view = MemoryView(self.registry)
         self.out_of_service = OutOfServiceBook(board, self.fleet, lambda: self.leadership)
-        self.loop = GroupLoop(
-            self.fleet,
-            view,
-            MemoryAssignments(self.given),
-            self.store,
-            self.out_of_service,
-            EventPublisher(MemoryBus(), "master", 1),
-            lambda: self.leadership,
-            lambda: 0.0,
+        assignments = MemoryAssignments(self.given)
+        self.view = ClusterView(
+            self.fleet, view, assignments, self.store, self.out_of_service, lambda: 0.0
         )
-        self._loops.append(self.loop)
-        self.plans = PlanLoop(
-            self.fleet,
-            self.loop,
-            self.store,
-            ScenarioWindows(),
-            lambda: self.leadership,
-            lambda: 0.0,
-        )
+        self._views.append(self.view)
+        leads = lambda: self.leadership  # noqa: E731
+        events = EventPublisher(MemoryBus(), "master", 1)
+        self.loop = GroupReconciler(self.view, events, leads, lambda: 0.0)
+        self.plans = PlanLoop(self.loop, ScenarioWindows(), leads, lambda: 0.0)
         self.shares: dict[str, float] = {}
         self.upgrades = UpgradeLoop(
-            self.fleet,
-            self.loop,
-            self.store,
-            self.plans,
-            EventPublisher(MemoryBus(), "master", 1),
-            lambda: self.leadership,
-            self.shares.update,
-            lambda: 0.0,
+            self.loop, self.plans, events, leads, self.shares.update, lambda: 0.0
         )
-        self.admin = AdminServicer(
-            AdminAccess(""),
-            self.loop,
-            self.upgrades,
-            self.plans,
-            self.store,
-            self.out_of_service,
-            self._pins(view),
-            view,
-            lambda: self.leadership,
-            pb.UsageBook,
-        )
-        opening = asyncio.create_task(self.loop.open())
+        usage = UsageLoop(self.loop, UsageStore(MemoryBucket()), leads)  # type: ignore[arg-type]  # a fake
+        pins = self._pins(MeshLink(MemoryBus(), view, events))  # type: ignore[arg-type]  # a fake
+        loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins)
+        self.admin = AdminServicer(AdminAccess(""), loops, leads)
+        opening = asyncio.create_task(self.view.open())
         await asyncio.sleep(0)
         self.reopen()
         await opening
 
-    def _pins(self, view: MemoryView) -> Pins:
+    def _pins(self, link: MeshLink) -> Pins:
         board: Board[pb.Pin] = Board(self.out_of_service_bucket, pb.Pin)  # type: ignore[arg-type]  # a fake; never opened
-        events = EventPublisher(MemoryBus(), "master", 1)
-        return Pins(board, PrefixIndex(), view, events, b"k", lambda: self.leadership)
+        return Pins(board, PrefixIndex(), link, b"k", lambda: self.leadership)
 
     async def close(self) -> None:
-        for loop in self._loops:
-            await loop.close()
+        for view in self._views:
+            await view.close()
 
     def reopen(self) -> None:
         for watch in (*self.desired_bucket.watches, *self.out_of_service_bucket.watches):

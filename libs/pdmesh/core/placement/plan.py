@@ -217,6 +217,10 @@ class Placement:
             predictor.whole_s(prefills[0].instance.kind, query.num_prompt_tokens),
         )
 
+    def share_requests(self, shares: Mapping[str, float]) -> None:
+        """From now on each canary's group gets this share of its scenario's requests."""
+        self.shares = shares
+
     def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
         """Every set of instances that together can serve the query."""
         if self._cells_version != self.fleet.version or len(self._cells) > _MAX_CELL_SETS:

@@ -53,6 +53,15 @@ class Board(Generic[M]):
         except WrongRevision as exc:
             raise VersionConflict(f"somebody else changed {instance_id} just now") from exc
 
+    async def read(self) -> dict[str, M]:
+        """All entries once, by instance id; waits for the store if it is away."""
+        view = self.watch(lambda _: None)
+        try:
+            await view.loaded.wait()
+            return dict(view.known)
+        finally:
+            await view.close()
+
     def watch(
         self, on_entry: Callable[[M], None], on_gone: Callable[[str], None] = lambda _: None
     ) -> BoardView[M]:

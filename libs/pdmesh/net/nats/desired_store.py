@@ -59,24 +59,24 @@ class DesiredStore:
         author: str,
         reason: str,
         canary_share: float = 0.0,
-    ) -> DesiredVersion:
-        """Make `text` the next version; raises VersionConflict unless the expected one is current.
+    ) -> tuple[DesiredVersion, int]:
+        """Make `text` the next version; it, and the revision of its key.
 
-        Without an expected version it replaces any current one, even if another writer applies at
-        the same time: it tries a few times.
+        Raises VersionConflict unless the expected one is current. Without an expected version it
+        replaces any current one, even if another writer applies at the same time: it tries a few
+        times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
+        after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)
         while True:
             num_tries -= 1
             try:
-                return await self._apply_once(text, expected_version, author, reason, canary_share)
+                return after, await self._apply_once(after, expected_version)
             except VersionConflict:
                 if not num_tries:
                     raise
 
-    async def _apply_once(
-        self, text: str, expected_version: int | None, author: str, reason: str, canary_share: float
-    ) -> DesiredVersion:
+    async def _apply_once(self, after: DesiredVersion, expected_version: int | None) -> int:
         found = await self._get_current()
         current = _parse(found)
         number = current.version if current is not None else 0
@@ -84,21 +84,17 @@ class DesiredStore:
             raise VersionConflict(f"version {number} is current, not {expected_version}")
         if current is not None:
             await self._bucket.put(_key(number), _encode(current))
-        after = DesiredVersion(
-            version=number + 1,
-            text=text,
-            author=author,
-            reason=reason,
-            canary_share=canary_share,
-        )
+        after.version = number + 1
         after.applied_at.GetCurrentTime()
         try:
-            await self._bucket.put(_CURRENT, _encode(after), last=found.revision if found else 0)
+            revision = await self._bucket.put(
+                _CURRENT, _encode(after), last=found.revision if found else 0
+            )
         except WrongRevision as exc:
             raise VersionConflict("somebody else changed the desired state just now") from exc
         if number > VERSIONS_KEPT:
             await self._bucket.delete(_key(number - VERSIONS_KEPT))
-        return after
+        return revision
 
     async def adjust(self, adjustments: Adjustments, last: int) -> int:
         """Replace the adjustments as they were at revision `last` (0: none); returns the new
@@ -123,28 +119,8 @@ class DesiredStore:
         except WrongRevision as exc:
             raise VersionConflict(f"somebody else wrote {key} just now") from exc
 
-    async def restore(self, view: DesiredView) -> None:
-        """Put back what the bucket lost and the view still knows, unless written since (F21).
-
-        Earlier versions are lost: no process keeps them in memory.
-        """
-        known: dict[str, Message | None] = {
-            _CURRENT: view.current,
-            ADJUSTED: view.adjustments,
-            UPGRADES: view.upgrades,
-        }
-        for key in sorted(view.missing):
-            message = known[key]
-            assert message is not None
-            try:
-                view.revisions[key] = await self._bucket.put(key, _encode(message), last=0)
-                log.warning("desired.restored", key=key)
-            except WrongRevision:
-                log.info("desired.not_restored", key=key)
-            view.missing.discard(key)
-
-    def watch(self, on_change: Callable[[], None]) -> DesiredView:
-        return DesiredView(self._bucket, on_change)
+    def book(self) -> DesiredBook:
+        return DesiredBook(self, self._bucket)
 
     def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
         """Deliver the current version, whenever it changes, and again after an outage."""
@@ -169,28 +145,31 @@ class DesiredStore:
         return await self._bucket.get(_CURRENT)
 
 
-class DesiredView:
-    """The current version, its adjustments and upgrades, followed.
+class DesiredBook:
+    """The desired state as the leading master reads and writes it: own writes show at once.
 
-    They stay while the store is away, and if the store is wiped.
+    `follow` opens it. What it knows stays while the store is away, and if the store is wiped.
     """
 
-    def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
+    def __init__(self, store: DesiredStore, bucket: KvBucket) -> None:
+        self._store, self._bucket = store, bucket
         self.current: DesiredVersion | None = None
         self.adjustments = Adjustments()
         self.upgrades = Upgrades()
         self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
-        self.revisions: dict[
-            str, int
-        ] = {}  # of each key as it is known here; a write is compared with it
-        self._on_change = on_change
+        self._revisions: dict[str, int] = {}  # as they are known here, to compare a write with
+        self._on_change: Callable[[], None] = lambda: None
         self._seen: set[str] = set()  # keys that the bucket had, ever
         self._unseen: set[str] = set()  # of them, before the watch opened again
         self._loaded = {key: asyncio.Event() for key in _KEYS}
-        self._watches = [self._follow(bucket, key) for key in _KEYS]
+        self._watches: list[KvWatch] = []
 
-    def _follow(self, bucket: KvBucket, key: str) -> KvWatch:
-        return bucket.watch(
+    def follow(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._watches = [self._watch(key) for key in _KEYS]
+
+    def _watch(self, key: str) -> KvWatch:
+        return self._bucket.watch(
             self._on_entry, lambda: self._on_loaded(key), lambda: self._on_reset(key), key=key
         )
 
@@ -199,7 +178,7 @@ class DesiredView:
         """False while the store is away or not fully read: the view is no basis for decisions
         then.
         """
-        return all(watch.is_live for watch in self._watches)
+        return bool(self._watches) and all(watch.is_live for watch in self._watches)
 
     async def until_loaded(self) -> None:
         for loaded in self._loaded.values():
@@ -215,37 +194,87 @@ class DesiredView:
     def _on_loaded(self, key: str) -> None:
         if key in self._unseen:  # these keys are never deleted: the bucket was wiped
             self._unseen.discard(key)
-            self.revisions.pop(key, None)
+            self._revisions.pop(key, None)
             self.missing.add(key)
             log.warning("desired.lost", key=key)
             self._on_change()
         self._loaded[key].set()
 
-    def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
-        """They have just been written."""
+    async def version(self, number: int = 0) -> DesiredVersion | None:
+        """From the store, as `DesiredStore.version`."""
+        return await self._store.version(number)
+
+    async def apply(
+        self,
+        text: str,
+        *,
+        expected_version: int | None,
+        author: str,
+        reason: str,
+        canary_share: float = 0.0,
+    ) -> DesiredVersion:
+        """As `DesiredStore.apply`."""
+        applied, revision = await self._store.apply(
+            text,
+            expected_version=expected_version,
+            author=author,
+            reason=reason,
+            canary_share=canary_share,
+        )
+        if self._is_latest(_CURRENT, revision):
+            self.current = applied
+            self._on_change()
+        return applied
+
+    async def adjust(self, adjustments: Adjustments) -> None:
+        """Replace the adjustments that are known here; raises as `DesiredStore.adjust`."""
+        revision = await self._store.adjust(adjustments, self._revisions.get(ADJUSTED, 0))
         if self._is_latest(ADJUSTED, revision):
             self.adjustments = adjustments
+            self._on_change()
 
-    def take_upgrades(self, upgrades: Upgrades, revision: int) -> None:
-        """They have just been written."""
+    async def keep_upgrades(self, upgrades: Upgrades) -> None:
+        """Replace the upgrades that are known here; raises as `DesiredStore.adjust`."""
+        revision = await self._store.keep_upgrades(upgrades, self._revisions.get(UPGRADES, 0))
         if self._is_latest(UPGRADES, revision):
             self.upgrades = upgrades
+            self._on_change()
+
+    async def restore(self) -> None:
+        """Put back what the bucket lost and the book still knows, unless written since (F21).
+
+        Earlier versions are lost: no process keeps them in memory.
+        """
+        known: dict[str, Message | None] = {
+            _CURRENT: self.current,
+            ADJUSTED: self.adjustments,
+            UPGRADES: self.upgrades,
+        }
+        for key in sorted(self.missing):
+            message = known[key]
+            assert message is not None
+            try:
+                self._revisions[key] = await self._bucket.put(key, _encode(message), last=0)
+                log.warning("desired.restored", key=key)
+            except WrongRevision:
+                log.info("desired.not_restored", key=key)
+            self.missing.discard(key)
 
     def _is_latest(self, key: str, revision: int) -> bool:
         """Of an own write: another's later write may have arrived before the answer to it."""
-        if revision < self.revisions.get(key, 0):
+        if revision < self._revisions.get(key, 0):
             return False
         self._seen.add(key)
-        self.revisions[key] = revision
+        self._revisions[key] = revision
         return True
 
     def _on_entry(self, entry: KvEntry) -> None:
         is_reopening = entry.key in self._unseen
         self._unseen.discard(entry.key)
         self.missing.discard(entry.key)
-        if entry.revision < self.revisions.get(entry.key, 0) and not is_reopening:
+        if entry.revision < self._revisions.get(entry.key, 0) and not is_reopening:
             return  # the own write is later than that
-        self.revisions[entry.key] = entry.revision
+        self._revisions[entry.key] = entry.revision
         if entry.key == _CURRENT:
             self._on_current(entry)
         elif entry.key == ADJUSTED:

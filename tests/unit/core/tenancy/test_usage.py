@@ -101,7 +101,7 @@ def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_le
 
 
 class Site:
-    """As much of a GroupLoop as the usage loop looks at, over a world of pure instances and a
+    """As much of a GroupReconciler as the usage loop looks at, over a world of pure instances and a
     bucket in memory.
     """
 
@@ -117,8 +117,12 @@ class Site:
         return self.world.desired, {}
 
     @property
-    def desired(self) -> object:
-        """The version that is applied."""
+    def view(self) -> Site:
+        return self
+
+    @property
+    def version(self) -> object:
+        """The one that is applied."""
         return self.world.version or None
 
     def new_loop(self) -> UsageLoop:

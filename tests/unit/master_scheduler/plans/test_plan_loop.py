@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from pdmesh.core.groups.desired import (
     ScheduleLine,
 )
 from pdmesh.core.groups.facts import Observed
-from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
@@ -62,7 +62,7 @@ DESIRED = Desired(
 
 
 class Site:
-    """As much of a GroupLoop and a DesiredStore as the plan loop uses, over a world of pure
+    """As much of a GroupReconciler and its view as the plan loop uses, over a world of pure
     instances.
     """
 
@@ -79,7 +79,7 @@ class Site:
     def new_loop(self) -> PlanLoop:
         site: Any = self
         return PlanLoop(
-            self.fleet, site, site, self.windows, lambda: (True, self.world.epoch),
+            site, self.windows, lambda: (True, self.world.epoch),
             lambda: self.world.now, lambda: self.wall
         )  # fmt: skip
 
@@ -88,33 +88,28 @@ class Site:
         self.world.elect()
         self.loop = self.new_loop()
 
-    async def adjust(self, adjustments: Adjustments, last: int) -> int:
+    @property
+    def view(self) -> SimpleNamespace:
+        """As much of a ClusterView as is read; the site is its book of the desired state."""
+        return SimpleNamespace(
+            fleet=self.fleet,
+            desired=self,
+            upgrades=self.world.upgrades,
+            fired=dict(self.stored.fired),
+        )
+
+    async def adjust(self, adjustments: Adjustments) -> None:
         if not self.is_up:
             raise Unavailable("the store is away")
         self.stored = adjustments
-        return last + 1
-
-    def revision_of(self, key: str) -> int:
-        return 0
 
     @property
     def adjustments(self) -> Adjustments:
         return self.stored
 
-    def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
-        self.stored = adjustments
-
     @property
     def current(self) -> tuple[Desired, dict[str, Adjustment]]:
         return self.desired, adjustments_from(self.stored)
-
-    @property
-    def upgrades(self) -> dict[str, Upgrade]:
-        return self.world.upgrades
-
-    @property
-    def fired(self) -> dict[str, float]:
-        return dict(self.stored.fired)
 
     @property
     def observed(self) -> Observed:

@@ -20,7 +20,7 @@ from pdmesh.errors import InvalidRequest, NotLeader, VersionConflict
 from pdmesh.events.v1.events_pb2 import ErrorReported, Header
 from pdmesh.net.bus import Message
 from pdmesh.net.event_json import to_json
-from pdmesh.services.master_scheduler.groups.group_loop import KV_TRANSPORT
+from pdmesh.services.master_scheduler.groups.cluster_view import KV_TRANSPORT
 from pdmesh.services.master_scheduler.groups.upgrade_convert import upgrades_from, upgrades_to
 from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFinishedJson
 from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
@@ -120,9 +120,9 @@ async def test_a_version_that_cannot_be_restored_is_asked_for_once(
         await site.loop.round()
         await site.upgrades.round()
     assert site.upgrades._lost_versions == {1}
-    assert site.loop.desired is not None
-    assert site.loop.desired.version == 2
-    assert site.loop.upgrades["default"].back
+    assert site.view.version is not None
+    assert site.view.version.version == 2
+    assert site.view.upgrades["default"].back
 
 
 @pytest.mark.req("S24")
@@ -136,19 +136,17 @@ async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(s
     late = site.desired_bucket.watches[-1]
     assert late._key == "upgrades"
     late.is_live = False  # its view lags
-    others = upgrades_to(site.loop.upgrades, epoch=1)
+    others = upgrades_to(site.view.upgrades, epoch=1)
     others.upgrades[0].outcome = "of the other one"
     await site.desired_bucket.put("upgrades", MessageToJson(others).encode())
     with pytest.raises(VersionConflict):
-        await site.store.keep_upgrades(
-            upgrades_to(site.loop.upgrades, 1), site.loop.revision_of("upgrades")
-        )
+        await site.view.desired.keep_upgrades(upgrades_to(site.view.upgrades, 1))
     late.open()
-    assert site.loop.upgrades["default"].outcome == "of the other one"
-    await site.store.keep_upgrades(others, site.loop.revision_of("upgrades"))
+    assert site.view.upgrades["default"].outcome == "of the other one"
+    await site.view.desired.keep_upgrades(others)
     others.epoch = 0
     with pytest.raises(NotLeader):
-        await site.store.keep_upgrades(others, site.loop.revision_of("upgrades"))
+        await site.view.desired.keep_upgrades(others)
 
 
 @pytest.mark.req("S24")
@@ -170,7 +168,7 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
         await apply(text("3"), 0.1)
     promoted = await site.ask("PromoteUpgrade", pb.PromoteUpgradeRequest())
     assert promoted.scenarios == ["default"]
-    assert not site.loop.upgrades["default"].canary_share
+    assert not site.view.upgrades["default"].canary_share
 
 
 @pytest.mark.req("S24")
@@ -196,14 +194,14 @@ async def test_a_canary_that_is_being_turned_back_is_not_promoted(
     monkeypatch.setattr(site.store, "keep_upgrades", keep_slowly)
     _, promoted = await asyncio.gather(site.upgrades.round(), site.upgrades.promote("default"))
     assert promoted == []
-    assert "requests failed" in site.loop.upgrades["default"].back
+    assert "requests failed" in site.view.upgrades["default"].back
 
 
 async def test_a_record_survives_being_stored(site: Site) -> None:
     await site.apply(text("2", options="{num_slots: 4}", role_options="{decode: {num_slots: 8}}"))
     await site.loop.round()
     await site.upgrades.round()
-    known = site.loop.upgrades
+    known = site.view.upgrades
     assert known["default"].target.role_options[Role.DECODE] == {"num_slots": "8"}
     assert upgrades_from(upgrades_to(known, 1)) == known
 

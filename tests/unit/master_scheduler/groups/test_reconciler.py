@@ -122,16 +122,35 @@ async def test_a_wiped_desired_state_and_wiped_cordons_are_written_back(site: Si
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
+async def test_what_a_leader_wrote_counts_before_the_store_tells_it(site: Site) -> None:
+    """Else what it decides next would rest on what it has just changed."""
+    await site.start()
+    for watch in site.desired_bucket.watches:
+        watch.is_live = False  # what it is told comes later
+    book = site.view.desired
+    await book.apply(CHAT, expected_version=None, author="ann", reason="")
+    await book.adjust(pb.Adjustments(epoch=1, fired={"night": 7.0}))
+    await book.keep_upgrades(pb.Upgrades(epoch=1, upgrades=[pb.Upgrade(scenario="default")]))
+    assert site.view.version is not None
+    assert (site.view.version.version, site.view.version.text) == (1, CHAT)
+    assert site.view.fired == {"night": 7.0}
+    assert list(site.view.upgrades) == ["default"]
+    await book.adjust(pb.Adjustments(epoch=1))  # compared with the own write, not with nothing
+    for watch in site.desired_bucket.watches:
+        watch.open()
+    assert site.view.version.text == CHAT
+    assert site.view.fired == {}
+
+
 async def test_what_was_written_after_a_wipe_is_not_overwritten_by_what_was_before(
     site: Site,
 ) -> None:
     await serving(site)
     site.desired_bucket.come_back(is_wiped=True)
-    view = site.loop._desired
-    assert view is not None
+    view = site.view.desired
     await site.apply(UNREADABLE)  # by another, before the watch is open again
     view.missing.add("current")
-    await site.store.restore(view)
+    await view.restore()
     found = await site.store.version()
     assert found is not None
     assert found.text == UNREADABLE

@@ -1,0 +1,34 @@
+"""The loops of the control plane: all run at every master, and act at the leader alone."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from pdmesh.services.master_scheduler.admin.pins import Pins
+from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
+from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
+from pdmesh.services.master_scheduler.usage_loop import UsageLoop
+
+
+@dataclass(frozen=True, slots=True)
+class ControlLoops:
+    """What operators see and change goes through them."""
+
+    groups: GroupReconciler
+    plans: PlanLoop
+    upgrades: UpgradeLoop
+    usage: UsageLoop
+    pins: Pins
+
+    def run(self) -> list[Coroutine[Any, Any, None]]:
+        """They never end; a failure of one is the master's."""
+        return [
+            self.groups.run(),
+            self.plans.run(),
+            self.upgrades.run(),
+            self.usage.run(),
+            self.pins.run(),
+        ]

@@ -1,0 +1,229 @@
+"""Runs the group controller while this master leads.
+
+Input is the view of the cluster; output is assignments, ejections and step events. A round decides
+from one look and writes at once. A write that fails ends the round; the next round looks again.
+Without a current view and a readable desired state nothing is decided: a wrong guess drains a
+fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from pdmesh.core.groups.adjustments import Adjustments
+from pdmesh.core.groups.controller import (
+    Effect,
+    ForgetAssignment,
+    GiveAssignment,
+    GroupController,
+)
+from pdmesh.core.groups.desired import Desired
+from pdmesh.core.groups.facts import (
+    Observed,
+    WantedGroups,
+)
+from pdmesh.core.groups.round import Round
+from pdmesh.core.groups.steps import AnnounceStep
+from pdmesh.errors import NotLeader, Unavailable, VersionConflict
+from pdmesh.events.v1.events_pb2 import GroupStep
+from pdmesh.net import subjects
+from pdmesh.net.assignments import AssignmentBook, StaleView
+from pdmesh.net.events import EventPublisher
+from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
+from pdmesh.services.master_scheduler.groups.group_convert import assignment_to
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+_TICK_S: Final = 0.5  # without any change: for what is overdue
+_GAP_S: Final = 0.02  # changes that come together make one round
+
+
+class GroupReconciler:
+    """`leadership` returns (whether this process leads, its epoch) now."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        publisher: EventPublisher,
+        leadership: Callable[[], tuple[bool, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.view, self._publisher = view, publisher
+        self._leadership, self._clock = leadership, clock
+        self.controller = GroupController()
+        self.observed: Observed | None = None  # in the last round
+        self._observed_round: Round | None = None  # of what was observed
+        self.paused = ""  # why the leader decides nothing now
+        self.on_step: Callable[[AnnounceStep], None] = lambda step: None
+        self._epoch = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._observe_metrics()
+        try:
+            await self.view.open()
+            while True:
+                await self._until_woken()
+                try:
+                    await self.round()
+                except Exception:  # a bug here must not end the planning of requests
+                    log.exception("groups.bug")
+                    await asyncio.sleep(_TICK_S)
+        finally:
+            await self.view.close()
+
+    def wake(self) -> None:
+        """Our leadership changed."""
+        self.view.changed.set()
+
+    @property
+    def current(self) -> tuple[Desired, Adjustments] | None:
+        """As the view's; None while this leader can act on nothing."""
+        return None if self.paused else self.view.current
+
+    def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
+        """Blank instances that may get a role, by region; only of these racks if any are named."""
+        if self.observed is None:
+            return Counter()
+        if self._observed_round is None or self._observed_round.observed is not self.observed:
+            self._observed_round = Round(self.observed)
+        return self._observed_round.num_blanks(racks)
+
+    async def _until_woken(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_S):
+                await self.view.changed.wait()
+                await asyncio.sleep(_GAP_S)
+        self.view.changed.clear()
+
+    async def round(self) -> None:
+        """Look, decide and write, if this master leads and its whole view is current."""
+        is_leader, epoch = self._leadership()
+        if not is_leader:
+            self._pause("", "")
+            return
+        await self.view.read()
+        if stale := self.view.stale():
+            self._pause("stale", f"the view of {stale} is not current")
+            return
+        if epoch != self._epoch:  # times of an earlier leadership have no meaning now
+            self._epoch, self.controller = epoch, GroupController()
+        try:
+            self._check_leadership(epoch)
+            await self.view.desired.restore()
+            await self.view.out_of_service.restore(epoch)
+            if self.view.version is None:
+                self._pause("", "")
+            else:
+                await self._reconcile(self.view.version.version, epoch)
+        except (Unavailable, NotLeader, VersionConflict) as exc:
+            log.info("groups.unavailable", error=exc.message)
+
+    async def _reconcile(self, version: int, epoch: int) -> None:
+        problem, current = self.view.why_unreadable(), self.view.current
+        if problem is None:
+            return  # it has just come: the next round reads it
+        self._pause("unreadable" if problem else "", problem)
+        if current is None:
+            return
+        await self.view.out_of_service.eject_faulty(epoch)
+        self.observed = self.view.observe(epoch, version, current[0])
+        effects = self.controller.handle(self.observed, self._clock())
+        await self._carry_out(effects, self.view.assignments, epoch)
+
+    def _pause(self, reason: str, why: str) -> None:
+        """Each skipped round is counted, each change of the reason logged."""
+        if reason:
+            _skipped.add(1, {names.ATTR_REASON: reason})
+        if why != self.paused:
+            log.warning("groups.paused" if why else "groups.resumed", why=why or self.paused)
+        self.paused = why
+
+    def _check_leadership(self, epoch: int) -> None:
+        if self._leadership() != (True, epoch):
+            raise NotLeader(f"this master leads no more in epoch {epoch}")
+
+    async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
+        """Report steps for what was written, and for what was only seen."""
+        unwritten = {
+            e.instance_id for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)
+        }
+        try:
+            for effect in effects:
+                match effect:
+                    case GiveAssignment(instance_id, assignment):
+                        self._check_leadership(epoch)
+                        await book.write(assignment_to(instance_id, assignment))
+                        unwritten.discard(instance_id)
+                    case ForgetAssignment(instance_id):
+                        self._check_leadership(epoch)
+                        await book.forget(instance_id, epoch)
+                        unwritten.discard(instance_id)
+        except (NotLeader, StaleView) as exc:
+            log.info("groups.overtaken", error=str(exc))
+        finally:
+            for effect in effects:
+                if isinstance(effect, AnnounceStep) and effect.instance_id not in unwritten:
+                    await self._tell(effect, epoch)
+
+    async def _tell(self, step: AnnounceStep, epoch: int) -> None:
+        self.on_step(step)
+        _steps.add(1, {names.ATTR_STEP: step.step})
+        log.info(
+            "group.step",
+            group_id=step.group_id,
+            step=step.step,
+            instance_id=step.instance_id,
+            role=step.role,
+            replaces=step.replaces,
+            detail=step.detail,
+        )
+        await self._publisher.publish(
+            subjects.group_step(step.group_id),
+            GroupStep(
+                group_id=step.group_id,
+                step=step.step,
+                instance_id=step.instance_id,
+                instance_incarnation=step.incarnation,
+                assignment_id=step.assignment_id,
+                role=step.role,
+                replaces=step.replaces,
+                detail=step.detail,
+                epoch=epoch,
+            ),
+        )
+
+    def _observe_metrics(self) -> None:
+        def counts() -> list[tuple[float, dict[str, str]]]:
+            wanted = self.observed.wanted if self.observed is not None else WantedGroups()
+            return [
+                (group.counts[role], {"group": group_id, "role": role.value})
+                for group_id, group in wanted.groups.items()
+                for role in group.counts
+            ]
+
+        metrics.gauge(
+            names.GROUP_WANTED, "Instances that a group shall have, by group and role", counts
+        )
+        metrics.gauge(
+            names.GROUP_STATE,
+            "1 for the state that a group is in",
+            lambda: [
+                (1.0, {"group": group_id, "state": report.state.value})
+                for group_id, report in list(self.controller.reports.items())
+            ],
+        )
+
+
+_steps = metrics.counter(names.GROUP_STEPS, "Steps of groups, by kind")
+_skipped = metrics.counter(
+    names.GROUP_ROUNDS_SKIPPED, "Rounds in which the leader decided nothing, by reason"
+)
