@@ -73,7 +73,7 @@ def load(path: Path) -> KeyFile:
 def _check(file: KeyFile, path: Path) -> None:
     for name, tenant in file.tenants.items():
         if not NAME.fullmatch(name):
-            raise BadKeyFile(f"{path}: {name!r} is no name for a tenant ([a-z0-9-], at most 63)")
+            raise BadKeyFile(f"{path}: {name!r} is not a tenant name ([a-z0-9-], at most 63)")
         limits = (
             tenant.requests_per_s, tenant.tokens_per_min, tenant.max_concurrent,
             tenant.tokens_per_day, tenant.weight,
@@ -82,7 +82,7 @@ def _check(file: KeyFile, path: Path) -> None:
             raise BadKeyFile(f"{path}: the limits of tenant {name} are not positive numbers")
     for key in file.keys:
         if key.tenant not in file.tenants:
-            raise BadKeyFile(f"{path}: key {key.key_id} is of an unknown tenant, {key.tenant}")
+            raise BadKeyFile(f"{path}: key {key.key_id} belongs to an unknown tenant, {key.tenant}")
         if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
             raise BadKeyFile(f"{path}: key {key.key_id} has no SHA-256 of 64 hex digits")
 

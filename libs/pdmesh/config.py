@@ -91,8 +91,7 @@ def url_problem(url: str) -> str:
     if is_address:
         return ""
     return (
-        "not an address as scheme://user:password@host:port (letters and digits are safe in a "
-        "password)"
+        "not of the form scheme://user:password@host:port (use letters and digits in the password)"
     )
 
 
@@ -115,18 +114,18 @@ class ServiceSettings(BaseSettings):
 
     instance_id: str = Field(
         "",
-        description="Name of this process in the mesh; default: the service and four random hex "
-        "digits",
+        description="Name of this process in the mesh; default: the service's name and four random "
+        "hex digits",
         pattern=r"^[a-z0-9-]+$",
     )
     inner_host: str = shared(
         "127.0.0.1",
-        description="Address of the ports between the mesh's processes (gRPC, KV, OPS_PORT); "
-        "others than "
-        "this machine's own need mesh_token",
+        description="Address of the ports for the mesh's own processes (gRPC, KV, OPS_PORT); one "
+        "that other machines reach needs mesh_token",
     )
     advertise_host: str | None = shared(
-        None, description="Host name that other processes reach this one by; default: inner_host"
+        None,
+        description="Host name under which other processes reach this one; default: inner_host",
     )
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free one")
     ops_port: int = Field(
@@ -134,36 +133,37 @@ class ServiceSettings(BaseSettings):
     )
     mesh_token: SecretStr = shared(
         SecretStr(""),
-        description="What the mesh's processes show each other with every call, equal on all; "
-        "none: on "
-        "this machine alone",
+        description="Token of every call between the mesh's processes, equal on all; none: only on "
+        "this machine",
     )
     mesh_token_file: Path | None = shared(
-        None, description="File that holds the mesh token, instead of mesh_token"
+        None, description="File with the mesh token, instead of mesh_token"
     )
     nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(
         "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"
     )
     lease_s: float = shared(
-        3.0, gt=0, description="Lease in the registry; renewed every third of it"
+        3.0, gt=0, description="Lease in the registry, renewed every third of it"
     )
     log_format: Literal["auto", "json", "pretty"] = shared(
-        "auto", description="Form of log lines; auto: pretty on a terminal, else json"
+        "auto", description="Format of log lines; auto: pretty on a terminal, else json"
     )
     log_level: Literal["debug", "info", "warning", "error"] = shared(
-        "info", description="Least severe level that is logged"
+        "info", description="Lowest level that is logged"
     )
     otlp_endpoint: str | None = shared(
         None, description="OTLP/HTTP collector, e.g. http://127.0.0.1:4318; none: no export"
     )
     state_dir: Path = shared(Path(".pdmesh"), description="Directory for sockets, logs and state")
     ops_file: Path | None = Field(
-        None, description="File to write the ops address to, for whoever started this process"
+        None, description="File to write the ops address to, for the launcher of this process"
     )
     uvloop: bool = shared(True, description="Use uvloop when it is installed")
     loop_watch_s: float = shared(
-        0.5, gt=0, description="Look this often whether the event loop is late; each is a wake-up"
+        0.5,
+        gt=0,
+        description="How often to measure the event loop's lateness; each look is a wake-up",
     )
 
     @property
@@ -230,7 +230,9 @@ def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
         if not value:
             raise BadSetting(f"{variable}_FILE: {file} is empty")
     if value and not (len(value) >= MIN_SECRET_CHARS and value.isascii() and value.isprintable()):
-        raise BadSetting(f"{variable}: {what} has at least {MIN_SECRET_CHARS} characters of ASCII")
+        raise BadSetting(
+            f"{variable}: {what} must have at least {MIN_SECRET_CHARS} ASCII characters"
+        )
     return value
 
 

@@ -146,7 +146,7 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
         group_ids = [name] if count is None else [f"{name}-{i}" for i in range(count)]
         for group_id in group_ids:
             if group_id in groups:
-                raise each.wrong(f"its copy {group_id} has the name of another group")
+                raise each.wrong(f"its copy {group_id} has the same name as another group")
             groups[group_id] = group
         if len(groups) > MAX_GROUPS:
             raise each.wrong(f"more than {MAX_GROUPS} groups")
@@ -184,11 +184,11 @@ def _schedule(reader: _Reader) -> ScheduleLine:
 def _pool(parts: Mapping[str, _Reader], action: str) -> str:
     if action in (What.ADD, What.REMOVE):
         if "pool" in parts:
-            raise parts["pool"].wrong(f"{action} has no pool; lend and reclaim have")
+            raise parts["pool"].wrong(f"{action} takes no pool; only lend and reclaim do")
         return OFF_POOL
     pool = _name(parts, "pool", TRAINING_POOL)
     if pool == OFF_POOL:
-        raise parts["pool"].wrong(f"{OFF_POOL} is where remove puts groups")
+        raise parts["pool"].wrong(f"{OFF_POOL} is reserved for removed groups")
     return pool
 
 
@@ -288,7 +288,7 @@ class _Reader:
         found = dict(self.children(_OPTION))
         for name, each in found.items():
             if name not in known:
-                raise each.wrong(f"is not known; known are {', '.join(known)}")
+                raise each.wrong(f"is unknown; known names are {', '.join(known)}")
         return found
 
     def items(self) -> list[_Reader]:
@@ -355,12 +355,12 @@ def _built(text: str) -> _Node | None:
         if number >= MAX_EVENTS:
             raise _wrong("", line, f"more than {MAX_EVENTS} names and values")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise _wrong("", line, "anchors and aliases are not read")
+            raise _wrong("", line, "anchors and aliases are not supported")
         if getattr(event, "tag", None):
-            raise _wrong("", line, "tags are not read")
+            raise _wrong("", line, "tags are not supported")
         match event:
             case yaml.DocumentStartEvent() if tops:
-                raise _wrong("", line, "a second document is not read")
+                raise _wrong("", line, "a second document is not supported")
             case yaml.ScalarEvent():
                 open_ones[-1].append(_Scalar(line, event.value, not event.style))
             case yaml.CollectionStartEvent():

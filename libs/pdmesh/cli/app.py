@@ -102,13 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
     down = commands.add_parser("down", parents=[common], help="stop it")
     down.add_argument(
-        "--timeout", type=values.positive, default=40.0, help="seconds before it is killed"
+        "--timeout", type=values.positive, default=40.0, help="seconds until it is killed"
     )
-    _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
-    _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
-    _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"), common)
+    _add_status(commands.add_parser("status", parents=[common], help="show what is running"))
+    _add_chat(commands.add_parser("chat", parents=[common], help="ask the model a question"))
+    _add_keys(commands.add_parser("keys", parents=[common], help="manage API keys"), common)
     _add_artefact(
-        commands.add_parser("artefact", parents=[common], help="models made ready for one role"),
+        commands.add_parser("artefact", parents=[common], help="prepare a model for one role"),
         common,
     )
     _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
@@ -123,32 +123,32 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--prefill", type=values.count, metavar="N", help="prefill instances (default: 1; 2 on sim)"
     )
     add("--decode", type=values.count, metavar="M", help="decode instances (default: 1; 2 on sim)")
-    add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
+    add("--fusion", action="store_true", help="one instance for both phases, instead of a pair")
     add(
         "--blank",
         type=values.count,
         default=0,
         metavar="N",
-        help="instances for the master to assign",
+        help="instances whose role the master assigns",
     )
     add(
         "--groups",
         type=Path,
         metavar="FILE",
-        help="the desired state; instances get their roles by it",
+        help="a desired state to apply; it gives the instances their roles",
     )
     add(
         "--gateways",
         type=values.one_or_more,
         default=1,
         metavar="K",
-        help="gateways sharing the ports",
+        help="number of gateways; they share the ports",
     )
     add(
         "--regions",
         metavar="A,B",
-        help="so many instances, gateways and masters in each of these; default: the regions that "
-        "--groups names",
+        help="start that many instances, gateways and masters in each region (default: the regions "
+        "in --groups)",
     )
     add("--node-agent", action="store_true", help="watch this machine's devices")
     add(
@@ -156,18 +156,18 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         type=values.one_or_more,
         default=1,
         metavar="L",
-        help="masters; all but one stand by",
+        help="number of masters; all but one are standbys",
     )
     add(
         "--host",
         default="127.0.0.1",
-        help="address that clients reach the gateways by (default: %(default)s)",
+        help="address on which clients reach the gateways (default: %(default)s)",
     )
     add(
         "--inner-host",
         default=os.environ.get("PDMESH_INNER_HOST", "127.0.0.1"),
         metavar="HOST",
-        help="address that the mesh's processes reach each other by (default: %(default)s)",
+        help="address on which the mesh's processes reach each other (default: %(default)s)",
     )
     for port, default in (("http", "8000"), ("grpc", "8001")):
         add(
@@ -175,19 +175,19 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
             type=values.port,
             default=os.environ.get(f"PDMESH_{port.upper()}_PORT", default),
             metavar="PORT",
-            help="of the gateways; 0 picks a free one (default: %(default)s)",
+            help="port of the gateways; 0 picks a free one (default: %(default)s)",
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
-    add("--nats-url", default=_nats_url(), help="use this NATS server")
+    add("--nats-url", default=_nats_url(), help="use this NATS server instead of starting one")
     add(
         "--redis-url",
         default=os.environ.get("PDMESH_REDIS_URL") or None,
-        help="use this Redis or Valkey",
+        help="use this Redis or Valkey server instead of starting one",
     )
-    add("--keys", type=Path, metavar="FILE", help="API keys that clients must have (pdmesh keys)")
-    add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
-    add("--timeout", type=values.positive, default=300.0, help="seconds until it must be ready")
+    add("--keys", type=Path, metavar="FILE", help="require API keys of this file (pdmesh keys)")
+    add("--allow-anonymous", action="store_true", help="admit all callers, even from elsewhere")
+    add("--timeout", type=values.positive, default=300.0, help="longest wait until ready, in s")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
 
 
@@ -200,20 +200,20 @@ def _add_admin(
     def add(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[admin], help=help)
 
-    groups = add("groups", "groups, their members, what they shall be")
+    groups = add("groups", "show the groups and their members")
     shown = groups.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="for programs")
-    groups.add_argument("--usage", action="store_true", help="how long instances were used so far")
+    groups.add_argument("--usage", action="store_true", help="show how long instances were used")
     shown.add_argument(
         "--text",
         type=values.version,
         nargs="?",
         const=0,
         metavar="VERSION",
-        help="print the desired state's file, as it was applied; default: the current version",
+        help="print the file of a version of the desired state (default: the current version)",
     )
-    add("diff", "what a file would change").add_argument("file", type=Path, help="- reads stdin")
-    apply = add("apply", "make a file the desired state")
+    add("diff", "show a file's changes").add_argument("file", type=Path, help="- reads stdin")
+    apply = add("apply", "make a file the new desired state")
     apply.add_argument("file", type=Path, help="- reads stdin")
     apply.add_argument(
         "--expect-version", type=values.version, metavar="N", help="refuse if another is current"
@@ -223,28 +223,28 @@ def _add_admin(
         type=values.share,
         default=0.0,
         metavar="SHARE",
-        help="try the changed services out first, with this share of the requests (0.05), until "
-        "pdmesh promote or rollback",
+        help="give the changed services only this share of the requests (e.g. 0.05) until pdmesh "
+        "promote or rollback",
     )
-    promote = add("promote", "let a canary's revision go to all groups of its scenario")
-    promote.add_argument("scenario", nargs="?", default="", help="default: each that has a canary")
-    rollback = add("rollback", "make an earlier version the desired state again")
+    promote = add("promote", "roll a canary's revision out to all groups of its scenario")
+    promote.add_argument("scenario", nargs="?", default="", help="default: all with a canary")
+    rollback = add("rollback", "restore an earlier version of the desired state")
     rollback.add_argument(
-        "version", type=values.version, nargs="?", default=0, help="default: the one before"
+        "version", type=values.version, nargs="?", default=0, help="default: the previous one"
     )
     for parser in (apply, rollback):
         parser.add_argument(
-            "--allow-empty", action="store_true", help="also if no group is left: all instances go"
+            "--allow-empty", action="store_true", help="even without groups: all instances leave"
         )
-    _add_ratio(add("ratio", "decisions about the ratio of prefills to decodes; changes by hand"))
+    _add_ratio(add("ratio", "show decisions about P:D ratios, or change groups by hand"))
     drain = add("drain", "cordon an instance once it has finished what runs and is replaced")
     cordon = add("cordon", "take an instance out of service at once: its requests move to others")
     uncordon = add("uncordon", "put a cordoned, drained or ejected instance back into service")
     for parser in (drain, cordon, uncordon):
-        parser.add_argument("instance", help="as pdmesh status shows it")
+        parser.add_argument("instance", help="its name in pdmesh status")
     for parser in (apply, rollback, drain, cordon):
-        parser.add_argument("--reason", default="", help="kept with the change")
-    pins = add("pins", "prefixes whose KV is not to be evicted")
+        parser.add_argument("--reason", default="", help="recorded with the change")
+    pins = add("pins", "manage pinned prefixes, whose KV is not evicted")
     _add_pins(pins, _admin_options(common, is_first=False))
 
 
@@ -258,7 +258,7 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
     if is_first:
         admin.set_defaults(module="admin")
     admin.add_argument(
-        "--nats-url", default=default(_nats_url()), help="of a mesh that was not started here"
+        "--nats-url", default=default(_nats_url()), help="NATS of a mesh started elsewhere"
     )
     admin.add_argument(
         "--admin-token",
@@ -266,7 +266,7 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
         help="default: $PDMESH_ADMIN_TOKEN",
     )
     admin.add_argument(
-        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="that holds it"
+        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="its file"
     )
     return admin
 
@@ -278,50 +278,52 @@ def _add_ratio(parser: argparse.ArgumentParser) -> None:
     )
     asked = parser.add_mutually_exclusive_group()
     roles = ("prefill", "decode")
-    asked.add_argument("--more", choices=roles, help="one instance of the other role becomes this")
-    asked.add_argument("--add", choices=roles, help="a blank instance joins as this")
-    asked.add_argument("--remove", choices=roles, help="one of these leaves and becomes blank")
+    asked.add_argument("--more", choices=roles, help="turn one of the other role into this")
+    asked.add_argument("--add", choices=roles, help="add a blank instance with this role")
+    asked.add_argument("--remove", choices=roles, help="make one of this role blank")
     asked.add_argument(
         "--profile",
         type=values.positive,
         nargs=4,
         metavar=("T_P", "B_P", "T_D", "B_D"),
         help="move all groups to the best ratio for requests that take T_P and T_D seconds with "
-        "B_P and B_D slots taken",
+        "B_P and B_D busy slots",
     )
-    parser.add_argument("--group", default="", metavar="GROUP", help="whose instance it is")
+    parser.add_argument("--group", default="", metavar="GROUP", help="the group to change")
     parser.add_argument(
-        "--force", action="store_true", help="also if the others would be busier than they should"
+        "--force", action="store_true", help="even if the remaining instances become too busy"
     )
-    parser.add_argument("--reason", default="", help="kept with the change")
+    parser.add_argument("--reason", default="", help="recorded with the change")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = actions.add_parser("add", parents=[admin], help="pin one, or replace a pin")
-    add.add_argument("pin", help="a name for it: [a-z0-9-]+")
+    add = actions.add_parser("add", parents=[admin], help="pin a prefix, or replace a pin")
+    add.add_argument("pin", help="the pin's name: [a-z0-9-]+")
     prefix = add.add_mutually_exclusive_group(required=True)
     prefix.add_argument(
         "--system", type=Path, metavar="FILE", help="a chat's system prompt; -: stdin"
     )
     prefix.add_argument("--text", type=Path, metavar="FILE", help="the beginning of a plain prompt")
     prefix.add_argument(
-        "--token-ids", type=Path, metavar="FILE", help="numbers, by spaces or commas"
+        "--token-ids", type=Path, metavar="FILE", help="separated by spaces or commas"
     )
-    add.add_argument("--tenant", default="default", help="whose prompts (default: %(default)s)")
-    add.add_argument("--scenario", default="", help="only at instances of it")
-    add.add_argument("--model", default="", help="default: the only one there is")
-    add.add_argument("--cache-salt", default="", help="as in those prompts")
+    add.add_argument(
+        "--tenant", default="default", help="tenant of the prompts (default: %(default)s)"
+    )
+    add.add_argument("--scenario", default="", help="pin only at instances of this scenario")
+    add.add_argument("--model", default="", help="default: the only model")
+    add.add_argument("--cache-salt", default="", help="the cache_salt of those prompts")
     add.add_argument(
         "--ttl", type=values.duration, default="24h", help="10s, 30m, 12h, 7d (default: 24h)"
     )
-    add.add_argument("--reason", default="", help="kept with the pin")
-    add.add_argument("--url", help="of a gateway (default: the mesh started here)")
+    add.add_argument("--reason", default="", help="recorded with the pin")
+    add.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
     add.add_argument(
         "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
     )
-    shown = actions.add_parser("list", parents=[admin], help="pins, and who holds their blocks")
+    shown = actions.add_parser("list", parents=[admin], help="show pins and their holders")
     shown.add_argument("--json", action="store_true", help="for programs")
     remove = actions.add_parser("remove", parents=[admin], help="end a pin")
     remove.add_argument("pin", help="its name")
@@ -331,15 +333,13 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--nats-url", default=_nats_url(), help="of a mesh that was not started here"
-    )
+    parser.add_argument("--nats-url", default=_nats_url(), help="NATS of a mesh started elsewhere")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="what to ask; - reads it from stdin")
-    parser.add_argument("--url", help="of a gateway (default: the mesh started here)")
-    parser.add_argument("--model", default="default", help="a served name (default: the first)")
+    parser.add_argument("prompt", help="the question; - reads it from stdin")
+    parser.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
+    parser.add_argument("--model", default="default", help="a served model (default: the first)")
     parser.add_argument(
         "--max-tokens",
         type=values.positive_int,
@@ -361,20 +361,20 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     common.add_argument(
         "--file", type=Path, help="the key file (default: keys.json in --state-dir)"
     )
-    add = actions.add_parser("add", parents=[common], help="make a key, and show it once")
-    add.add_argument("tenant", help="whose key it is; a new name adds a tenant")
+    add = actions.add_parser("add", parents=[common], help="make a key and show it once")
+    add.add_argument("tenant", help="the key's tenant; a new name adds a tenant")
     add.add_argument("--expires-days", type=values.positive, metavar="DAYS", help="default: never")
     # Limits are the tenant's, over all of its keys.
     add.add_argument(
         "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )
     add.add_argument(
-        "--tokens-per-min", type=values.positive, metavar="N", help="prompts and answers"
+        "--tokens-per-min", type=values.positive, metavar="N", help="of prompts and answers"
     )
     add.add_argument(
         "--max-concurrent", type=values.positive_int, metavar="N", help="open requests"
     )
-    add.add_argument("--tokens-per-day", type=values.positive_int, metavar="N", help="by UTC days")
+    add.add_argument("--tokens-per-day", type=values.positive_int, metavar="N", help="per UTC day")
     add.add_argument(
         "--weight",
         type=values.positive_int,
@@ -385,26 +385,28 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         "--priority", type=values.count, metavar="N", help="0 is served first (default: 1)"
     )
     add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
-    actions.add_parser("list", parents=[common], help="keys by id, tenants and limits")
+    actions.add_parser("list", parents=[common], help="list key ids, tenants and limits")
     revoke = actions.add_parser("revoke", parents=[common], help="end a key")
-    revoke.add_argument("key_id", help="as `pdmesh keys list` shows it")
+    revoke.add_argument("key_id", help="its id in `pdmesh keys list`")
 
 
 def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser(
-        "build", parents=[common], help="make one, and print its manifest's path"
+        "build", parents=[common], help="make an artefact and print the path of its manifest"
     )
     build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
     build.add_argument("--role", choices=["prefill", "decode", "fusion"], required=True)
     build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
-    build.add_argument("--name", default="", help="what clients call it (default: the folder's)")
+    build.add_argument(
+        "--name", default="", help="the model's name for clients (default: the folder's name)"
+    )
     build.add_argument(
         "--set",
         type=values.assignment,
         action="append",
         metavar="NAME=VALUE",
-        help="a setting of the engine it is made for, e.g. dtype=float32; may be repeated",
+        help="a setting of the engine that will load it, e.g. dtype=float32; may be repeated",
     )
     verify = actions.add_parser(
         "verify", parents=[common], help="check every file against the manifest"
@@ -419,10 +421,8 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
         default=subjects.ALL,
         help="NATS subject, e.g. mesh.v1.health.*.decode-0",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument(
-        "--nats-url", default=_nats_url(), help="of a mesh that was not started here"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--nats-url", default=_nats_url(), help="NATS of a mesh started elsewhere")
 
 
 def _nats_url() -> str | None:

@@ -48,7 +48,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     except TimeoutError:
         at = without_password(url)
         raise CommandFailed(
-            f"NATS does not answer at {at}, or does not know this user and password"
+            f"NATS does not answer at {at}, or rejects this user and password"
         ) from None
     try:
         yield bus

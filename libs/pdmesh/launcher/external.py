@@ -23,8 +23,8 @@ async def nats_problem(url: str) -> str:
     except (TimeoutError, OSError, ValueError):
         at = without_password(url)
         return (
-            f"NATS does not answer at {at}, or does not know this user and password; "
-            "mend it, or leave out --nats-url for one of our own"
+            f"NATS does not answer at {at}, or rejects this user and password; fix it, or omit "
+            "--nats-url to start one"
         )
     except MeshError as exc:
         return exc.message
@@ -44,7 +44,7 @@ async def redis_problem(url: str) -> str:
         await index.instance_ids()
     except MeshError as exc:
         at = without_password(url)
-        return f"{exc.message} ({at}); start it, or leave out --redis-url for one of our own"
+        return f"{exc.message} ({at}); fix it, or omit --redis-url to start one"
     finally:
         await index.close()
     return ""

@@ -37,9 +37,12 @@ def _reserve(
 ) -> int:
     port = first + number * _PORTS_APART if first else 0
     if port > _MAX_PORT:
-        raise PortTaken(f"there is no port {port} for region {number + 1}; choose a lower {option}")
+        raise PortTaken(
+            f"region {number + 1} would need port {port}, which does not exist; choose a lower "
+            f"{option}"
+        )
     if port and port in taken:  # both would listen and each get half of the calls
-        raise PortTaken(f"port {port} is asked for twice; choose another with {option}")
+        raise PortTaken(f"port {port} is used twice; choose another with {option}")
     taken.add(port)
     reservation = PortReservation(host, port, option)
     cleanup.callback(reservation.close)

@@ -45,7 +45,7 @@ def append(path: Path, line: str) -> None:
 def last_word(path: Path) -> str:
     """Why its process died, by the last line that it logged, and where to read more."""
     lines = last_lines(path)
-    return f"{_reason(lines[-1]) if lines else 'it said nothing'} (log: {path})"
+    return f"{_reason(lines[-1]) if lines else 'it logged nothing'} (log: {path})"
 
 
 def last_lines(path: Path, num_lines: int = 5) -> list[str]:

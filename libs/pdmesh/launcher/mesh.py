@@ -291,7 +291,7 @@ class Mesh:
         if self.spec.model_dir is not None:
             return self.spec.model_dir.absolute()
         if self.spec.engine != "sim":
-            raise MeshFailed(f"{self.spec.engine} needs a model directory; give one with --model")
+            raise MeshFailed(f"{self.spec.engine} needs a model directory: --model DIR")
         directory = self.state_dir / "models" / "sim"
         write_sim_model(directory)
         return directory

@@ -82,7 +82,7 @@ def read(state_dir: Path) -> MeshState | None:
     except (ValueError, TypeError, KeyError, AttributeError) as exc:  # another release wrote it
         down = f"pdmesh down --state-dir {shlex.quote(str(state_dir))}"
         raise MeshError(
-            f"{file}: not as this release writes it; stop that mesh with: {down}"
+            f"{file}: not written by this release; stop that mesh with: {down}"
         ) from exc
 
 
@@ -94,7 +94,7 @@ def lock(state_dir: Path) -> IO[str]:
         file.seek(0)
         pid = file.read().strip() or "?"
         file.close()
-        raise MeshRunning(f"a mesh is running already (pid {pid}, {state_dir})") from None
+        raise MeshRunning(f"a mesh is already running (pid {pid}, {state_dir})") from None
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))

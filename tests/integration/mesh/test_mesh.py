@@ -120,7 +120,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     same = ("--prefill", "1", "--decode", "1", "--http-port", "0", "--grpc-port", "0")
     again = pdmesh.run("up", "--engine", "sim", *same)
     assert again.returncode == 0
-    assert "up already" in again.stdout
+    assert "already up" in again.stdout
     other = pdmesh.run("up", "--engine", "sim", *same, "--gateways", "2", "--blank", "1")
     assert (other.returncode, other.stdout) == (1, "")
     assert "with other options: --blank 0, not 1; --gateways 1, not 2; stop it" in other.stderr
@@ -158,7 +158,7 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
     down = pdmesh.run("down")
     assert (down.returncode, down.stdout) == (
         0,
-        "no mesh is running here; what the last one left behind is removed\n",
+        "no mesh is running here; the files of the last one are removed\n",
     )
     assert not [*(left / "run").iterdir(), *left.glob("mesh.json")]
     assert pdmesh.run("down").stdout == "no mesh is running here\n"

@@ -215,7 +215,7 @@ def test_what_is_no_token_in_a_file_of_tokens_is_named(
     with pytest.raises(SystemExit) as ended:
         app.main(["pins", "add", "x", "--token-ids", str(tokens)])
     assert ended.value.code == 1
-    assert f"{wrong} is not a token's number" in capsys.readouterr().err
+    assert f"{wrong} is not a token id" in capsys.readouterr().err
 
 
 def test_a_port_in_the_environment_that_is_none_is_named(
@@ -294,7 +294,7 @@ def test_the_state_of_another_release_is_one_clear_line(
             app.main([*command, "--state-dir", str(tmp_path)])
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"pdmesh: {tmp_path}/mesh.json: not as this release writes it")
+    assert said.startswith(f"pdmesh: {tmp_path}/mesh.json: not written by this release")
     assert f"pdmesh down --state-dir {tmp_path}" in said
 
 
@@ -501,7 +501,7 @@ def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
             app.main(["apply", str(file)])
         assert ended.value.code == 0
         said = capsys.readouterr().out
-        wanted = "want 40 instances and 6 are there to be given a role: they wait for 34 more"
+        wanted = "want 40 instances, but only 6 can get a role: they wait for 34 more"
         assert (wanted in said, "they wait for" in said) == (is_too_much, is_too_much)
 
 
@@ -538,7 +538,7 @@ def test_groups_say_first_that_the_leader_changes_nothing() -> None:
     states = pb.ListGroupStatesResponse(version=3, paused="version 3 cannot be read")
     lines = admin.groups_text(states).splitlines()
     assert lines[0] == "desired state: version 3"
-    assert lines[1] == "NOTHING IS CHANGED NOW: version 3 cannot be read"
+    assert lines[1] == "THE LEADER CHANGES NOTHING NOW: version 3 cannot be read"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
     with state.lock(tmp_path):
         assert state.is_locked(tmp_path)
-        with pytest.raises(state.MeshRunning, match="running already"):
+        with pytest.raises(state.MeshRunning, match="already running"):
             state.lock(tmp_path)
     assert state.locker_pid(tmp_path) is None
 
@@ -147,7 +147,7 @@ async def _fail() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("", "it said nothing"),
+        ("", "it logged nothing"),
         ("Killed", "Killed"),
         ('{"event": "service.failed", "reason": "no model"}', "no model"),
         ('{"event": "service.stopped"}', "service.stopped"),

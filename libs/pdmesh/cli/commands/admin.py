@@ -135,8 +135,8 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     if wanted <= there:
         return ""
     return (
-        f"its groups want {wanted} instances and {there} are there to be given a role: "
-        f"they wait for {wanted - there} more"
+        f"its groups want {wanted} instances, but only {there} can get a role: they wait for "
+        f"{wanted - there} more"
     )
 
 
@@ -152,7 +152,7 @@ async def _rollback(options: argparse.Namespace) -> int:
         lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
     )
     print(_changes_text(response.changes, "as before"))
-    print(f"version {response.version} is that of version {response.restored_version}")
+    print(f"version {response.version} has the content of version {response.restored_version}")
     return 0
 
 
@@ -164,8 +164,8 @@ async def _promote(options: argparse.Namespace) -> int:
     )
     for scenario in response.scenarios:
         print(
-            f"scenario {scenario}: all groups get what the canary runs; "
-            f"follow it with: {hint(options.state_dir, 'groups')}"
+            f"scenario {scenario}: all groups get the canary's revision; follow it with: "
+            f"{hint(options.state_dir, 'groups')}"
         )
     return 0
 
@@ -180,7 +180,7 @@ def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
             lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s),
         )
         how = hint(options.state_dir, f"uncordon {options.instance}")
-        print(f"{options.instance} is to leave; let it back with: {how}")
+        print(f"{options.instance} leaves; put it back with: {how}")
         return 0
 
     return cordon
@@ -194,7 +194,7 @@ async def _uncordon(options: argparse.Namespace) -> int:
     )
     print(f"{options.instance} may get a role again")
     if response.fault:
-        print(f"it is judged anew, and ejected again if this is found again: {response.fault}")
+        print(f"its faults are judged again; this one would eject it again: {response.fault}")
     return 0
 
 
@@ -224,7 +224,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
     parts = [
         f"desired state: version {states.version}"
         if states.version
-        else f"desired state: none; give it one with: {how_to_apply}",
+        else f"desired state: none; apply one with: {how_to_apply}",
         table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"),
             groups),
         "",
@@ -242,7 +242,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
         ),
     ]  # fmt: skip
     if states.paused:
-        parts.insert(1, f"NOTHING IS CHANGED NOW: {states.paused}")
+        parts.insert(1, f"THE LEADER CHANGES NOTHING NOW: {states.paused}")
     parts += map(_upgrade_line, states.upgrades)
     if states.blank_instance_ids:
         parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
@@ -262,7 +262,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
 
 def _upgrade_line(upgrade: pb.UpgradeState) -> str:
     if upgrade.state == "went back":
-        return f"\nupgrade of {upgrade.scenario} went back: {upgrade.detail}"
+        return f"\nupgrade of {upgrade.scenario} was rolled back: {upgrade.detail}"
     how_far = f"{upgrade.num_changed} of {upgrade.num_groups} groups"
     return (
         f"\nupgrade of {upgrade.scenario} to version {upgrade.version}: {upgrade.state}, "

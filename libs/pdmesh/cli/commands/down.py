@@ -19,12 +19,10 @@ _POLL_S: Final = 0.05
 def run(options: argparse.Namespace) -> int:
     pid = state.locker_pid(options.state_dir)
     if pid is None and state.is_locked(options.state_dir):
-        raise CommandFailed(
-            f"a process that does not say its name holds {options.state_dir / 'lock'}"
-        )
+        raise CommandFailed(f"an unknown process holds {options.state_dir / 'lock'}")
     if pid is None:
         if state.forget_run(options.state_dir):
-            print("no mesh is running here; what the last one left behind is removed")
+            print("no mesh is running here; the files of the last one are removed")
         else:
             print("no mesh is running here")
         return 0
@@ -33,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     if not _is_gone(options.state_dir, options.timeout):
         _signal(pid, signal.SIGKILL)  # its children die with it
         if not _is_gone(options.state_dir, options.timeout):
-            raise CommandFailed(f"the launcher (pid {pid}) does not stop")
+            raise CommandFailed(f"the launcher (pid {pid}) did not stop")
         print(f"the mesh did not stop in {options.timeout:g} s and was killed")
         return 1
     print(f"the mesh is down ({time.monotonic() - began:.1f} s)")

@@ -105,7 +105,7 @@ def _held(coverage: pb.PinCoverage) -> str:
     if not coverage.num_blocks:
         return f"not under {coverage.model_fingerprint}: add it again"
     held = [f"{h.instance_id} {h.num_blocks}/{coverage.num_blocks}" for h in coverage.holders]
-    return ", ".join(held) or f"nobody yet, of {coverage.num_blocks} blocks"
+    return ", ".join(held) or f"no instance yet, of {coverage.num_blocks} blocks"
 
 
 def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base in common
@@ -120,7 +120,7 @@ def _tokens(options: argparse.Namespace) -> list[int]:
     if options.token_ids is not None:
         words = text_of(options.token_ids).replace(",", " ").split()
         if wrong := next((w for w in words if not w.isdecimal() or int(w[:20]) >= 2**32), None):
-            raise CommandFailed(f"{options.token_ids}: {wrong[:40]} is not a token's number")
+            raise CommandFailed(f"{options.token_ids}: {wrong[:40]} is not a token id")
         return [int(word) for word in words]
     url = options.url or url_of_mesh(options)
     if options.text is not None:

@@ -23,7 +23,7 @@ async def _ratio(options: argparse.Namespace) -> int:
     if any(asked):
         decisions = await _plan(options)
     elif options.group or options.force or options.reason:
-        raise CommandFailed("say what is to be done: --more, --add, --remove or --profile", code=2)
+        raise CommandFailed("choose a change: --more, --add, --remove or --profile", code=2)
     else:
         decisions = await _decisions(options)
     if options.json:
@@ -58,7 +58,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
         kinds = {"change_role": options.more, "add": options.add, "remove": options.remove}
         (move,) = ((kind, role) for kind, role in kinds.items() if role)
         if not options.group:
-            raise CommandFailed("say of which group: --group NAME (pdmesh groups)", code=2)
+            raise CommandFailed("choose a group: --group NAME (pdmesh groups lists them)", code=2)
         request.moves.add(group_id=options.group, kind=move[0], role=move[1])
     response = await ask_leader(
         options, lambda stub, metadata, s: stub.PlanMoves(request, metadata=metadata, timeout=s)
@@ -77,7 +77,7 @@ def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
         for move in each.moves:
             to_group = f" to {move.to_group}" if move.to_group else ""
             lines.append(f"         {move.group_id}: {move.kind} {move.role}{to_group}")
-    return "\n".join(lines) if lines else "nothing was decided yet (by this leader)"
+    return "\n".join(lines) if lines else "this leader has decided nothing yet"
 
 
 def _inputs(decision: pb.RatioDecision) -> str:

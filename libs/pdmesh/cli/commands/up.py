@@ -73,7 +73,7 @@ def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) ->
     """
     is_ready = running.phase == "ready"
     phase = "up" if is_ready else running.phase
-    found = f"a mesh is {phase} already (pid {running.pid})"
+    found = f"a mesh is already {phase} (pid {running.pid})"
     others = [
         f"{option} {running.asked[option]}, not {value}"
         for option, value in asked_of(spec).items()
@@ -168,8 +168,8 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
     is_decided = options.allow_anonymous or any(name in os.environ for name in _ACCESS_VARIABLES)
     if not is_decided and not is_loopback(options.host):
         raise CommandFailed(
-            f"others can reach {options.host}: give --keys FILE (pdmesh keys add makes one), "
-            "or --allow-anonymous on a trusted network"
+            f"other machines can reach {options.host}: give --keys FILE (pdmesh keys add makes "
+            "one), or --allow-anonymous on a trusted network"
         )
     return None
 

@@ -62,7 +62,7 @@ def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) 
     changes: dict[str, object] = {**artefact, **dict(role_spec.options)}
     for name in changes:
         if name not in OPTIONS:
-            raise RoleRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
+            raise RoleRefused(f"{name} is not an engine option", reason="BAD_OPTION", field=name)
     changes |= {"group_id": role_spec.group_id, "scenario": role_spec.scenario}
     if role_spec.model:
         changes["model"] = role_spec.model

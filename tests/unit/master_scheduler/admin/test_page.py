@@ -62,7 +62,7 @@ async def test_what_the_page_shows_and_changes_is_what_the_admin_service_does(si
         assert (status, late["error"]["message"]) == (409, "version 2 is current, not 1")
         status, wrong = await ask(client, "ApplyDesired", text="groups:\n  chat: {prefil: 2}\n")
         assert (status, wrong["error"]["field"]) == (400, "groups.chat.prefil")
-        assert wrong["error"]["message"].startswith("line 2: groups.chat.prefil: is not known")
+        assert wrong["error"]["message"].startswith("line 2: groups.chat.prefil: is unknown")
         _, back = await ask(client, "RollbackDesired")
         assert (back["version"], back["restored_version"]) == ("3", "1")
 

@@ -125,14 +125,14 @@ def test_decisions_are_told_with_their_numbers_and_moves() -> None:
         ),
         "         chat: change_role prefill",
     ]
-    assert decisions_text([]) == "nothing was decided yet (by this leader)"
+    assert decisions_text([]) == "this leader has decided nothing yet"
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--more", "decode"], "say of which group"),
-        (["--force"], "say what is to be done"),
+        (["--more", "decode"], "choose a group"),
+        (["--force"], "choose a change"),
         (["--more", "decode", "--add", "decode"], "not allowed with argument"),
         (["--profile", "1", "2", "3"], "expected 4 arguments"),
         (["--profile", "1", "2", "nan", "4"], "must be a positive number"),
