@@ -35,6 +35,11 @@ class Histogram:
         self.buckets.update(other.buckets)
         self.longest_s = max(self.longest_s, other.longest_s)
 
+    def mean(self) -> float:
+        """NaN when there are none."""
+        total = sum(n * math.exp(bucket * _WIDTH) for bucket, n in self.buckets.items())
+        return total / self.count if self.count else math.nan
+
     def quantile(self, q: float) -> float:
         """The duration that a share `q` of all does not exceed; NaN when there are none."""
         wanted = q * self.count

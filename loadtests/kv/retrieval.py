@@ -8,7 +8,8 @@ One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as 
 model's (8 layers of 2 KiB per token). The streams draw all the time. Beside them is nothing, or
 clients that ask for one token after long prompts, which prefill answers by itself, or the same
 clients that ask for two, so that the decode retrieves each prompt's KV and does little else for it.
-The last two compute the same: what tells them apart is the hand-over. Rounds alternate, so that all
+The last two compute the same: what tells them apart is the hand-over. The bar is against streams
+alone, so that prefill's share of the same cores is in it. Rounds alternate, so that all
 see the same machine.
 """
 
@@ -34,8 +35,8 @@ from pdmesh.launcher.spec import MeshSpec
 
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_BAR: Final = 1.10  # pulled over not pulled
-_BAR_QUANTILES: Final = ("p50", "p90")
+_SHOWN: Final = ("mean", *_QUANTILES)
+_BAR: Final = 1.05  # S52: mean time per token, pulled over streams alone
 # Kinds of round, and how many tokens the others ask for: 0, there are none.
 _ALONE, _PREFILLED, _PULLED = "alone", "prefilled", "pulled"
 _KINDS: Final = {_ALONE: 0, _PREFILLED: 1, _PULLED: 2}
@@ -85,7 +86,8 @@ def _spec(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float
 
 
 def _gaps_ms(result: LoadResult) -> dict[str, float]:
-    return {name: round(result.gaps.quantile(q) * 1e3, 2) for name, q in _QUANTILES.items()}
+    gaps = {name: result.gaps.quantile(q) for name, q in _QUANTILES.items()}
+    return {name: round(s * 1e3, 2) for name, s in {"mean": result.gaps.mean(), **gaps}.items()}
 
 
 def _pulled_bytes(mesh: Mesh) -> float:
@@ -149,7 +151,7 @@ def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
     times = spread_table(
         ["ms between tokens"],
         [
-            *((q, partial(_time_ms, q), ".2f") for q in _QUANTILES),
+            *((name, partial(_time_ms, name), ".2f") for name in _SHOWN),
             ("prompts", lambda r: float(r["num_prompts"]), ".0f"),
             ("MiB pulled", lambda r: float(r["mib_pulled"]), ".0f"),
         ],
@@ -162,27 +164,26 @@ def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
     }
     ratios = spread_table(
         ["ratio"],
-        [(q, partial(_slower, q), ".2f") for q in _QUANTILES],
+        [(name, partial(_slower, name), ".2f") for name in _SHOWN],
         [([name], found) for name, found in pairs.items()],
     )
     errors = {name: n for r in rounds for name, n in r["errors"].items()}
     said = f"Errors: {errors}." if errors else "No errors."
-    return f"{times}\n\n{ratios}\n\n{_verdict(pairs['pulled / not pulled'])} {said}"
+    return f"{times}\n\n{ratios}\n\n{_verdict(pairs['pulled / streams alone'])} {said}"
 
 
-def _time_ms(quantile: str, one: dict[str, Any]) -> float:
-    return float(one["time_per_token_ms"][quantile])
+def _time_ms(name: str, one: dict[str, Any]) -> float:
+    return float(one["time_per_token_ms"][name])
 
 
-def _slower(quantile: str, pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
-    return _time_ms(quantile, pair[0]) / _time_ms(quantile, pair[1])
+def _slower(name: str, pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
+    return _time_ms(name, pair[0]) / _time_ms(name, pair[1])
 
 
 def _verdict(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    found = {q: statistics.median(_slower(q, pair) for pair in pairs) for q in _BAR_QUANTILES}
-    unmet = [q for q, ratio in found.items() if ratio > _BAR]
-    bar = f"Bar: pulled / not pulled at most {_BAR:.2f} at {' and '.join(_BAR_QUANTILES)}:"
-    return f"{bar} **unmet** at {' and '.join(unmet)}." if unmet else f"{bar} met."
+    ratio = statistics.median(_slower("mean", pair) for pair in pairs)
+    found = "**unmet**" if ratio > _BAR else "met"
+    return f"Bar: pulled / streams alone at most {_BAR:.2f} on average: {ratio:.2f}, {found}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

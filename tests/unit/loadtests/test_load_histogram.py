@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 
@@ -24,6 +25,7 @@ def test_a_quantile_is_right_to_one_percent_over_six_decades() -> None:
     histogram = filled(values)
     for q in (0.01, 0.5, 0.9, 0.99):
         assert histogram.quantile(q) == pytest.approx(values[int(q * len(values)) - 1], rel=0.01)
+    assert histogram.mean() == pytest.approx(statistics.fmean(values), rel=0.01)
 
 
 def test_an_empty_histogram_has_no_quantile_and_no_share() -> None:
