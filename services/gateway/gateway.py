@@ -157,24 +157,24 @@ class Gateway:
             names.WAITING_REQUESTS, "Choices waiting for a slot, by priority", self._room.depths
         )
         metrics.gauge(
-            names.GATEWAY_POISON, "Prompts that instances died of", lambda: len(self._poison)
+            names.GATEWAY_POISON, "Prompts that killed instances", lambda: len(self._poison)
         )
         metrics.gauge(
             names.GATEWAY_CONNECTIONS, "Open HTTP connections", lambda: self._bounds.num_open
         )
         metrics.total(
             names.GATEWAY_CONNECTIONS_REFUSED,
-            "HTTP connections refused: one address had too many, or all together",
+            "HTTP connections refused: too many of one address, or of all",
             lambda: self._bounds.num_refused,
         )
         metrics.gauge(
             names.GATEWAY_ENCODING,
-            "Characters that wait to be encoded",
+            "Characters that wait to be tokenized",
             lambda: self.frontend.shared.tokenizer.num_pending_chars,
         )
         metrics.gauge(
             names.GATEWAY_INCOMING,
-            "Bytes of large bodies on their way in",
+            "Bytes of large bodies being read",
             lambda: self.http_app.body_room.num_bytes,
             "By",
         )

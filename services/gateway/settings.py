@@ -12,11 +12,7 @@ from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
-from pdmesh.v1.instance_service_pb2 import (
-    KV_TRANSFER_PER_LAYER,
-    KV_TRANSFER_WHOLE,
-    KvTransfer,
-)
+from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer
 
 TransferMode = Literal["whole", "per_layer"]
 _MODES: Final = {"whole": KV_TRANSFER_WHOLE, "per_layer": KV_TRANSFER_PER_LAYER}
@@ -46,19 +42,15 @@ class ScenarioRuleSettings(BaseModel):
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_GATEWAY_")
 
-    host: str = shared(
-        "127.0.0.1", description="Address that clients' ports listen on, HTTP and gRPC"
-    )
+    host: str = shared("127.0.0.1", description="Address of the ports for clients, HTTP and gRPC")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port for clients; 0 picks one")
     http_port: int = Field(8000, ge=0, le=65535, description="HTTP port for clients; 0 picks one")
-    region: str = shared(
-        "", description="Region this gateway runs in: instances of it are preferred"
-    )
+    region: str = shared("", description="Region of this gateway; its instances are preferred")
     reuse_port: bool = Field(
         False, description="Share the HTTP and gRPC ports with other gateway processes"
     )
     model_dir: Path = shared(
-        Path(".pdmesh/model"), description="Model directory with tokenizer.json (Hugging Face form)"
+        Path(".pdmesh/model"), description="Hugging Face model directory, with tokenizer.json"
     )
     model: str = Field(
         "", description="The model that the name `default` means; empty: the first one seen"
@@ -69,67 +61,64 @@ class Settings(ServiceSettings):
     )
     keys_file: Path | None = Field(
         None,
-        description="API keys and tenants (pdmesh keys); none: everybody may ask for everything",
+        description="File of API keys and tenants (pdmesh keys); none: all callers are admitted",
     )
     allow_anonymous: bool = Field(
         False, description="Listen without API keys on an address that is not this machine's own"
     )
     default_max_tokens: int = Field(
-        1024, ge=1, description="Tokens for a chat that does not say how many"
+        1024, ge=1, description="Token limit of a chat without max_tokens"
     )
-    max_calls: int = Field(4096, ge=1, description="Open requests; more get 429 at once")
+    max_calls: int = Field(4096, ge=1, description="Most open requests; more get 429 at once")
     max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
     prefill_batch: int = Field(
         0,
         ge=0,
-        description="Prompts that a prefill computes in lockstep (DP size): who waits goes in "
-        "batches of "
-        "similar length; 0: one by one",
+        description="Prompts that a prefill computes in lockstep (DP size): waiting requests go in "
+        "batches of similar length; 0: one by one",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
     max_incoming_bytes: int = Field(
         256 << 20,
         ge=65536,
-        description="HTTP bodies on their way in, all together; more get 429",
+        description="Bytes of HTTP bodies being read, all together; more get 429",
     )
-    ttft_s: float = Field(10.0, gt=0, description="Wait for a slot so long, then 429")
+    ttft_s: float = Field(10.0, gt=0, description="Longest wait for a slot, then 429")
     ttft_s_per_1k_tokens: float = Field(
-        0.0, ge=0, description="So much longer for each 1,000 tokens of prompt"
+        0.0, ge=0, description="Added to that for each 1,000 prompt tokens"
     )
     scenarios: dict[str, ScenarioSettings] = Field(
         {},
         description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of "
-        "a 429 "
-        "or 503); a scenario's slo in the desired state goes before",
+        "a 429 or 503); a scenario's slo in the desired state wins",
     )
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
-        description="Scenarios of requests that name none, as JSON, the first that fits: scenario, "
-        "min_prompt_tokens, max_prompt_tokens, operation",
+        description="Rules for requests without a scenario, as JSON; the first match wins: "
+        "scenario, min_prompt_tokens, max_prompt_tokens, operation",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(
-        ANSWER_S, gt=0, description="An instance accepts or rejects within this"
+        ANSWER_S, gt=0, description="Longest time for an instance to accept or reject"
     )
     stall_s: float = Field(
         LEG_STALL_S,
         gt=0,
-        description="Longest silence of an accepted request: no token of its own and no sign of "
-        "work from "
-        "its engine, which come twice a second",
+        description="Longest silence of an accepted request: no token, and none of its engine's "
+        "signs of work, sent twice a second",
     )
-    retry_s: float = Field(0.25, gt=0, description="First interval of asking again while waiting")
-    max_migrations: int = Field(3, ge=0, description="Times a request may move after a lost leg")
+    retry_s: float = Field(0.25, gt=0, description="First interval between tries while waiting")
+    max_migrations: int = Field(3, ge=0, description="Most migrations of a request")
     max_candidates: int = Field(8, ge=1, description="Instances asked before a request waits")
-    retry_ratio: float = Field(0.2, ge=0, description="Retries a request adds to the budget")
-    retry_reserve: float = Field(500.0, ge=0, description="Retries the budget holds at most")
+    retry_ratio: float = Field(0.2, ge=0, description="Retries per request for the budget")
+    retry_reserve: float = Field(500.0, ge=0, description="Most retries in the budget")
     kv_transfer: TransferMode = shared(
         "whole",
         description="KV goes to decode after prefill (whole), or each layer as it is computed "
         "(per_layer)",
     )
     kv_transfer_by_scenario: dict[str, TransferMode] = shared(
-        {}, description='Scenarios that differ from kv_transfer, as JSON: {"long": "per_layer"}'
+        {}, description='Scenarios with another kv_transfer, as JSON: {"long": "per_layer"}'
     )
     plan_timeout_s: float = Field(0.25, gt=0, description="Longest wait for the master")
     max_staleness_s: float = Field(
@@ -138,19 +127,21 @@ class Settings(ServiceSettings):
     chunk_interval_ms: float = Field(
         2.0,
         ge=0,
-        description="A stream is written to at most this often, first and last token apart",
+        description="Least interval between writes to a stream, except its first and last token",
     )
-    write_timeout_s: float = Field(30.0, gt=0, description="Cut a client that reads nothing")
-    receive_timeout_s: float = Field(20.0, gt=0, description="A request arrives whole within this")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="Disconnect a client that reads nothing for so long"
+    )
+    receive_timeout_s: float = Field(
+        20.0, gt=0, description="Longest time for a request to arrive whole"
+    )
     max_header_bytes: int = Field(16384, ge=1024, description="Largest HTTP request head")
     max_connections: int = Field(8192, ge=1, description="Open connections on each port")
     max_connections_per_ip: int = Field(
-        1024,
-        ge=1,
-        description="Open HTTP connections from one address; a proxy in front needs more",
+        1024, ge=1, description="Open HTTP connections from one address; behind a proxy, raise it"
     )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
-    tokenizer_threads: int = Field(1, ge=1, description="Threads that encode long text")
+    tokenizer_threads: int = Field(1, ge=1, description="Threads that tokenize long text")
 
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""

@@ -276,6 +276,6 @@ class FaultWatch:
 def observe(watch: FaultWatch) -> None:
     metrics.gauge(
         names.HEALTH_FAULTS,
-        "Instances that are not well, by level, and why held back",
+        "Instances with a fault, by level and by why nothing is done",
         watch.counts,
     )

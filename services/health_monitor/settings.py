@@ -13,10 +13,10 @@ class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_HEALTH_MONITOR_")
 
     forget_s: float = Field(
-        60.0, gt=0, description="Keep the verdict on an instance that is gone for so long"
+        60.0, gt=0, description="How long to keep the verdict on an instance that is gone"
     )
     canary_period_s: float = Field(
-        30.0, gt=0, description="An idle instance is tried with a request of our own so often"
+        30.0, gt=0, description="Interval of canary probes of an idle instance"
     )
 
 
@@ -25,14 +25,17 @@ class NodeSettings(ServiceSettings):
 
     model_config = settings_config("PDMESH_NODE_AGENT_")
 
-    period_s: float = Field(2.0, gt=0, description="Ask the devices and tell of them so often")
+    period_s: float = Field(
+        2.0, gt=0, description="Interval of asking the devices and reporting their state"
+    )
     device_dir: Path | None = Field(
         None,
-        description="Folder with a file per device that tools write; default: STATE_DIR/devices",
+        description="Folder with one file per device, written by tools; default: STATE_DIR/devices",
     )
     node_status_file: Path | None = shared(
         None,
-        description="The node's status for its instances; default: STATE_DIR/run/node-status.json",
+        description="File with the node's status for its instances; default: "
+        "STATE_DIR/run/node-status.json",
     )
 
     @property

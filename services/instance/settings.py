@@ -14,7 +14,7 @@ class Settings(InstanceSettings):
     model_config = settings_config("PDMESH_INSTANCE_")
 
     role: Literal["none", "prefill", "decode", "fusion"] = Field(
-        "none", description="What it is at first; none: blank, until the master assigns a role"
+        "none", description="Role at start; none: blank, until the master assigns one"
     )
     num_slots: int = Field(
         0, ge=0, description="Requests served at once; 0: 64 as decode, 8 otherwise"

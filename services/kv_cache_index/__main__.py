@@ -126,20 +126,22 @@ def _observe(parts: KvCacheIndex) -> None:
         names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
     )
     metrics.total(
-        names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
+        names.INDEX_EVICTED, "Entries dropped for lack of room", lambda: index.num_evicted
     )
     metrics.gauge(
         names.INDEX_AGE,
-        "For how long known deltas have been missing, at the worst instance; 0: none are",
+        "How long the worst instance has had missing deltas; 0: none are missing",
         parts.feed.age_s,
         "s",
     )
     metrics.gauge(
-        names.INDEX_STORE_PENDING, "Instances not yet written", lambda: parts.mirror.num_pending
+        names.INDEX_STORE_PENDING,
+        "Instances not yet written to Redis",
+        lambda: parts.mirror.num_pending,
     )
     metrics.gauge(
         names.INDEX_STORE_UP,
-        "1 while Redis takes what is written",
+        "1 while Redis accepts writes",
         lambda: parts.mirror.is_store_up,
     )
     metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(parts.view.records))

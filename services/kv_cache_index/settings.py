@@ -11,18 +11,17 @@ class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
 
     redis_url: ServerUrl = shared(
-        "redis://127.0.0.1:6379", description="Redis or Valkey that holds the shared index"
+        "redis://127.0.0.1:6379", description="Redis or Valkey server of the shared index"
     )
     redis_timeout_s: float = Field(
-        0.25, gt=0, description="Longest wait for one answer of Redis; then it counts as away"
+        0.25, gt=0, description="Longest wait for an answer of Redis, which then counts as away"
     )
     max_blocks: int = Field(
         8_000_000,
         ge=1,
-        description="Entries in memory over all instances (50 to 230 bytes each: a block that "
-        "several "
-        "hold is kept once)",
+        description="Most entries in memory, over all instances (50 to 230 bytes each; a block "
+        "that several hold is stored once)",
     )
     resync_s: float = Field(
-        30.0, gt=0, description="Ask one instance in turn for a full snapshot this often"
+        30.0, gt=0, description="Interval of asking one instance in turn for a full snapshot"
     )

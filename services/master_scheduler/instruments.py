@@ -21,7 +21,7 @@ def observe_registry(view: RegistryView) -> None:
             connected_at = time.monotonic()
         return time.monotonic() - connected_at
 
-    metrics.gauge(names.VIEW_AGE, "How old the view of the registry may be", age_s, "s")
+    metrics.gauge(names.VIEW_AGE, "Upper bound of the registry view's age", age_s, "s")
     metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(view.records))
 
 
@@ -38,22 +38,22 @@ def observe_fleet(fleet: Fleet) -> None:
         lambda: sum(i.is_usable for i in fleet.instances.values()),
     )
     metrics.gauge(
-        names.LOAD_AGE, "Age of the oldest load report of an instance that works", load_age_s, "s"
+        names.LOAD_AGE, "Age of the oldest load report of a busy instance", load_age_s, "s"
     )
     metrics.gauge(
         names.BOOKINGS,
-        "Shares of requests that no report has named yet",
+        "Placed requests that no load report includes yet",
         lambda: len(fleet.reservations),
     )
     fits = fleet.predictor.fits
     metrics.gauge(
         names.PREDICTION_ERROR,
-        "Mean relative error of predicted prefill times, lately, by kind of instance",
+        "Recent mean relative error of predicted prefill times, by kind of instance",
         lambda: [(fit.error, {"kind": kind}) for kind, fit in list(fits())],
     )
     metrics.gauge(
         names.PREDICTION_OBSERVED,
-        "Prefills the predictor has learnt from, by kind of instance",
+        "Prefills that the predictor has learnt from, by kind of instance",
         lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
     )
 
@@ -75,11 +75,11 @@ def observe_index(index: PrefixIndex, feed: IndexFeed) -> None:
         names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
     )
     metrics.total(
-        names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
+        names.INDEX_EVICTED, "Entries dropped for lack of room", lambda: index.num_evicted
     )
     metrics.gauge(
         names.INDEX_AGE,
-        "For how long known deltas have been missing, at the worst instance; 0: none are",
+        "How long the worst instance has had missing deltas; 0: none are missing",
         feed.age_s,
         "s",
     )

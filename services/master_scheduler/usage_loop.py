@@ -90,7 +90,7 @@ class UsageLoop:
         usage is not counted.
         """
         if self._groups.view.version is None:
-            raise InvalidRequest("nothing is counted before a desired state was applied")
+            raise InvalidRequest("nothing is counted until a desired state is applied")
         if self._book is None or not self._leadership()[0]:
             raise Unavailable("this leader has not read the usage book yet")
         message = pb.UsageBook(epoch=self._epoch, accounts=map(_to, self._book.used(self._clock())))
@@ -138,7 +138,7 @@ class UsageLoop:
 
         metrics.total(
             names.USAGE,
-            "Seconds that instances were there for, by service, scenario, group and pool",
+            "Seconds of instance time, by service, scenario, group and pool",
             seconds,
             "s",
         )

@@ -14,5 +14,5 @@ class Settings(InstanceSettings):
     model_config = settings_config("PDMESH_PREFILL_")
 
     role: Literal["prefill", "fusion"] = Field(
-        "prefill", description="fusion does both phases on this instance"
+        "prefill", description="prefill, or fusion for both phases on this instance"
     )

@@ -39,7 +39,9 @@ _RELOAD_S: Final = 1.0
 _DAY_S: Final = 86400
 _BEARER: Final = "bearer "
 
-_refused = metrics.counter(names.GATEWAY_REFUSED, "Calls refused at the door, by tenant and reason")
+_refused = metrics.counter(
+    names.GATEWAY_REFUSED, "Calls refused before their body was read, by tenant and reason"
+)
 _tokens = metrics.counter(names.TENANT_TOKENS, "Tokens of finished calls, by tenant")
 
 _MESSAGES: Final = {

@@ -42,11 +42,9 @@ from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
 
 _scenarios = metrics.counter(
-    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: its label, a rule, or nothing"
+    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: a label, a rule, or nothing"
 )
-_ttft_slo = metrics.counter(
-    names.TTFT_SLO, "Calls by scenario, and by whether their first token came in time: met, missed"
-)
+_ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _UNBOUNDED: Final = 1 << 31
 _BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any label: not told apart
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
@@ -269,7 +267,7 @@ class Frontend:
     def _refuse_poison(self, prompts: Sequence[Prompt]) -> None:
         now = time.monotonic()
         if any(self.shared.poison.is_poison(p.digest, now) for p in prompts):
-            raise PoisonRequest("instances died of this prompt a while ago")
+            raise PoisonRequest("this prompt killed instances recently")
 
     def _judge(self, call: Call) -> None:
         """Remember a prompt that instances died of, unless a choice of it was answered."""

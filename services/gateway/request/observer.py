@@ -33,7 +33,7 @@ _GATHER_S: Final = 0.02
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
 _requests = metrics.counter(names.REQUESTS, "Calls that ended, by outcome")
 _rejections = metrics.histogram(
-    names.REQUEST_REJECTIONS, "Rejections that a call met on its way", "1", (0, 1, 2, 4, 8, 16, 32)
+    names.REQUEST_REJECTIONS, "Rejections per call", "1", (0, 1, 2, 4, 8, 16, 32)
 )
 _migrations = metrics.counter(names.REQUEST_MIGRATIONS, "Choices planned again after a lost leg")
 _duration = metrics.histogram(names.REQUEST_DURATION, "From acceptance to the last token")

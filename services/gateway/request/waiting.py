@@ -12,8 +12,10 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.telemetry import metrics, names
 
 _waits = metrics.histogram(names.WAIT_DURATION, "Time in the waiting room, by how it ended")
-_evicted = metrics.counter(names.WAITING_EVICTED, "Waiters that made room for a better claim")
-_refused = metrics.counter(names.WAITING_REFUSED, "Waiters that a full room did not take")
+_evicted = metrics.counter(
+    names.WAITING_EVICTED, "Waiting requests displaced by one of higher rank"
+)
+_refused = metrics.counter(names.WAITING_REFUSED, "Requests refused by a full waiting room")
 
 
 class Waiter(Protocol):

@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 _unasked = metrics.counter(
     names.REFUSED_UNASKED,
-    "Requests refused for the length of the queue, before the master was asked",
+    "Requests refused for the queue's length, before the master was asked",
 )
 
 _MAX_BATCH: Final = 256

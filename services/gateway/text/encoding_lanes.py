@@ -39,7 +39,7 @@ class EncodingLanes:
     async def encode(self, text: str, add_special_tokens: bool) -> array[int]:
         """Raises Overloaded at the bound."""
         if self.num_pending_chars + len(text) > self._max_pending_chars:
-            raise Overloaded("too much text waits to be encoded")
+            raise Overloaded("too much text waits to be tokenized")
         lane = self._long if len(text) > _LONG_CHARS else self._short
         self.num_pending_chars += len(text)
         try:

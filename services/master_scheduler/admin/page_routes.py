@@ -102,7 +102,7 @@ def _check_origin(request: Request, *, has_token: bool) -> None:
         raise NotAllowed("the content type must be application/json")
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
-        raise NotAllowed("this comes from another site's page")
+        raise NotAllowed("this request comes from another site's page")
     if not has_token and not _is_own(host):
         raise NotAllowed("without an admin token the address must be localhost or a loopback one")
 

@@ -138,7 +138,7 @@ class Pins:
         records = [r for r in self._view.records.values() if r.model_fingerprint and r.block_size]
         models = sorted({r.model for r in records})
         if not model and len(models) > 1:
-            raise InvalidRequest(f"which one: {', '.join(models)}?", field="model")
+            raise InvalidRequest(f"choose a model: {', '.join(models)}", field="model")
         model = model or (models[0] if models else "")
         if model not in models:
             raise ModelNotFound(f"no instance has {model or 'a model'} now", field="model")
@@ -222,7 +222,7 @@ class Pins:
 
     def _check_leadership(self, epoch: int) -> None:
         if self._leadership() != (True, epoch):
-            raise NotLeader("this master has just ceased to lead; nothing was changed")
+            raise NotLeader("this master has just lost the lead; nothing was changed")
 
 
 def _wanted(request: pb.AddPinRequest) -> WantedPin:

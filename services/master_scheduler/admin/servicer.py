@@ -97,7 +97,7 @@ class AdminServicer:
         old = await self._view.desired.version(number) if number > 0 else None
         if current is None or old is None:
             which = f"version {number}" if number > 0 else "earlier version"
-            raise InvalidRequest(f"there is no {which} to go back to", field="version")
+            raise InvalidRequest(f"there is no {which} to restore", field="version")
         reason = request.reason or f"back to version {number}"
         version, changes = await self._apply(
             old.text, current.version, request.author, reason, allow_empty=request.allow_empty
@@ -239,9 +239,8 @@ class AdminServicer:
         is_named = current is not None and record.group_id in current[0].groups
         if ROLES.get(record.role, Role.NONE) is not Role.NONE and not is_named:
             raise InvalidRequest(
-                f"{instance_id} has its role by its own settings and no desired group names it, "
-                "so nobody would"
-                " drain it: stop it, or cordon it so that it gets no new requests",
+                f"{instance_id} has its role by its own settings, and no desired group names it, "
+                "so it cannot be drained: stop it, or cordon it so that it gets no new requests",
                 field="instance_id",
             )
 
@@ -249,7 +248,7 @@ class AdminServicer:
         """Raises InvalidRequest if the canary would not do what the caller expects."""
         if not 0 < share < 1:
             raise InvalidRequest(
-                "a canary's share is more than 0 and less than 1", field="canary_share"
+                "a canary's share must be more than 0 and less than 1", field="canary_share"
             )
         upgrades, services = self._view.upgrades, _runs(after)
         changed = [
@@ -257,7 +256,7 @@ class AdminServicer:
         ]
         if not changed:
             raise InvalidRequest(
-                "no service that runs is changed, so there is nothing to try out",
+                "no running service changes, so there is nothing to try out",
                 field="canary_share",
             )
         if busy := [s for s in changed if not upgrades[s].is_idle]:
@@ -286,15 +285,14 @@ class AdminServicer:
         is_emptied = not after.groups and compared.had_groups
         if is_emptied and not allow_empty:
             raise InvalidRequest(
-                "it has no groups, so every instance would be let go; say --allow-empty "
-                "(allow_empty)"
-                " if that is meant",
+                "it has no groups, so every instance would leave; confirm with --allow-empty "
+                "(allow_empty)",
                 field="groups",
             )
         if canary_share:
             self._check_canary(canary_share, after)
         if not self._leadership()[0]:
-            raise Unavailable("this master has just ceased to lead; nothing was changed")
+            raise Unavailable("this master has just lost the lead; nothing was changed")
         applied = await self._view.desired.apply(
             text,
             expected_version=expected,
@@ -340,7 +338,7 @@ def _change_to(change: Change) -> pb.DesiredChange:
 
 def _check_mode(mode: int) -> None:
     if mode not in (pb.LEAVE_MODE_DRAIN, pb.LEAVE_MODE_AT_ONCE):
-        raise InvalidRequest(f"the mode {mode} is not known", field="mode")
+        raise InvalidRequest(f"unknown mode {mode}", field="mode")
 
 
 def _words(text: str, field: str) -> str:

@@ -68,7 +68,7 @@ class TextWorker:
 
     async def run(self, work: Callable[[], T]) -> T:
         if self._num >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} texts of the desired state are being read already")
+            raise Overloaded(f"{MAX_WAITING} texts of the desired state are already being read")
         self._num += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -141,4 +141,4 @@ class OutOfServiceBook:
 
     def _check_leadership(self, epoch: int) -> None:
         if self._leadership() != (True, epoch):
-            raise NotLeader("this master has just ceased to lead; nothing was changed")
+            raise NotLeader("this master has just lost the lead; nothing was changed")

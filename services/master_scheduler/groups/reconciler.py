@@ -149,7 +149,7 @@ class GroupReconciler:
 
     def _check_leadership(self, epoch: int) -> None:
         if self._leadership() != (True, epoch):
-            raise NotLeader(f"this master leads no more in epoch {epoch}")
+            raise NotLeader(f"this master no longer leads in epoch {epoch}")
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
         """Report steps for what was written, and for what was only seen."""
@@ -210,12 +210,10 @@ class GroupReconciler:
                 for role in group.counts
             ]
 
-        metrics.gauge(
-            names.GROUP_WANTED, "Instances that a group shall have, by group and role", counts
-        )
+        metrics.gauge(names.GROUP_WANTED, "Desired instances, by group and role", counts)
         metrics.gauge(
             names.GROUP_STATE,
-            "1 for the state that a group is in",
+            "1 for the current state of a group",
             lambda: [
                 (1.0, {"group": group_id, "state": report.state.value})
                 for group_id, report in list(self.controller.reports.items())

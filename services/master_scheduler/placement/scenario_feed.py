@@ -121,8 +121,8 @@ class ScenarioFeed:
         )
         metrics.gauge(
             names.SCENARIO_SLOTS,
-            "Requests they take at once, by role (n_p b_p, n_d b_d); a decode's few that wait for "
-            "their turn are among them, as in T_d",
+            "Requests that they take at once, by role (n_p b_p, n_d b_d); includes a decode's few "
+            "that wait for their turn, as T_d does",
             lambda: self._places(lambda places: places.num_slots),
         )
 
@@ -169,14 +169,14 @@ _MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]
         "s",
         lambda s: s.t_d,
     ),
-    (names.SCENARIO_XI, "xi, what of T_d the KV transfer took", "s", lambda s: s.xi),
+    (names.SCENARIO_XI, "xi, the part of T_d that the KV transfer took", "s", lambda s: s.xi),
     (
         names.SCENARIO_TPOT,
         "TPOT, time per output token after the first without xi",
         "s",
         lambda s: s.tpot,
     ),
-    (names.SCENARIO_HITS, "Share of prompt tokens found cached", "1", lambda s: s.hit_share),
+    (names.SCENARIO_HITS, "Share of prompt tokens found in a cache", "1", lambda s: s.hit_share),
     (names.SCENARIO_T_P_SHARE, "T_p / (T_p + T_d)", "1", lambda s: s.t_p_share),
 )
 

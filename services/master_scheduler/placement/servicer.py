@@ -96,7 +96,7 @@ class SchedulerServicer:
     def _epoch_of_leader(self) -> int:
         is_leader, epoch = self._leadership()
         if not is_leader:
-            raise NotLeader("this master stands by")
+            raise NotLeader("this master is a standby")
         return epoch
 
     def _plan(self, query: pb.PlanQuery, request: pb.PlanRequest) -> pb.PlanResult:

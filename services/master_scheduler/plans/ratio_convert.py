@@ -31,9 +31,11 @@ def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
         except ValueError as exc:
             raise InvalidRequest(f"{field}: {exc}", field=field) from exc
         if move.role is None:
-            raise InvalidRequest(f"{field}: groups are lent by schedules", field=field)
+            raise InvalidRequest(f"{field}: only schedules lend groups", field=field)
         if (move.kind is MoveKind.MOVE) is not bool(move.to_group):
-            raise InvalidRequest(f"{field}: to_group is for {MoveKind.MOVE.value}", field=field)
+            raise InvalidRequest(
+                f"{field}: to_group is only for {MoveKind.MOVE.value}", field=field
+            )
         moves.append(replace(move, reason=reason))
     return tuple(moves)
 

@@ -192,7 +192,7 @@ class UpgradeLoop:
             return
         is_leader, epoch = self._leadership()
         if not is_leader:
-            raise NotLeader("this master has just ceased to lead")
+            raise NotLeader("this master has just lost the lead")
         message = upgrades_to(upgrades, epoch)
         await self._view.desired.keep_upgrades(message)  # nothing was awaited since the look
         self._on_shares(shares(upgrades.values()))

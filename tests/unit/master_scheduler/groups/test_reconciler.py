@@ -56,7 +56,7 @@ async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_a
 
 async def test_a_text_without_groups_is_applied_only_if_that_is_meant(site: Site) -> None:
     await serving(site)
-    with pytest.raises(InvalidRequest, match="no earlier version to go back to"):
+    with pytest.raises(InvalidRequest, match="no earlier version to restore"):
         await site.ask("RollbackDesired", pb.RollbackDesiredRequest())
     request = pb.ApplyDesiredRequest(text="")
     with pytest.raises(InvalidRequest, match="allow-empty"):

@@ -156,7 +156,7 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
 
     with pytest.raises(InvalidRequest, match="more than 0 and less than 1"):
         await apply(text("2"), 1.5)
-    with pytest.raises(InvalidRequest, match="no service that runs is changed"):
+    with pytest.raises(InvalidRequest, match="no running service changes"):
         await apply(text("1") + "  more: {prefill: 1, decode: 1}\n", 0.1)
     with pytest.raises(InvalidRequest, match="no canary of any scenario"):
         await site.ask("PromoteUpgrade", pb.PromoteUpgradeRequest())
