@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
-_UNWELL: Final = frozenset({"lost", "failed"})  # steps that blame what an instance runs
+_FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that blame what an instance runs
 _OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # faults that no revision causes
 
 
@@ -121,7 +121,7 @@ class UpgradeLoop:
             self._groups.controller.reports,
             Surroundings(
                 self._plans.busy,
-                self._unwell(),
+                self._faulty(),
                 self._plans.planning(),
                 self._plans.gathering(),
                 version.canary_share,
@@ -152,14 +152,14 @@ class UpgradeLoop:
 
     def _on_step(self, step: AnnounceStep) -> None:
         observed = self._groups.observed
-        if step.step not in _UNWELL or not step.instance_id or observed is None:
+        if step.step not in _FAULTY_STEPS or not step.instance_id or observed is None:
             return
         given = observed.given.get(step.instance_id)
         if given is not None and given.incarnation == step.incarnation:
             cell = (step.group_id, given.role_spec.revision)
             self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
 
-    def _unwell(self) -> Mapping[Cell, Mapping[str, str]]:
+    def _faulty(self) -> Mapping[Cell, Mapping[str, str]]:
         """Instances with a fault of their own, even if only suspected."""
         found: dict[Cell, dict[str, str]] = {}
         for instance in self._view.fleet.instances.values():

@@ -15,7 +15,7 @@ from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, Reques
 class GroupSeen:
     """A group as the group controller has it.
 
-    `busy`: share of a role's slots; None: not known. `unwell`: instances of its revision that
+    `busy`: share of a role's slots; None: not known. `faulty`: instances of its revision that
     something speaks against. `num_blank`: blank instances that could join it.
     """
 
@@ -29,7 +29,7 @@ class GroupSeen:
     num_blank: int = 0
     failure: str = ""
     detail: str = ""
-    unwell: Mapping[str, str] = field(default_factory=dict)
+    faulty: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

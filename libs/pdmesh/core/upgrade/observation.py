@@ -21,11 +21,11 @@ Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slot
 class Surroundings:
     """What the group controller does not know.
 
-    `unwell`: instances that something speaks against, by what they run.
+    `faulty`: instances that something speaks against, by what they run.
     """
 
     busy: Busy
-    unwell: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
+    faulty: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
     canary_share: float = 0.0  # with which the version was applied
@@ -84,5 +84,5 @@ def _seen(
         num_blank=sum(blanks[region] for region in regions),
         failure=(report.detail or "it could not be set up") if has_failed else "",
         detail=report.detail,
-        unwell=around.unwell.get((group_id, wanted.revision), {}),
+        faulty=around.faulty.get((group_id, wanted.revision), {}),
     )

@@ -2,7 +2,7 @@
 
 It counts failures and times of the answers of each revision of each group. They are compared with
 what the unchanged groups answer meanwhile; if no group is unchanged, with the answers before the
-change. What is not known speaks against no revision. `rollback.py` looks at lost and unwell
+change. What is not known speaks against no revision. `rollback.py` looks at lost and faulty
 instances, too.
 """
 

@@ -1,7 +1,7 @@
 """Decides when a bad upgrade is turned back, and which group goes back next (S24).
 
 A revision is bad if a group cannot be set up with it or is not complete in time, if more than one
-of its instances were lost or unwell, or if it answers worse than the one before. Then all groups go
+of its instances were lost or faulty, or if it answers worse than the one before. Then all groups go
 back one at a time, and so does the desired state, as a new version.
 """
 
@@ -16,7 +16,7 @@ from pdmesh.core.upgrade.events import GroupSeen, RestoreVersion
 from pdmesh.core.upgrade.round import UpgradeRound
 from pdmesh.core.upgrade.trial import Trial
 
-_MAX_INCIDENTS: Final = 1  # so many lost or unwell instances may be chance
+_MAX_INCIDENTS: Final = 1  # so many lost or faulty instances may be chance
 
 
 def why_bad(

@@ -41,7 +41,7 @@ class Trial:
             self.lacking_since = None
         elif self.lacking_since is None:
             self.lacking_since = now
-        self.incidents.update(seen.unwell)
+        self.incidents.update(seen.faulty)
 
 
 @dataclass(slots=True)
