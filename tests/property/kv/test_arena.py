@@ -66,20 +66,3 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-
-
-def test_an_empty_arena_grants_nothing() -> None:
-    assert ArenaAllocator(0).reserve(1) is None
-
-
-def test_the_tail_that_is_no_whole_page_is_not_used() -> None:
-    arena = ArenaAllocator(3 * 4096 + 17)
-    assert arena.size == 3 * 4096
-    assert arena.reserve(3 * 4096) is not None
-    assert arena.reserve(1) is None
-
-
-@pytest.mark.parametrize("align", [0, 3, 100])
-def test_alignment_is_a_power_of_two(align: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        ArenaAllocator(4096, align)

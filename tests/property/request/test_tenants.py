@@ -5,7 +5,7 @@ use, and all of it comes back.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,7 +15,6 @@ from pdmesh.core.tenancy.limits import (
     Tenant,
     TenantLimits,
     Tenants,
-    TokenBucket,
 )
 
 LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, tokens_per_day=2000)
@@ -106,40 +105,3 @@ class TenantMachine(RuleBasedStateMachine):
 
 TestTenantMachine = pytest.mark.req("S97")(TenantMachine.TestCase)
 TestTenantMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-@given(
-    amounts=st.lists(st.floats(0.1, 50), min_size=1, max_size=30),
-    rate=st.floats(0.1, 100),
-    capacity=st.floats(1, 40),
-)
-def test_waiting_as_long_as_told_is_enough_and_no_longer_than_needed(
-    amounts: list[float], rate: float, capacity: float
-) -> None:
-    bucket, now = TokenBucket(rate, capacity, capacity, 0.0), 0.0
-    for amount in amounts:
-        wait_s = bucket.wait_s(amount, now)
-        if wait_s > 0.001:
-            assert bucket.wait_s(amount, now + wait_s * 0.9) > 0
-        now += wait_s
-        assert bucket.wait_s(amount, now) == 0.0
-        bucket.take(amount, now)
-    assert sum(amounts) <= capacity + rate * now + max(amounts) + 1e-3
-
-
-def test_limits_may_change_while_calls_are_open_and_a_day_may_pass() -> None:
-    tenants, tenant = Tenants(), Tenant("acme", LIMITS)
-    assert tenants.enter(tenant, 0.0) is None
-    charge = tenants.charge(tenant, 500, 0.0, 1, 10.0)
-    assert isinstance(charge, Charge)
-    unlimited = Tenant("acme")
-    assert all(tenants.enter(unlimited, 0.0) is None for _ in range(50))
-    assert isinstance(tenants.charge(unlimited, 10_000, 0.0, 2, 10.0), Charge)
-    tenants.settle(tenant, charge, 100)
-    assert tenants.today("acme", 2) == (2, 0, 10_000), "yesterday's refund is not today's"
-    tenants.forget_but(frozenset())
-    assert tenants.num_open("acme") == 51
-    for _ in range(51):
-        tenants.leave(tenant)
-    tenants.forget_but(frozenset())
-    assert tenants.today("acme", 2) == (2, 0, 0)
