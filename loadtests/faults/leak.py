@@ -277,12 +277,11 @@ async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
     """
     of_living = {name: shared_memory(mesh.pid(name)) for name in _PROCESSES}
     kept = still_there(set(mapped).difference(*of_living.values()))
-    lasting = await lasting_keys(mesh.redis_url, _INSTANCES)
     return {
         "segments of shared memory that survivors map": sum(len(of_living[n]) for n in _SURVIVORS),
         "segments that killed processes left": len(kept),
         "NATS consumers": await num_consumers(mesh.nats_url),
-        **{f"lasting Redis keys ({kind})": count for kind, count in lasting.items()},
+        "lasting Redis keys": await lasting_keys(mesh.redis_url, _INSTANCES),
     }
 
 

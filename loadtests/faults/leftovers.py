@@ -6,7 +6,6 @@ Only what this mesh's own processes map, write or open is looked at: others run 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,6 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.index import redis_keys as keys
 
 _SYSV_TABLE: Final = Path("/proc/sysvipc/shm")
-_BLOCK_KEY: Final = keys.block("", b"").rstrip(":").encode() + b":"
 _SCAN: Final = 1000
 
 
@@ -45,33 +43,19 @@ def still_there(names: Iterable[str]) -> set[str]:
     }
 
 
-async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> dict[str, int]:
-    """Redis keys without an expiry, by kind: those of the index for these instances, and any other.
-
-    A block's key belongs to them if one of them is in it; `block of nobody` is what no removal
-    would find again.
-    """
-    known = set(instance_ids)
-    owned = {
-        key.encode()
-        for i in known
-        for key in (keys.instance_version(i), *(keys.instance_blocks(i, t) for t in Tier))
-    }
-    named = {keys.INSTANCES.encode(), keys.EPOCH.encode()}
-    found: Counter[str] = Counter({"block of nobody": 0, "other": 0})
+async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> int:
+    """How many Redis keys have no expiry and are not the index's for these instances."""
+    known = {keys.INSTANCES, keys.EPOCH}
+    for name in instance_ids:
+        known |= {keys.instance_version(name), *(keys.instance_blocks(name, t) for t in Tier)}
     redis: Any = Redis.from_url(redis_url)  # any: redis-py's generic client
+    num = 0
     try:
         async for key in redis.scan_iter(count=_SCAN):
-            if key in owned or key in named or await redis.pttl(key) >= 0:
-                continue
-            if not key.startswith(_BLOCK_KEY):
-                found["other"] += 1
-                continue
-            holders = {m.decode().rpartition("/")[0] for m in await redis.smembers(key)}
-            found["block of nobody"] += not holders & known
+            num += key.decode() not in known and await redis.pttl(key) < 0
     finally:
         await redis.aclose()
-    return dict(found)
+    return num
 
 
 async def num_consumers(nats_url: str) -> int:

@@ -57,12 +57,7 @@ async def running(
     index = PrefixIndex(max_blocks=settings.max_blocks)
     store = RedisIndex(settings.redis_url, settings.redis_timeout_s)
     source = InstanceSource(view)
-
-    def fingerprint_of(instance_id: str) -> str:
-        record = view.records.get(instance_id)
-        return record.model_fingerprint if record else ""
-
-    mirror = RedisMirror(index, store, fingerprint_of)
+    mirror = RedisMirror(index, store)
     num_loaded = await mirror.restore({i: r.incarnation for i, r in view.records.items()})
     log.info("index.restored", num_instances=num_loaded, num_blocks=index.num_blocks)
     feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import enum
 import secrets
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -35,16 +34,10 @@ class _Work(enum.Enum):
 
 
 class RedisMirror:
-    """A Follower of the index feed.
+    """A Follower of the index feed."""
 
-    `fingerprint_of` names the model of an instance, "" if it is not known.
-    """
-
-    def __init__(
-        self, index: PrefixIndex, store: RedisIndex, fingerprint_of: Callable[[str], str]
-    ) -> None:
+    def __init__(self, index: PrefixIndex, store: RedisIndex) -> None:
         self._index, self._store = index, store
-        self._fingerprint_of = fingerprint_of
         self._pending: dict[str, list[IndexDelta] | _Work] = {}
         self._wake = asyncio.Event()
         self._epoch = ""
@@ -147,16 +140,15 @@ class RedisMirror:
                 self._is_writing = False
 
     async def _write(self, instance_id: str, work: list[IndexDelta] | _Work) -> None:
-        fingerprint = self._fingerprint_of(instance_id)
         version = self._index.version(instance_id)
         if work is _Work.GONE or version is None:
             await self._store.remove(instance_id)
         elif isinstance(work, list):
             for delta in work:
-                await self._store.apply(delta, fingerprint)
+                await self._store.apply(delta)
         else:
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
-            await self._store.replace(instance_id, StoredInstance(*version, fingerprint, *held))
+            await self._store.replace(instance_id, StoredInstance(*version, *held))
 
     def _set_up(self, is_up: bool, error: str = "") -> None:
         if is_up and not self._is_store_up:

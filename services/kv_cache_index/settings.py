@@ -11,7 +11,7 @@ class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
 
     redis_url: ServerUrl = shared(
-        "redis://127.0.0.1:6379", description="Redis or Valkey server of the shared index"
+        "redis://127.0.0.1:6379", description="Redis or Valkey server that keeps the index"
     )
     redis_timeout_s: float = Field(
         0.25, gt=0, description="Longest wait for an answer of Redis, which then counts as away"

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -120,7 +121,7 @@ def index(
     return running(settings, bus, NatsRegistry(bus, LEASE_S))
 
 
-async def stored_blocks(store: RedisIndex, name: str) -> frozenset[bytes] | None:
+async def stored_blocks(store: RedisIndex, name: str = "prefill-0") -> frozenset[bytes] | None:
     with contextlib.suppress(Unavailable):
         found = await store.load(name)
         return found.blocks if found else None
@@ -136,11 +137,10 @@ async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
         await worker.store(chain(100))
         await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})
         await until(lambda: parts.mirror.is_current)
-        assert await store.match(FINGERPRINT, chain(200)) == {"prefill-0": 100}
+        assert await stored_blocks(store) == set(chain(100))
         await worker.lease.release()
         await until(lambda: parts.index.num_blocks == 0)
         await until(lambda: parts.mirror.is_current)
-        assert await store.match(FINGERPRINT, chain(200)) == {}
         assert await store.instance_ids() == []
         keys = await store._redis.keys("*")
         assert keys == [b"pdmesh:v1:index:epoch"]  # nothing is left behind (I4)
@@ -161,7 +161,7 @@ async def test_an_instance_that_just_stops_renewing_is_gone_from_memory_and_redi
 
         async def is_gone() -> bool:
             in_memory = parts.index.match(chain(200))
-            return not in_memory and await store.match(FINGERPRINT, chain(200)) == {}
+            return not in_memory and await store.instance_ids() == []
 
         await until(is_gone)
 
@@ -177,7 +177,9 @@ async def test_a_host_pool_is_followed_beside_the_engine_by_delta_snapshot_and_s
         await until(lambda: parts.index.match(chain(9)) == {"prefill-0": 5})
         assert parts.index.match(chain(9), Tier.ENGINE) == {}
         await until(lambda: parts.mirror.is_current)
-        assert await store.match(FINGERPRINT, chain(9), Tier.HOST) == {"prefill-0": 4}
+        stored = await store.load("prefill-0")
+        assert stored is not None
+        assert (stored.blocks, stored.host) == (worker.blocks, worker.host)
         copy = await IndexSource(parts.view)(parts.view.records["prefill-0"])
         assert set(copy.host) == worker.host
         assert set(copy.blocks) == worker.blocks
@@ -194,7 +196,7 @@ async def test_what_memory_forgets_for_lack_of_room_leaves_redis_too(
         await until(lambda: parts.index.num_evicted == 150)
         await until(lambda: parts.mirror.is_current)
         assert await stored_blocks(store, "prefill-0") == parts.index.blocks("prefill-0")
-        assert len(await store._redis.keys("pdmesh:v1:block:*")) == 50
+        assert parts.index.num_blocks == 50
 
 
 @pytest.mark.fault("F20")
@@ -249,7 +251,6 @@ async def test_a_flushed_store_is_filled_again(
             return await stored_blocks(store, "prefill-0") == worker.blocks
 
         await until(is_filled)
-        assert await store.match(FINGERPRINT, chain(5)) == {"prefill-0": 5}
 
 
 @pytest.mark.fault("F14")
@@ -282,13 +283,13 @@ async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
     valkey.pause()
     began = time.monotonic()
     with pytest.raises(Unavailable):
-        await store.match(FINGERPRINT, chain(1))
+        await store.instance_ids()
     assert time.monotonic() - began < 2 * timeout_s, "a second try would wait as long again"
     valkey.resume()
 
     async def is_back() -> bool:
         with contextlib.suppress(Unavailable):
-            return await store.match(FINGERPRINT, chain(1)) == {}
+            return await store.instance_ids() == []
         return False
 
     await until(is_back)
@@ -298,16 +299,15 @@ async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
 async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhile(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    await store.replace(
-        "prefill-0", StoredInstance(1, 1, FINGERPRINT, frozenset(chain(4)))
-    )  # what an index left
-    await store.replace("prefill-9", StoredInstance(1, 1, FINGERPRINT, frozenset(chain(4))))
+    left = StoredInstance(1, 1, frozenset(chain(4)))  # by an index
+    await store.replace("prefill-0", left)
+    await store.replace("prefill-9", left)
     await worker.store(chain(4))
     async with index(bus, valkey) as parts:
         assert parts.index.match(chain(9)) == {"prefill-0": 4}  # at once, without any snapshot
         await until(lambda: parts.mirror.is_current)
         assert await store.instance_ids() == ["prefill-0"]
-        assert await store.match(FINGERPRINT, chain(9)) == {"prefill-0": 4}
+        assert await store.load("prefill-0") == left
 
 
 @pytest.mark.req("S101")
@@ -354,15 +354,24 @@ async def test_a_feed_that_fails_ends_its_service(
 
 
 async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
-    await store.apply(IndexDelta("a", 1, 1, stored=chain(5)), FINGERPRINT)
-    await store.apply(IndexDelta("b", 1, 1, stored=[*chain(2), *chain(1, start=4)]), FINGERPRINT)
-    await store.apply(IndexDelta("a", 1, 2, removed=chain(1, start=3)), FINGERPRINT)
-    assert await store.match(FINGERPRINT, chain(6)) == {"a": 3, "b": 2}
-    assert await store.match("other-model", chain(6)) == {}
-    await store.replace("a", StoredInstance(2, 7, "f1", frozenset(chain(1))))
-    assert await store.match(FINGERPRINT, chain(6)) == {"b": 2}
-    assert await store.load("a") == StoredInstance(2, 7, "f1", frozenset(chain(1)))
-    await store.apply(IndexDelta("a", 2, 8, host=TierDelta(stored=chain(2))), "f1")
-    assert await store.match("f1", chain(6), Tier.HOST) == {"a": 2}
+    await store.apply(IndexDelta("a", 1, 1, stored=chain(5)))
+    await store.apply(IndexDelta("b", 1, 1, stored=chain(2)))
+    await store.apply(IndexDelta("a", 1, 2, removed=chain(1, start=3)))
+    await store.apply(IndexDelta("a", 1, 3, host=TierDelta(stored=chain(2))))
+    kept = frozenset([*chain(3), *chain(1, start=4)])
+    assert await store.load("a") == StoredInstance(1, 3, kept, frozenset(chain(2)))
+    await store.replace("a", StoredInstance(2, 7, frozenset(chain(3, start=2))))
+    assert await store.load("a") == StoredInstance(2, 7, frozenset(chain(3, start=2)))
     await store.remove("a")
-    assert await store.match("f1", chain(6), Tier.HOST) == {}
+    assert await store.load("a") is None
+    assert await store.instance_ids() == ["b"]
+
+
+async def test_an_instance_that_was_half_written_is_not_loaded(
+    store: RedisIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.replace("a", StoredInstance(1, 1, frozenset(chain(2))))
+    monkeypatch.setattr(store._redis, "sadd", AsyncMock(side_effect=ConnectionError("cut")))
+    with pytest.raises(Unavailable):
+        await store.replace("a", StoredInstance(1, 2, frozenset(chain(3))))
+    assert await store.load("a") is None
