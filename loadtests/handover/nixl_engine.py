@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.vllm.config import VllmConfig, environment
+from pdmesh.engine.vllm.config import MEMORY_SHARE, VllmConfig, environment
 
 
 async def serve(config: VllmConfig, out: Any) -> None:
@@ -36,7 +36,7 @@ async def serve(config: VllmConfig, out: Any) -> None:
         dtype=config.effective_dtype,
         enforce_eager=config.is_eager,
         block_size=config.block_size,
-        gpu_memory_utilization=config.memory_utilization,
+        gpu_memory_utilization=MEMORY_SHARE,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -119,7 +119,6 @@ async def run_engine(
         kv_cache_bytes=_KV_BYTES,
         staging_bytes=0,
         landing_bytes=0,
-        num_threads=os.cpu_count() or 1,
         tiers=tiers,
     )
     engine = VllmEngine(config)
@@ -272,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "loadtests/results")
     args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # it has the machine alone
     with tempfile.TemporaryDirectory() as folder:
         results = asyncio.run(run(args.rounds, Path(folder)))
     stem = args.out / f"kv-tiers-{results.taken_at[:10]}"

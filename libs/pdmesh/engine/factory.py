@@ -57,6 +57,7 @@ class EngineSettings:
     speculation: Speculation = NO_SPECULATION  # vLLM
     # vLLM: SHA-256 of files of the model's folder by name, if they were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
+    failpoint: str = ""  # vLLM: for its workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = 64  # of KV, at once
     sim_law: str = "demo"
@@ -205,5 +206,6 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         tiers=settings.tiers,
         speculation=settings.speculation,
         file_digests=settings.file_digests,
+        failpoints=settings.failpoint,
     )
     return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)

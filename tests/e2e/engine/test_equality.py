@@ -118,7 +118,7 @@ async def test_the_comparison_fails_when_the_kv_is_zeroed_on_arrival(
         decode_config(model_dir),
         instance_id="decode-1",
         kv_cache_bytes=128 << 20,
-        worker_failpoints="decode.pulled=zero-kv",
+        failpoints="decode.pulled=zero-kv",
     )
     todo = [i for i, case in enumerate(reference.cases) if case.max_tokens >= 5][:40]
     async with running(config) as decode:

@@ -43,7 +43,7 @@ SERVED_BY_PEER = ("peer", "served")
 async def tiny(
     model_dir: Path,
     tiers: TierConfig,
-    worker_failpoints: str = "",
+    failpoints: str = "",
     find_holders: FindHolders | None = None,
 ) -> AsyncIterator[Host]:
     """An engine whose cache holds one long prompt at a time."""
@@ -53,7 +53,7 @@ async def tiny(
         kv_cache_bytes=40 << 20,
         max_model_len=704,
         tiers=tiers,
-        worker_failpoints=worker_failpoints,
+        failpoints=failpoints,
     )
     async with running(config, find_holders) as host:
         assert host.info.num_kv_blocks < 16

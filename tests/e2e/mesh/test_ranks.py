@@ -152,7 +152,7 @@ async def test_each_rank_moves_its_own_shard_and_the_slowest_sets_the_time(ranks
 async def test_the_comparison_sees_zeroed_kv_and_a_lost_rank_ends_its_engine(
     ranks: Pair, plain_ranks: Plain, tiny_llama: Path
 ) -> None:
-    broken = replace(config(tiny_llama, "decode-1", 3), worker_failpoints="decode.pulled=zero-kv")
+    broken = replace(config(tiny_llama, "decode-1", 3), failpoints="decode.pulled=zero-kv")
     todo = [i for i, case in enumerate(rank_cases()) if len(case.prompt) > 30][:8]
     async with running(broken) as decode:
         got = await generate_all(

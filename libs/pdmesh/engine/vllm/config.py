@@ -16,7 +16,6 @@ from typing import Any
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
-from pdmesh.engine.vllm.model.file_digests import default_cache_dir
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
@@ -26,6 +25,7 @@ CONNECTOR_CLASS = "PdmeshConnector"
 # (SmolLM2-135M, float32). The longest ping took 4 s instead of 18 s on a busy machine. On a CPU
 # without instructions for its number format such a step takes 13 s.
 CPU_STEP_TOKENS = 512
+MEMORY_SHARE = 0.3  # of a GPU, that must be free: several engines may share it
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must match before those that followed them are proposed
 
 
@@ -61,21 +61,12 @@ class VllmConfig:
     max_model_len: int = 2048
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
-    memory_utilization: float = 0.3  # several engines may share one machine
-    # Of a CPU worker. 0: half of the cores, since prefill and decode share them; with several
-    # ranks, each rank's share of the cores.
-    num_threads: int = 0
     tensor_parallel_size: int = 1
-    # None: True on a CPU (no compiler, quick start), False on a GPU
-    enforce_eager: bool | None = None
-    start_timeout_s: float = 600.0
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION  # tokens proposed by prompt lookup
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    # None: digests are not cached
-    digest_cache_dir: Path | None = field(default_factory=default_cache_dir)
-    worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
+    failpoints: str = ""  # armed in the workers, see failpoints.py
 
     @property
     def effective_dtype(self) -> str:
@@ -91,7 +82,8 @@ class VllmConfig:
 
     @property
     def is_eager(self) -> bool:
-        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
+        """On a CPU, where a compiled start takes minutes with a cold cache."""
+        return self.device == "cpu"
 
 
 def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str]:
@@ -111,7 +103,8 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
     if config.device == "cpu":
         num_ranks, cores = config.tensor_parallel_size, usable_cores()
         values |= {
-            "OMP_NUM_THREADS": str(config.num_threads or max(1, len(cores) // max(2, num_ranks))),
+            # Half of the cores, since prefill and decode share them, or each rank's share.
+            "OMP_NUM_THREADS": str(max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             # AsyncLLM keeps EngineCore in a child process in either case. With 0 a single rank's
             # worker lives in that child too, not in a process of its own: that saves 5 s and 300
@@ -119,9 +112,7 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
         if num_ranks > 1:
-            values["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
-                cores, num_ranks, config.num_threads
-            )
+            values["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, num_ranks)
     return {name: value for name, value in values.items() if name not in current}
 
 
@@ -132,7 +123,7 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -> str:
+def thread_binding(cores: Sequence[int], num_ranks: int) -> str:
     """The cores that each rank computes on, as vLLM reads it: "0,1|2,3".
 
     Ranks wait for each other in every layer, so two ranks on one core would wait for each other's
@@ -142,7 +133,7 @@ def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -
     if not share:
         return "nobind"
     parts = [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
-    return "|".join(",".join(map(str, part[: num_threads or share])) for part in parts)
+    return "|".join(",".join(map(str, part)) for part in parts)
 
 
 def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
@@ -157,7 +148,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "enforce_eager": config.is_eager,
         "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
-        "gpu_memory_utilization": config.memory_utilization,
+        "gpu_memory_utilization": MEMORY_SHARE,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -228,7 +219,7 @@ def connector_config(config: VllmConfig, private_dir: Path, computation: str) ->
         "block_size": config.block_size,
         "tiers": config.tiers.to_plain() if config.tiers.is_on else None,
         "max_pulls": config.max_pulls,
-        "failpoints": config.worker_failpoints,
+        "failpoints": config.failpoints,
     }
 
 

@@ -71,7 +71,7 @@ from pdmesh.engine.vllm.messages import (
     ToHost,
     Working,
 )
-from pdmesh.engine.vllm.model.file_digests import FileDigests
+from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.errors import EngineFailed
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+START_TIMEOUT_S = 600.0
 STAND_IN = 0  # for token 1 of a decode that starts without it
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
@@ -92,7 +93,7 @@ class VllmEngine:
 
     def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
         self._config, self._find_holders = config, find_holders
-        self._digests = FileDigests(config.digest_cache_dir)
+        self._digests = FileDigests(default_cache_dir())
         self._private_dir: Path | None = None
         self._process = LlmProcess()
         self._control: ControlServer | None = None
@@ -138,7 +139,7 @@ class VllmEngine:
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         computation = computation_digest(files.digest, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
-        llm = await self._process.start(arguments, self._view, config.start_timeout_s)
+        llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
         await asyncio.to_thread(files.check_unchanged, self._digests)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         endpoint = endpoint_of(config, llm.vllm_config.cache_config.block_size, hellos)

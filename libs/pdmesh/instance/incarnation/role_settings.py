@@ -115,6 +115,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
             settings.speculative_acceptance,
             settings.speculative_token_cost,
         ),
+        failpoint=settings.failpoint,
         tiers=tiers_of(settings),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,

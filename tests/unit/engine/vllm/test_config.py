@@ -95,7 +95,6 @@ def test_engines_draw_without_a_seed_each_its_own_way() -> None:
 def test_ranks_compute_on_cores_of_their_own_if_there_are_enough() -> None:
     assert thread_binding([0, 1], 2) == "0|1"
     assert thread_binding([2, 3, 6, 7, 9], 2) == "2,3|6,7"
-    assert thread_binding([0, 1, 2, 3], 2, num_threads=1) == "0|2"
     assert thread_binding([0], 2) == "nobind"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(CPU, {})
     two = environment(replace(CPU, tensor_parallel_size=2), {})
