@@ -22,7 +22,6 @@ from pdmesh.kv.agent.types import (
     AgentLandingFreed,
     AgentTicketClosed,
     PinnedBlocks,
-    SourceQuarantined,
 )
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
@@ -201,7 +200,7 @@ async def another_rank(transport: MakeTransport) -> KvAgent:
     """Of the pair's receiver."""
     agent = KvAgent(
         transport(),
-        AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
+        AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT, group_id="g"),
         staging_bytes=0,
         landing_bytes=HEADS.total_bytes,
         on_event=lambda _: None,
@@ -404,32 +403,6 @@ async def test_a_bit_flipped_in_any_part_fails_the_pull_and_is_never_handed_on(
         assert pair.receiver.stats().num_corrupt == 1
         await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=30)
-
-
-class FlipAlways(AgentHooks):
-    def on_received(self, payload: ByteArray) -> None:
-        payload[0] ^= 1
-
-
-@pytest.mark.fault("F34")
-async def test_a_source_that_corrupts_three_times_is_asked_no_more(
-    transport: MakeTransport,
-) -> None:
-    async with kv_pair(transport, hooks=FlipAlways()) as pair:
-        pair.stage(SMALL)
-        reasons = []
-        for _ in range(4):
-            with pytest.raises(KvTransferFailed) as caught:
-                await pair.receiver.pull(
-                    ticket_for(pair.address, SMALL), whole(SMALL), deadline_s=60
-                )
-            reasons.append(caught.value.reason)
-        assert reasons == ["KV_CORRUPT"] * 3 + ["KV_SOURCE_QUARANTINED"]
-        assert SourceQuarantined("prefill-0", 60.0) in pair.receiver_events
-        assert pair.receiver_events.count(AgentLandingFreed(0)) == 4
-        stats = pair.receiver.stats()
-        assert (stats.num_corrupt, stats.num_quarantined) == (3, 1)
-        assert stats.messages_sent["pull"] == 3, "the fourth was not asked for"
 
 
 # -- blocks of a pool -----------------------------------------------------------------------------

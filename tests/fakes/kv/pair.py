@@ -10,7 +10,6 @@ import numpy as np
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.types import (
@@ -79,7 +78,6 @@ async def kv_pair(
     receiver_fingerprint: str = FINGERPRINT,
     receiver_group: str = "g",
     blocks: BlockSource | None = None,
-    quarantine: Quarantine[str] | None = None,
 ) -> AsyncIterator[KvPair]:
     """At the end nothing may be left on either side."""
     sender_events: list[AgentEvent] = []
@@ -101,7 +99,6 @@ async def kv_pair(
         landing_bytes=ARENA_BYTES,
         on_event=receiver_events.append,
         hooks=hooks,
-        quarantine=quarantine,
     )
     address = await sender.start()
     await receiver.start()

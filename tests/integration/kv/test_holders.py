@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
 from pdmesh.kv.tiers.holders import HolderDirectory
 from pdmesh.net.grpc import rpc
+from pdmesh.net.held_sources import held_to_proto
 from pdmesh.v1 import kv_index_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
@@ -69,4 +71,33 @@ async def test_blocks_come_from_pools_of_the_own_region(kv_region: str, asked: l
 
         await until(found)  # a slow machine's first answer may come too late to count
         assert await found() == asked
+        await directory.close()
+
+
+@pytest.mark.fault("F34")
+async def test_a_peer_that_the_own_record_holds_as_corrupt_is_not_asked() -> None:
+    """Another life of it is, and so is one that pulls could not reach."""
+    async with index() as address:
+        store = MemoryStore()
+        store.records["index"] = InstanceRecord(
+            instance_id="index", service="kv-cache-index", grpc_address=address
+        )
+        for name in ("me", "eu-0", "us-0", "any-0"):
+            store.records[name] = InstanceRecord(
+                instance_id=name, incarnation=1, kv_addresses=["ucx:1"]
+            )
+        held = [("eu-0", 1, SourceFault.CORRUPT), ("us-0", 2, SourceFault.CORRUPT)]
+        held += [("any-0", 1, SourceFault.UNREACHABLE)]
+        store.records["me"].held_kv_sources.extend(
+            held_to_proto(HeldSource(KvSource(name, incarnation), fault))
+            for name, incarnation, fault in held
+        )
+        directory = HolderDirectory("me")
+        await directory.read(MemoryRegistry(store))
+
+        async def found() -> list[str]:
+            return [h.instance_id for h in await directory.find(HASHES, 0)]
+
+        await until(found)  # a slow machine's first answer may come too late to count
+        assert await found() == ["us-0", "any-0"]
         await directory.close()

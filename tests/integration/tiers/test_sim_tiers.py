@@ -18,6 +18,7 @@ import pytest
 
 from pdmesh.core.instance.admission import Work
 from pdmesh.core.kv.tiers.load_plan import Tier, prefix_length
+from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.kv.tiers.config import TierConfig
@@ -198,6 +199,32 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
         await b.until_idle()
         await until(lambda: stack_of(b).num_loading == 0)
         assert stack_of(b).counts.total(Tier.PEER, TierEvent.FAILED) >= 12
+
+
+@pytest.mark.req("S77")
+@pytest.mark.fault("F34")
+async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host() -> None:
+    """The same record counts it that counts pulls, and is told to the registry."""
+    directory = Directory()
+    async with (
+        tiered("fusion-0", FUSION, MemoryTransport, tiers=POOL) as a,
+        tiered("fusion-1", FUSION, MemoryTransport, tiers=POOL, find_holders=directory.find) as b,
+    ):
+        async with TestSession(a) as to_a, TestSession(b) as to_b:
+            expected = [(await locally(to_a, prompt))[0] for prompt in PROMPTS[:3]]
+            pool = stack_of(a).pool
+            for name in pool.names():
+                (block,) = pool.pin([name])
+                block.data[5] ^= 1
+                pool.unpin([name], is_use=False)
+            directory.peer = a
+            for prompt, tokens in zip(PROMPTS, expected, strict=False):
+                assert not b.host.held_sources()
+                assert await locally(to_b, prompt) == (tokens, 0), "no block of it is used"
+            source = KvSource("fusion-0", a.settings.incarnation)
+            await until(lambda: b.host.held_sources() == [HeldSource(source, SourceFault.CORRUPT)])
+        await a.until_idle()
+        await b.until_idle()
 
 
 @pytest.mark.req("S77")

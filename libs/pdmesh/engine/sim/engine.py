@@ -100,7 +100,7 @@ class SimEngine:
         self._tiers: TierLane | None = None
         if tiers is not None:
             if find_holders is not None:
-                tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s)
+                tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s, tiers.counts)
             source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
             self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
         self._arrivals: dict[int, PrefillJob] = {}

@@ -182,7 +182,7 @@ class TierNews(RankMessage):
     bytes_used: dict[str, int]
     stored: list[bytes]
     removed: list[bytes]
-    faults: list[tuple[str, str, str]]  # tier, reason, message
+    faults: list[tuple[str, str, str, tuple[str, int] | None]]  # the fields of `TierFault`
     num_pinned: int | None = None
     num_leased: int | None = None
 

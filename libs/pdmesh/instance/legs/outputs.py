@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdmesh.core.instance.admission import Work
+from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.engine.base import (
     BlocksChanged,
     Failed,
@@ -157,6 +158,8 @@ class Outputs:
             self._life.sources.on_error(
                 fault.reason, f"{fault.tier.value} tier: {fault.message}", ""
             )
+            if fault.source is not None:
+                self._life.sources.failed(KvSource(*fault.source), fault.reason, "")
 
 
 # Any: each function takes the one output its key names.

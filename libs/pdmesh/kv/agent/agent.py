@@ -20,7 +20,6 @@ import structlog
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.kv.transfer import sender_events as tx
-from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena
@@ -71,7 +70,6 @@ class KvAgent:
         staging_arena: ArenaMemory | None = None,
         landing_arena: ArenaMemory | None = None,
         blocks: BlockSource | None = None,
-        quarantine: Quarantine[str] | None = None,
         max_peers: int = 256,
         on_peers: Callable[[int], None] = lambda _: None,  # how many connections are open
     ) -> None:
@@ -84,8 +82,7 @@ class KvAgent:
         self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
         self._peers = Peers(self._pool, on_peers)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
-        quarantine = Quarantine() if quarantine is None else quarantine  # an empty one is false
-        self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine)
+        self._receiver = ReceiverHalf(self._peers, hooks)
         self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)
         self._handler = AgentHandler(
             self._peers, self._sender, self._receiver, self._do_posted, self._ticker.keep_going
@@ -112,7 +109,6 @@ class KvAgent:
             bytes_sent=sender.bytes_sent,
             bytes_received=receiver.bytes_received,
             num_corrupt=receiver.num_corrupt,
-            num_quarantined=receiver.num_quarantined,
             messages_sent=self._peers.messages_sent,
         )
 
@@ -329,7 +325,7 @@ class KvAgent:
         stall_s: float = math.inf,
     ) -> PullResult:
         try:
-            self._receiver.check_askable(order.source)
+            self._receiver.check_room()
             connection = self._pool.find(address)
             if connection is None:
                 connection = await self._receiver.opening(

@@ -1,8 +1,7 @@
 """The receiving half of a KV agent: pulls tickets into the landing arena, and blocks into a pool.
 
 `core.kv.transfer.receiver` decides when a pull ends and when its bytes are safe. This shell posts
-receives, compares checksums, hands verified parts on and renews leases. It asks nothing of a source
-in quarantine.
+receives, compares checksums, hands verified parts on and renews leases.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pdmesh.core.deadlines import SILENT_S
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer.lease_renewal import LeaseKeeper
 from pdmesh.core.kv.transfer.receiver import PullBook
-from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
@@ -31,11 +29,8 @@ from pdmesh.kv.agent.checksums import INLINE_BYTES, are_intact
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.agent.types import (
-    AgentEvent,
     AgentHooks,
     PullResult,
-    SourceQuarantined,
-    SourceReleased,
 )
 from pdmesh.kv.transport.base import ByteArray, KvConnection
 from pdmesh.net.tasks import watched
@@ -82,12 +77,9 @@ class ReceiverHalf:
     def __init__(
         self,
         peers: Peers,
-        on_event: Callable[[AgentEvent], None],
         hooks: AgentHooks | None,
-        quarantine: Quarantine[str],
     ) -> None:
         self._peers = peers
-        self._on_event = on_event
         self._hooks = hooks
         self._book = PullBook()
         self._pulls: dict[int, _Pull] = {}
@@ -95,7 +87,6 @@ class ReceiverHalf:
         self._stalls: OrderedDict[str, float] = OrderedDict()  # by ticket, as `expect` said
         self._leases = LeaseKeeper()
         self._kept: dict[str, tuple[Ticket, KvConnection]] = {}  # waiting for their turn
-        self._quarantine = quarantine
         self._checks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self.num_corrupt = 0
@@ -120,12 +111,8 @@ class ReceiverHalf:
         return len(self._book)
 
     @property
-    def num_quarantined(self) -> int:
-        return len(self._quarantine)
-
-    @property
     def has_work(self) -> bool:
-        return bool(not self._book.is_idle or len(self._leases) or len(self._quarantine))
+        return bool(not self._book.is_idle or len(self._leases))
 
     def peers_in_use(self) -> set[int]:
         """Connections that a pull uses, or over which a lease is renewed."""
@@ -134,15 +121,12 @@ class ReceiverHalf:
 
     def check_invariants(self) -> None:
         self._book.check_invariants()
-        self._quarantine.check_invariants()
         assert len(self._pulls) == len(self._book)
 
     # -- for the engine ---------------------------------------------------------------------------
 
-    def check_askable(self, source: str) -> None:
-        """Raises KvTransferFailed if nothing may be asked of `source` now."""
-        if self._quarantine.is_held(source, time.monotonic()):
-            raise KvTransferFailed(f"{source} is quarantined", reason=PullFailure.QUARANTINED)
+    def check_room(self) -> None:
+        """Raises KvTransferFailed if no further pull may be asked for now."""
         if len(self._book) >= MAX_PULLS:
             raise KvTransferFailed("too many pulls at once", reason=PullFailure.BUSY)
 
@@ -253,8 +237,6 @@ class ReceiverHalf:
             self._tell_renewal(*self._kept[ticket_id])
         for ticket_id in over:
             del self._kept[ticket_id]
-        for source in self._quarantine.release_due(now):
-            self._on_event(SourceReleased(source))
 
     async def close(self, within_s: float) -> None:
         """All connections are gone: no write lands any more."""
@@ -410,9 +392,6 @@ class ReceiverHalf:
         pull, reason = self._pulls[effect.pull_id], effect.reason
         if reason == PullFailure.CORRUPT:
             self.num_corrupt += 1
-            source = pull.order.source
-            if source and self._quarantine.record(source, time.monotonic()):
-                self._on_event(SourceQuarantined(source, self._quarantine.hold_s))
         if not pull.done.done():
             what = "pull" if pull.order.ticket else "fetch of blocks"
             pull.done.set_exception(KvTransferFailed(f"{what} failed: {reason}", reason=reason))

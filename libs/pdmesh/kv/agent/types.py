@@ -29,24 +29,7 @@ class AgentTicketClosed:
     reason: str  # taken, released, expired, failed
 
 
-@dataclass(frozen=True, slots=True)
-class SourceQuarantined:
-    """Pulls from this instance were corrupt too often (F34): it is not asked for `hold_s`
-    seconds.
-    """
-
-    instance_id: str
-    hold_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SourceReleased:
-    """The quarantine of this instance is over."""
-
-    instance_id: str
-
-
-AgentEvent = AgentTicketClosed | AgentLandingFreed | SourceQuarantined | SourceReleased
+AgentEvent = AgentTicketClosed | AgentLandingFreed
 
 # Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks.
 # Must not raise.
@@ -74,7 +57,6 @@ class AgentStats:
     bytes_sent: int
     bytes_received: int
     num_corrupt: int  # pulls whose checksum did not match
-    num_quarantined: int  # instances, now
     messages_sent: dict[str, int]  # by kind: pull, meta, ack, refused, renew, fetch
 
 

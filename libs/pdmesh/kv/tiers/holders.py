@@ -14,8 +14,10 @@ from typing import Final
 import grpc
 import structlog
 
+from pdmesh.core.kv.transfer.source_exclusions import KvSource, SourceFault
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.net.grpc import rpc
+from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import Registry
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.kv_index_service_pb2 import MatchRequest
@@ -36,6 +38,7 @@ class HolderDirectory:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
         self._kv_region = ""  # the region that its KV stays in, by its record
+        self._corrupt: set[KvSource] = set()  # the peers that it refuses, by its record
         self._channel: grpc.aio.Channel | None = None
         self._address = ""
         self._not_before = 0.0
@@ -50,6 +53,8 @@ class HolderDirectory:
         self._records = dict(view.records)
         own = self._records.get(self._instance_id)
         self._kv_region = own.kv_region if own is not None else ""
+        held = held_from(own) if own is not None else ()
+        self._corrupt = {h.source for h in held if h.fault is SourceFault.CORRUPT}
         await view.close()
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
@@ -70,6 +75,8 @@ class HolderDirectory:
             if record is None or record.incarnation != match.incarnation:
                 continue
             if record.kv_region != self._kv_region:
+                continue
+            if KvSource(match.instance_id, match.incarnation) in self._corrupt:
                 continue
             if match.instance_id != self._instance_id and record.kv_addresses:
                 addresses = tuple(record.kv_addresses)

@@ -16,10 +16,11 @@ from typing import Final, Protocol
 import structlog
 
 from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.types import PinnedBlocks
 from pdmesh.kv.tiers.host_pool import HostPool
-from pdmesh.kv.tiers.report import TierCounts, TierEvent
+from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierFault
 from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
@@ -79,12 +80,20 @@ class FetchBlocks(Protocol):
 
 
 class AgentPeers:
-    """Over the KV agent. `timeout_s` bounds one fetch; its callers have bounds of their own."""
+    """Over the KV agent. `timeout_s` bounds one fetch; its callers have bounds of their own.
+
+    A corrupt fetch is a fault that names the peer: the host decides who is asked no more.
+    """
 
     def __init__(
-        self, fetch: FetchBlocks, timeout_s: float, rank: int = 0, num_ranks: int = 1
+        self,
+        fetch: FetchBlocks,
+        timeout_s: float,
+        counts: TierCounts,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        self._fetch, self._timeout_s = fetch, timeout_s
+        self._fetch, self._timeout_s, self._counts = fetch, timeout_s, counts
         self._rank, self._num_ranks = rank, num_ranks
 
     async def load(
@@ -110,6 +119,10 @@ class AgentPeers:
             )
         except KvTransferFailed as error:
             log.info("kv.tier.peer_failed", peer=peer.instance_id, reason=error.reason)
+            if error.reason == PullFailure.CORRUPT:
+                source = peer.instance_id, peer.incarnation
+                what = f"bad blocks from {peer.instance_id}"
+                self._counts.fault(TierFault(Tier.PEER, error.reason, what, source))
             await freed.wait()
             return ()
 

@@ -32,11 +32,12 @@ class TierEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """The state of a tier changed, for the worse or the better; for the operator."""
+    """The state of a tier changed, for the worse or the better, or a peer sent bad blocks."""
 
     tier: Tier
-    reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED
+    reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED, KV_CORRUPT
     message: str
+    source: tuple[str, int] | None = None  # instance and incarnation of the peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.transfer.source_quarantine import Quarantine
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
 from tests.fakes.kv.memory_transport import MemoryTransport
@@ -79,7 +78,7 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 
 @pytest.mark.fault("F34")
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
-    async with kv_pair(MemoryTransport, quarantine=Quarantine(limit=1 << 20)) as pair:
+    async with kv_pair(MemoryTransport) as pair:
         await _pull_both(pair, Flip(-1, 0))  # connects
         for message in range(6):  # two of PULL, META and ACK each
             bit, flip = 0, Flip(message, 0)

@@ -286,7 +286,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
             await asyncio.wait_for(pull, 30)
         assert caught.value.reason == PullFailure.UNCHECKED
         await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
-        assert not pair.receiver.stats().num_quarantined, "nothing is known of its source"
+        assert not pair.receiver.stats().num_corrupt, "nothing is known of its source"
 
 
 async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,12 +65,10 @@ class KvSources:
     _faults: dict[SourceFault, Quarantine[KvSource]] = field(default_factory=_quarantines)
 
     def failed(self, source: KvSource, reason: str, now: float) -> SourceFault | None:
-        """A pull failed. Returns the fault if the source is held from now on because of it."""
+        """A pull or a fetch failed. Returns the fault if the source is held from now on."""
         is_held = False
         fault = SourceFault.UNREACHABLE if reason in _UNREACHABLE else SourceFault.CORRUPT
-        if reason == PullFailure.QUARANTINED:  # the KV agent counts pulls of peers' blocks, too
-            is_held = self._faults[fault].hold(source, now)
-        elif reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
+        if reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
             is_held = self._faults[fault].record(source, now)
         return fault if is_held else None
 

@@ -47,7 +47,11 @@ class Quarantine(Generic[K]):
             strikes.popleft()
         if len(strikes) < self.limit:
             return False
-        return self.hold(source, now)
+        del self._strikes[source]
+        if len(self._held_until) >= MAX_SOURCES:
+            return False
+        self._held_until[source] = now + self.hold_s
+        return True
 
     def _remember(self, source: K) -> deque[float]:
         strikes = self._strikes.setdefault(source, deque(maxlen=self.limit))
@@ -55,14 +59,6 @@ class Quarantine(Generic[K]):
         if len(self._strikes) > MAX_SOURCES:
             self._strikes.popitem(last=False)
         return strikes
-
-    def hold(self, source: K, now: float) -> bool:
-        """Hold a source at once. False if it was held already, or if too many are."""
-        self._strikes.pop(source, None)
-        if source in self._held_until or len(self._held_until) >= MAX_SOURCES:
-            return False
-        self._held_until[source] = now + self.hold_s
-        return True
 
     def last_strike(self, source: K) -> float:
         """When the last failure that still counts was, or when probation began; -inf: never."""

@@ -84,4 +84,3 @@ class PullFailure(StrEnum):
     # This end was too late: no turn came in time, or the engine did not say what became of the
     # pull. That says nothing about the source.
     OVERDUE = "KV_PULL_OVERDUE"
-    QUARANTINED = "KV_SOURCE_QUARANTINED"

@@ -125,7 +125,10 @@ def outputs_of(news: TierNews) -> list[Output]:
             counts={(tier, event): count for tier, event, count in news.counts},
             seconds=news.seconds,
             bytes_used=news.bytes_used,
-            faults=tuple(TierFault(Tier(t), reason, text) for t, reason, text in news.faults),
+            faults=tuple(
+                TierFault(Tier(tier), reason, what, source)
+                for tier, reason, what, source in news.faults
+            ),
             num_pinned=news.num_pinned,
             num_leased=news.num_leased,
         )

@@ -45,15 +45,6 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
     record.check_invariants()
 
 
-@pytest.mark.fault("F34")
-def test_a_source_that_the_kv_agent_asks_no_more_is_refused_at_once() -> None:
-    """It counts blocks of peers' pools too, of which the host hears nothing."""
-    record = sources()
-    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.0) is CORRUPT
-    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.1) is None, "told once"
-    assert record.refuses(P0, 1.0)
-
-
 @pytest.mark.fault("F23")
 @pytest.mark.parametrize("reason", ["KV_TRANSFER_TIMEOUT", "KV_PEER_LOST", "KV_CONNECT_FAILED"])
 def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason: str) -> None:

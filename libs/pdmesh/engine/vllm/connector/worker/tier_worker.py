@@ -97,7 +97,9 @@ class TierWorker:
         ) -> Sequence[bytes]:  # Any: passed on as they are
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
-        self.stack.peers = AgentPeers(fetch, self._config.timeout_s, self._rank, self._num_ranks)
+        self.stack.peers = AgentPeers(
+            fetch, self._config.timeout_s, self.stack.counts, self._rank, self._num_ranks
+        )
 
     # -- a step, on vLLM's thread
     # -------------------------------------------------------------------
@@ -252,7 +254,7 @@ def news_of(report: TierReport, rank: int) -> list[TierNews]:
 
     The first rank reports for all, except what failed.
     """
-    faults = [(f.tier.value, f.reason, f.message) for f in report.faults]
+    faults = [(f.tier.value, f.reason, f.message, f.source) for f in report.faults]
     if rank:
         return [TierNews(rank, [], {}, {}, [], [], faults)] if faults else []
     counts = [(tier, event, n) for (tier, event), n in report.counts.items()]
