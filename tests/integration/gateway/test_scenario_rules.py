@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from pdmesh.events.v1.events_pb2 import RequestFinished
+from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.support.waiting import until
 
@@ -18,8 +19,10 @@ RULES = [{"scenario": "long", "min_prompt_tokens": 50}]
 async def test_a_request_without_a_label_is_classified_by_its_length(tmp_path: Path) -> None:
     async with gateway_mesh(tmp_path, scenario_rules=RULES) as mesh, httpx.AsyncClient() as client:
         for record in list(mesh.store.records.values()):
-            record.scenario = ""  # it serves all of them
-            mesh.register(record)
+            changed = InstanceRecord()
+            changed.CopyFrom(record)
+            changed.scenario = ""  # it serves all of them
+            mesh.register(changed)
 
         async def ask(num_tokens: int, **more: str) -> str:
             seen = len(mesh.events)
