@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final
 
 from pdmesh.core.model import Tick
@@ -85,91 +86,57 @@ _MIN_RETRY_S: Final = 0.01
 _ENGINE_DIED: Final = "ENGINE_DIED"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Only `handle` changes state, and `push_token`, its short cut for one token.
 
     Times are on the caller's clock, in seconds; inf: not set.
     """
 
-    __slots__ = (
-        "_answer_by",
-        "_budget",
-        "_candidates",
-        "_deadline",
-        "_deaths",
-        "_decodes",
-        "_exclusions",
-        "_held",
-        "_is_queued",
-        "_keys",
-        "_last_error",
-        "_leg_began_at",
-        "_limits",
-        "_max_tokens",
-        "_next_key",
-        "_num_prompt_tokens",
-        "_plan",
-        "_retry_at",
-        "_retry_s",
-        "_silence",
-        "_stop_token_ids",
-        "_tried",
-        "_ttft_by",
-        "attempt",
-        "decode_id",
-        "emitted",
-        "num_cached_tokens",
-        "num_migrations",
-        "num_rejections",
-        "outcome",
-        "phase",
-        "prefill_id",
-        "prompt_compute_s",
-        "story",
-    )
+    max_tokens: int
+    _: KW_ONLY
+    limits: RequestLimits
+    budget: RetryBudget
+    next_key: Callable[[], int]
+    num_prompt_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
-    def __init__(
-        self,
-        max_tokens: int,
-        *,
-        limits: RequestLimits,
-        budget: RetryBudget,
-        next_key: Callable[[], int],
-        num_prompt_tokens: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        assert max_tokens >= 1
-        self.story = Story()
-        self.phase = RequestPhase.NEW
-        self.emitted: list[int] = []
-        self.attempt = 0
-        self.num_rejections = 0
-        self.num_migrations = 0
-        self.num_cached_tokens = 0
-        self.prefill_id = ""
-        self.prompt_compute_s = 0.0  # as the last plan predicts
-        self.decode_id = ""
-        self.outcome: Complete | Fail | Cancelled | None = None
-        self._max_tokens = max_tokens
-        self._num_prompt_tokens = num_prompt_tokens
-        self._stop_token_ids = stop_token_ids
-        self._limits = limits
-        self._budget = budget
-        self._next_key = next_key
-        self._plan = 0
-        self._exclusions = PlanExclusions()
-        self._candidates: list[Candidate] = []
-        self._decodes: list[Candidate] = []
-        self._tried = 0
-        self._held = Holdings()
-        self._keys: set[int] = set()  # of all legs that it ever had
-        self._leg_began_at = 0  # tokens emitted by then
-        self._silence = LegSilence(limits)
-        self._deaths = Deaths(limits.num_innocent_tokens)
-        self._is_queued = False  # a prefill rejected it, and none has taken it yet
-        self._last_error: MeshError | None = None
-        self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
-        self._retry_s = limits.retry_s
+    story: Story = field(default_factory=Story, init=False)
+    phase: RequestPhase = field(default=RequestPhase.NEW, init=False)
+    outcome: Complete | Fail | Cancelled | None = field(default=None, init=False)
+    emitted: list[int] = field(default_factory=list, init=False)
+    attempt: int = field(default=0, init=False)
+    num_rejections: int = field(default=0, init=False)
+    num_migrations: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    prefill_id: str = field(default="", init=False)
+    decode_id: str = field(default="", init=False)
+    prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
+
+    _plan: int = field(default=0, init=False)
+    _candidates: list[Candidate] = field(default_factory=list, init=False)
+    _decodes: list[Candidate] = field(default_factory=list, init=False)
+    _tried: int = field(default=0, init=False)
+    _exclusions: PlanExclusions = field(default_factory=PlanExclusions, init=False)
+    _held: Holdings = field(default_factory=Holdings, init=False)
+    _keys: set[int] = field(default_factory=set, init=False)  # of all legs that it ever had
+    _leg_began_at: int = field(default=0, init=False)  # tokens emitted by then
+    _silence: LegSilence = field(init=False)
+    _deaths: Deaths = field(init=False)
+    # A prefill rejected it, and none has taken it yet.
+    _is_queued: bool = field(default=False, init=False)
+    _last_error: MeshError | None = field(default=None, init=False)
+    _deadline: float = field(default=math.inf, init=False)
+    _ttft_by: float = field(default=math.inf, init=False)
+    _answer_by: float = field(default=math.inf, init=False)
+    _retry_at: float = field(default=math.inf, init=False)
+    _retry_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens >= 1
+        self._silence = LegSilence(self.limits)
+        self._deaths = Deaths(self.limits.num_innocent_tokens)
+        self._retry_s = self.limits.retry_s
 
     # --- public ----------------------------------------------------------------------------------
 
@@ -206,7 +173,7 @@ class Request:
         """`DecodeTokens(key, (token_id,))` without the cost. False: use `handle` instead."""
         if key != self._held.decoding_key:
             return False
-        if len(self.emitted) < self._max_tokens:
+        if len(self.emitted) < self.max_tokens:
             self.emitted.append(token_id)
         self._silence.progress_at = now
         return True
@@ -246,7 +213,7 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        return self._max_tokens - len(self.emitted)
+        return self.max_tokens - len(self.emitted)
 
     def is_current(self, key: int) -> bool:
         """Whether `key` names the active leg; the output of any other is to be dropped."""
@@ -261,9 +228,9 @@ class Request:
         assert held.early is None or phase is RequestPhase.PREFILLING
         assert held.ticket is not None or phase not in has_ticket, phase
         assert not held.has_lost_holder or (held.leg is not None and held.ticket is not None)
-        assert len(self.emitted) <= self._max_tokens
+        assert len(self.emitted) <= self.max_tokens
         assert (self.outcome is not None) == (phase is RequestPhase.ENDED)
-        assert self.num_migrations <= self._limits.max_migrations
+        assert self.num_migrations <= self.limits.max_migrations
         assert not self._is_queued or phase in UNPLACED
         assert not held.decoding_key or (held.ticket is None and held.is_active(held.decoding_key))
 
@@ -285,16 +252,16 @@ class Request:
 
     def _reason_if_complete(self) -> FinishReason | None:
         """Set if the last token was emitted: a leg lost before it said so has lost nothing."""
-        if self.emitted and self.emitted[-1] in self._stop_token_ids:
+        if self.emitted and self.emitted[-1] in self.stop_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else None
 
     # --- planning --------------------------------------------------------------------------------
 
     def _on_submitted(self, event: Submitted, now: float) -> list[Effect]:
-        self._deadline = now + self._limits.deadline_s
-        self._ttft_by = now + self._limits.ttft_s
-        self._budget.earn()
+        self._deadline = now + self.limits.deadline_s
+        self._ttft_by = now + self.limits.ttft_s
+        self.budget.earn()
         return self._ask_plan() if event.refusal is None else self._end(Fail(event.refusal))
 
     def _ask_plan(self) -> list[Effect]:
@@ -306,8 +273,8 @@ class Request:
         if self._is_old(event):
             return []
         self.prompt_compute_s = event.prompt_compute_s
-        self._decodes = list(event.decodes[: self._limits.max_candidates])
-        self._candidates = self._usable(event.prefills)[: self._limits.max_candidates]
+        self._decodes = list(event.decodes[: self.limits.max_candidates])
+        self._candidates = self._usable(event.prefills)[: self.limits.max_candidates]
         if not self._candidates:
             return self._no_plan(NoInstance("no prefill and decode that can serve this"), now)
         self._tried = 0
@@ -360,11 +327,11 @@ class Request:
         key = self._new_key()
         self._held.leg = OpenLeg(key, to)
         self._leg_began_at = len(self.emitted)
-        self._answer_by = now + self._limits.answer_s
+        self._answer_by = now + self.limits.answer_s
         return key
 
     def _new_key(self) -> int:
-        key = self._next_key()
+        key = self.next_key()
         self._keys.add(key)
         return key
 
@@ -374,12 +341,12 @@ class Request:
             return []
         leg = self._active_leg
         self.phase = RequestPhase.PREFILLING
-        self._retry_s = self._limits.retry_s
+        self._retry_s = self.limits.retry_s
         self._silence.began(now)
         if event.ticket is None or leg.to.is_local or self.num_remaining == 1:
             return []
         decodes = leg.to.compatible(self._decodes)
-        early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
+        early = EarlyDecode(event.ticket, decodes, self._early_start, self.limits.answer_s)
         self._held.early = early
         return early.offer(now)
 
@@ -436,7 +403,7 @@ class Request:
     def _on_first_token(self, event: FirstToken, now: float) -> list[Effect]:
         leg = self._active_leg
         self.prefill_id = leg.to.instance_id
-        self._retry_s = self._limits.retry_s
+        self._retry_s = self.limits.retry_s
         if not self.emitted:  # else what was cached may include tokens that we emitted
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
@@ -497,7 +464,7 @@ class Request:
         self.phase = RequestPhase.DECODING
         self.decode_id = leg.to.instance_id
         self._silence.began(now)
-        self._retry_s = self._limits.retry_s
+        self._retry_s = self.limits.retry_s
         self._held.decoding_key = leg.key if self._held.ticket is None else 0
 
     def _accepted_by_now(self, now: float) -> None:
@@ -537,7 +504,7 @@ class Request:
         if now >= self._retry_at or self._retry_at == math.inf:
             self._schedule_retry(now)
         is_prefill = phase is RequestPhase.WAITING_PREFILL
-        num_tokens = self._num_prompt_tokens + len(self.emitted) if is_prefill else 0
+        num_tokens = self.num_prompt_tokens + len(self.emitted) if is_prefill else 0
         return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
     def _schedule_retry(self, now: float) -> None:
@@ -619,7 +586,7 @@ class Request:
             return self._lose_ticket(now)
         # The decode may have all KV, and the news of it be on its way. Then a second prefill would
         # be for nothing (F3).
-        self._held.kv_by = min(self._held.kv_by, now + self._limits.had_kv_s)
+        self._held.kv_by = min(self._held.kv_by, now + self.limits.had_kv_s)
         return []
 
     def _lose_ticket(self, now: float) -> list[Effect]:
@@ -636,17 +603,17 @@ class Request:
         done = self._reason_if_complete()
         if done is not None:
             return effects + self._end(Complete(done))
-        if self.num_deaths >= self._limits.max_deaths:
+        if self.num_deaths >= self.limits.max_deaths:
             return effects + self._end(Fail(PoisonRequest("instances died of this request")))
-        if self.num_migrations >= self._limits.max_migrations or not self._budget.spend():
+        if self.num_migrations >= self.limits.max_migrations or not self.budget.spend():
             return effects + self._end(Fail(error))
         self.num_migrations += 1
         self.attempt += 1
         self._last_error = error
         self._exclusions.add(excluded)
         self._exclusions.waited()
-        self._ttft_by = min(self._deadline, now + self._limits.ttft_s)
-        self._retry_s, self._retry_at = self._limits.retry_s, math.inf
+        self._ttft_by = min(self._deadline, now + self.limits.ttft_s)
+        self._retry_s, self._retry_at = self.limits.retry_s, math.inf
         return effects + self._ask_plan()
 
     def _drop_all(self) -> list[Effect]:
