@@ -91,21 +91,26 @@ class PlanFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LegAccepted:
-    """`ticket` is set if the KV of this prefill may be pulled while it is computed (per layer)."""
+class LegEvent:
+    """Something that was said of the leg with this key."""
 
     key: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegAccepted(LegEvent):
+    """`ticket` is set if the KV of this prefill may be pulled while it is computed (per layer)."""
+
     ticket: TicketHeld | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LegRejected:
+class LegRejected(LegEvent):
     """`is_final`: this instance will not take it later either.
 
     `is_too_long`: no instance of its kind would.
     """
 
-    key: int
     retry_after_s: float = 0.0
     is_final: bool = False
     is_too_long: bool = False
@@ -113,13 +118,12 @@ class LegRejected:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(LegEvent):
     """Prefill ended.
 
     Unless the leg is local, exactly one of `finish_reason` and `ticket` is set.
     """
 
-    key: int
     token_id: int = field(repr=False)
     finish_reason: FinishReason | None = None
     ticket: TicketHeld | None = None
@@ -135,65 +139,56 @@ class KvStage(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class KvAdvanced:
+class KvAdvanced(LegEvent):
     """The leg's KV has come further. That says nothing about the engine: each stage counts once."""
 
-    key: int
     stage: KvStage
 
 
 @dataclass(frozen=True, slots=True)
-class LegKvReceived:
-    key: int
+class LegKvReceived(LegEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTokens:
-    key: int
+class DecodeTokens(LegEvent):
     token_ids: Sequence[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class LegFinished:
-    key: int
+class LegFinished(LegEvent):
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class LegFailed:
+class LegFailed(LegEvent):
     """The instance gave the leg up and holds nothing of it."""
 
-    key: int
     error: MeshError
     is_retryable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class LegLost:
+class LegLost(LegEvent):
     """The session with the leg's instance broke."""
-
-    key: int
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWorked:
+class EngineWorked(LegEvent):
     """The engine that has the active leg computed something; the gateway learned it at `at`.
 
     It has computed `num_tokens` by then. All its open legs, this one included, may take
     `num_open_tokens` more.
     """
 
-    key: int
     at: float
     num_tokens: int
     num_open_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class EngineUnknown:
+class EngineUnknown(LegEvent):
     """The instance that has the active leg, of an older release, says nothing of its engine."""
-
-    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +210,6 @@ class StopMatched:
 class ClientGone:
     pass
 
-
-LegEvent = (
-    LegAccepted
-    | LegRejected
-    | FirstToken
-    | KvAdvanced
-    | LegKvReceived
-    | DecodeTokens
-    | LegFinished
-    | LegFailed
-    | LegLost
-    | EngineWorked
-    | EngineUnknown
-)
 
 Event = (
     LegEvent
