@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 
 from pdmesh.config import without_password
 from pdmesh.errors import InvalidRequest, Unavailable
+from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
 from pdmesh.telemetry import metrics, names
 
@@ -33,6 +34,9 @@ _MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # not yet taken by the server
 _MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 _COMPLAIN_EVERY_S: Final = 5.0
+_CLIENT_TASKS: Final = (
+    "_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task",
+)  # fmt: skip
 
 _dropped = metrics.counter(names.BUS_DROPPED, "Events not sent or not handled, by reason")
 _reconnects = metrics.counter(names.BUS_RECONNECTS, "Times the NATS server came back")
@@ -183,6 +187,11 @@ class NatsBus:
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):  # events published last still go out
                 await self._client.close()
+        # nats-py cancels each of its tasks once. A reconnection that loses that cancellation tries
+        # for ever, and the event loop's end waits for it.
+        current = asyncio.current_task()
+        left = (getattr(self._client, name) for name in _CLIENT_TASKS)
+        await tasks.end(task for task in left if task is not None and task is not current)
 
     async def _start_echo(self) -> None:
         inbox = self._client.new_inbox()

@@ -1,0 +1,60 @@
+"""The end of a connection to NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from pdmesh.net.nats.bus import NatsBus
+
+
+class Client:
+    """nats-py's, as far as its end goes: it cancels each of its tasks once."""
+
+    def __init__(self) -> None:
+        self.num_swallowed = 0
+        self._reading_task = self._ping_interval_task = self._flusher_task = None
+        self._reconnection_task: asyncio.Task[None] | None = None
+
+    async def reconnect(self) -> None:
+        """Loses two cancellations, as `wait_for` does that has its result already."""
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if self.num_swallowed == 2:
+                    raise
+                self.num_swallowed += 1
+
+    async def close(self) -> None:
+        assert self._reconnection_task is not None
+        self._reconnection_task.cancel()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.fault("F18")
+async def test_a_reconnection_that_loses_its_cancellation_ends_all_the_same() -> None:
+    """Else the event loop's end waits for it, for ever."""
+    client: Any = Client()
+    client._reconnection_task = asyncio.create_task(client.reconnect())
+    await asyncio.sleep(0)
+    bus = NatsBus("nats://127.0.0.1:4222")
+    bus._client = client
+    await asyncio.wait_for(bus.close(), 30)
+    assert client._reconnection_task.cancelled()
+    assert client.num_swallowed == 2
+
+
+async def test_a_bus_that_is_closed_by_a_task_of_its_client_does_not_wait_for_itself() -> None:
+    client: Any = Client()
+    bus = NatsBus("nats://127.0.0.1:4222")
+    bus._client = client
+
+    async def close() -> None:
+        client.close = lambda: asyncio.sleep(0)
+        await bus.close()
+
+    client._reconnection_task = asyncio.create_task(close())
+    await asyncio.wait_for(client._reconnection_task, 30)
