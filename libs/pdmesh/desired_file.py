@@ -27,7 +27,7 @@ from pdmesh.core.groups.desired import (
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL
-from pdmesh.core.moves.schedule import MAX_ENTRIES, What
+from pdmesh.core.moves.schedule import MAX_ENTRIES, ScheduleAction
 from pdmesh.core.request.slo import ScenarioSlo
 from pdmesh.errors import InvalidRequest
 
@@ -161,7 +161,7 @@ def _schedules(reader: _Reader | None) -> tuple[ScheduleLine, ...]:
 
 
 def _schedule(reader: _Reader) -> ScheduleLine:
-    actions = [what.value for what in What]
+    actions = [what.value for what in ScheduleAction]
     parts = reader.parts("at", "scenario", "pool", *actions)
     asked = [name for name in actions if name in parts]
     if "at" not in parts or len(asked) != 1:
@@ -182,7 +182,7 @@ def _schedule(reader: _Reader) -> ScheduleLine:
 
 
 def _pool(parts: Mapping[str, _Reader], action: str) -> str:
-    if action in (What.ADD, What.REMOVE):
+    if action in (ScheduleAction.ADD, ScheduleAction.REMOVE):
         if "pool" in parts:
             raise parts["pool"].wrong(f"{action} takes no pool; only lend and reclaim do")
         return OFF_POOL

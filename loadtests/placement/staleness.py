@@ -36,7 +36,7 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged
-from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, JudgeBoards
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, MonitorBoards
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Load
 
@@ -227,7 +227,7 @@ async def measure(num_instances: int, rate: float, duration_s: float, folder: Pa
     async with running(NatsServer(folder / "nats"), folder / "nats.log") as url:
         bus = await NatsBus.connect(url, "master")
         index = IndexFeed(_TimedIndex(ages), bus, view, _nothing_before)
-        boards = JudgeBoards(health_board(bus), fault_board(bus))
+        boards = MonitorBoards(health_board(bus), fault_board(bus))
         fleet = FleetFeed(_TimedFleet(ages), bus, view, boards)
         await bus.subscribe(f"{_POLLED}*", ages.hear_polled)
         await index.start()

@@ -36,18 +36,18 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
-from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.loop import (
+from pdmesh.core.ratio.controller import (
     AskMoves,
-    Decided,
     OperatorAsked,
-    Profiled,
     RatioAction,
     RatioController,
+    RatioDecided,
     RatioLimits,
+    ScenarioProfiled,
     WindowSeen,
 )
-from pdmesh.core.ratio.loop import Event as RatioEvent
+from pdmesh.core.ratio.controller import Event as RatioEvent
+from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.model import Profile
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
@@ -122,7 +122,7 @@ class Control:
     # --- what people do ---------------------------------------------------------------------------
 
     def profile(self, scenario: str, profile: Profile) -> None:
-        self._ratio(Profiled(scenario, profile, self.mesh.states()))
+        self._ratio(ScenarioProfiled(scenario, profile, self.mesh.states()))
 
     def ask(self, plan: MovePlan) -> None:
         self._ratio(OperatorAsked(plan))
@@ -211,7 +211,7 @@ class Control:
     def _ratio(self, event: RatioEvent) -> None:
         for effect in self.ratio.handle(event, self.mesh.clock.now):
             match effect:
-                case Decided():
+                case RatioDecided():
                     self._note(
                         "decided", effect.scenario, f"{effect.action.value}: {effect.reason}"
                     )

@@ -30,8 +30,8 @@ from loadtests.sim.ratio.loop import SHAPE
 from pdmesh.core.groups.desired import UpgradeLimits
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
-from pdmesh.core.moves.schedule import Entry, Schedule, What
-from pdmesh.core.ratio.loop import RatioLimits
+from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
+from pdmesh.core.ratio.controller import RatioLimits
 
 DAY_S: Final = 86_400.0
 MIDNIGHT: Final = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
@@ -65,17 +65,17 @@ def chat_lengths(at_s: float) -> Lengths:
     return Lengths(1600, 100) if at_s < NEW_OUTPUTS_AT else Lengths(1000, 170)
 
 
-def _entry(name: str, cron: str, what: What) -> Entry:
-    return Entry(name, "chat", Cron.parse(cron), what, 1)
+def _entry(name: str, cron: str, what: ScheduleAction) -> ScheduleEntry:
+    return ScheduleEntry(name, "chat", Cron.parse(cron), what, 1)
 
 
 SCHEDULE: Final = (
-    _entry("night-1", "5 0 * * *", What.LEND),
-    _entry("night-2", "10 0 * * *", What.LEND),
-    _entry("morning-1", "30 6 * * *", What.RECLAIM),
-    _entry("morning-2", "0 8 * * *", What.RECLAIM),
-    _entry("evening-1", "0 22 * * *", What.LEND),
-    _entry("evening-2", "0 23 * * *", What.LEND),
+    _entry("night-1", "5 0 * * *", ScheduleAction.LEND),
+    _entry("night-2", "10 0 * * *", ScheduleAction.LEND),
+    _entry("morning-1", "30 6 * * *", ScheduleAction.RECLAIM),
+    _entry("morning-2", "0 8 * * *", ScheduleAction.RECLAIM),
+    _entry("evening-1", "0 22 * * *", ScheduleAction.LEND),
+    _entry("evening-2", "0 23 * * *", ScheduleAction.LEND),
 )
 
 

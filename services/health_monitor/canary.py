@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.health.canary import CanaryProbe, CanaryRota, Subject
+from pdmesh.core.health.canary import CanaryProbe, CanaryRota, ProbeTarget
 from pdmesh.core.model import Role
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView
@@ -67,7 +67,7 @@ class CanaryRunner:
             self._tell()
             await asyncio.sleep(_TICK_S)
 
-    def _idle(self) -> list[Subject]:
+    def _idle(self) -> list[ProbeTarget]:
         records = tuple(self._view.records.values())
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
@@ -80,7 +80,7 @@ class CanaryRunner:
                 self._faults.tell("canary", record, signals, 3 * self._timeout_s)
 
     async def _try(self, probe: CanaryProbe) -> None:
-        guilty: list[Subject] = []
+        guilty: list[ProbeTarget] = []
         detail = ""
         try:
             canary = self._canary(probe)
@@ -103,10 +103,10 @@ class CanaryRunner:
         return Canary(prefill, decode, self._monitor_id, self._timeout_s)
 
 
-def _subject(record: InstanceRecord) -> Subject | None:
+def _subject(record: InstanceRecord) -> ProbeTarget | None:
     """None unless it is an instance that serves."""
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None
     cell = f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
-    return Subject(record.instance_id, record.incarnation, role, cell)
+    return ProbeTarget(record.instance_id, record.incarnation, role, cell)

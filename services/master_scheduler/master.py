@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 import pdmesh
-from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.groups.announcements import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES
@@ -45,7 +45,7 @@ from pdmesh.services.master_scheduler.instruments import (
     observe_index,
     observe_registry,
 )
-from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, JudgeBoards
+from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, MonitorBoards
 from pdmesh.services.master_scheduler.placement.group_announcer import GroupAnnouncer
 from pdmesh.services.master_scheduler.placement.scenario_feed import ScenarioFeed
 from pdmesh.services.master_scheduler.placement.servicer import PlanningCores, SchedulerServicer
@@ -108,7 +108,7 @@ class Master:
         self._announcer = GroupAnnouncer(
             self.fleet, groups, self._publisher, lambda: self.election.is_leader
         )
-        boards = JudgeBoards(health_board(bus), fault_board(bus))
+        boards = MonitorBoards(health_board(bus), fault_board(bus))
         self._fleet_feed = FleetFeed(self.fleet, bus, view, boards, self._announcer.wake)
         self._control = Control(
             settings,

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.groups.facts import Observed
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.tenancy.usage import (
     Account,
     UsageBook,

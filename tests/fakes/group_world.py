@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, wanted_of
 from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment, GroupController
 from pdmesh.core.groups.desired import Desired, UpgradeLimits
-from pdmesh.core.groups.facts import Observed, Seen, wanted_of
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.groups.timeouts import StageClock, StageLimits
@@ -51,9 +51,9 @@ class Process:
     rack: str = ""
     is_stopping: bool = False
 
-    def record(self) -> Seen:
+    def record(self) -> InstanceStatus:
         role_spec = self.life.role_spec
-        return Seen(
+        return InstanceStatus(
             self.instance_id,
             self.life.incarnation,
             Phase.DRAINING if self.is_stopping and self.life.role_spec else self.life.phase,
@@ -82,7 +82,7 @@ class World:
     now: float = 0.0
     controller: GroupController = field(default_factory=lambda: GroupController(StageClock(LIMITS)))
     processes: dict[str, Process] = field(default_factory=dict)
-    records: dict[str, Seen] = field(default_factory=dict)
+    records: dict[str, InstanceStatus] = field(default_factory=dict)
     given: dict[str, Assignment] = field(default_factory=dict)
     to_drain: set[str] = field(default_factory=set)
     out_at_once: set[str] = field(default_factory=set)

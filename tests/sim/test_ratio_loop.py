@@ -22,7 +22,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 from pdmesh.core.ratio.model import Split
 
 
@@ -131,8 +131,8 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
         mesh.set_up(f"chat-{number}", "chat", 3, 4)
     schedule = Schedule(
         [
-            Entry("night", "chat", Cron.parse("2 0 * * *"), What.LEND, 1),
-            Entry("morning", "chat", Cron.parse("15 0 * * *"), What.RECLAIM, 1),
+            ScheduleEntry("night", "chat", Cron.parse("2 0 * * *"), ScheduleAction.LEND, 1),
+            ScheduleEntry("morning", "chat", Cron.parse("15 0 * * *"), ScheduleAction.RECLAIM, 1),
         ],
         lead_s=60.0,
     )

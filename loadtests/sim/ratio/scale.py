@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.groups.announcements import GroupTracker
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import GroupShape
 from pdmesh.core.moves.plan_runner import GroupsSeen, PlanRunner
-from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Query
+from pdmesh.core.ratio.controller import RatioController, WindowSeen
 from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.loop import RatioController, WindowSeen
 
 NUM_SCENARIOS: Final = 100
 _SPLIT: Final = (4, 6)
@@ -102,9 +102,12 @@ def _runner(states: dict[str, GroupShape]) -> float:
 
 def _schedule(states: dict[str, GroupShape]) -> float:
     entries = [
-        Entry(f"{what.value}-{n}", f"s{n}", Cron.parse(cron), what, 1)
+        ScheduleEntry(f"{what.value}-{n}", f"s{n}", Cron.parse(cron), what, 1)
         for n in range(NUM_SCENARIOS)
-        for what, cron in ((What.LEND, "0 22 * * *"), (What.RECLAIM, "0 7 * * *"))
+        for what, cron in (
+            (ScheduleAction.LEND, "0 22 * * *"),
+            (ScheduleAction.RECLAIM, "0 7 * * *"),
+        )
     ]
     schedule = Schedule(entries)
     now = 1_795_219_200.0

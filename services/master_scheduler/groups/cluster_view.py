@@ -14,8 +14,8 @@ from typing import Final
 import structlog
 
 from pdmesh.core.groups.adjustments import Adjustments, adjusted, num_lent
+from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, wanted_of
 from pdmesh.core.groups.desired import Desired
-from pdmesh.core.groups.facts import Observed, Seen, wanted_of
 from pdmesh.core.groups.revisions import Upgrades
 from pdmesh.core.model import Assignment
 from pdmesh.core.placement.fleet import Fleet, OutOfServiceSeen
@@ -126,7 +126,7 @@ class ClusterView:
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
         """All of it, as the group controller takes it. `desired` is that version's."""
-        seen: dict[str, Seen] = {}
+        seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)
             if each := seen_from(record, instance.used_slots() if instance else 0):

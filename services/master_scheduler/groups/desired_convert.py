@@ -15,8 +15,8 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.moves.plan_runner import Outstanding
-from pdmesh.core.moves.schedule import Entry, What
+from pdmesh.core.moves.plan_runner import PendingPlan
+from pdmesh.core.moves.schedule import ScheduleAction, ScheduleEntry
 from pdmesh.v1 import admin_service_pb2 as pb
 
 
@@ -37,7 +37,7 @@ def adjustments_from(message: pb.Adjustments) -> dict[str, Adjustment]:
 def adjustments_to(
     adjustments: Adjustments,
     fired: Mapping[str, float],
-    pending: Iterable[Outstanding],
+    pending: Iterable[PendingPlan],
     epoch: int,
 ) -> pb.Adjustments:
     return pb.Adjustments(
@@ -60,20 +60,20 @@ def adjustments_to(
     )
 
 
-def pending_from(message: pb.Adjustments) -> list[Outstanding]:
+def pending_from(message: pb.Adjustments) -> list[PendingPlan]:
     """Plans of schedules only. A plan with a move unknown to this release is left out."""
-    plans: list[Outstanding] = []
+    plans: list[PendingPlan] = []
     for each in message.pending:
         try:
             moves = tuple(map(move_from, each.moves))
         except ValueError:
             continue
         plan = MovePlan(each.scenario, Trigger.SCHEDULE, moves, each.reason, asked_at=each.asked_at)
-        plans.append(Outstanding(plan, each.is_moving and bool(moves)))
+        plans.append(PendingPlan(plan, each.is_moving and bool(moves)))
     return plans
 
 
-def _pending_to(left: Outstanding) -> pb.PendingPlan:
+def _pending_to(left: PendingPlan) -> pb.PendingPlan:
     plan = left.plan
     return pb.PendingPlan(
         scenario=plan.scenario,
@@ -102,12 +102,12 @@ def move_from(each: pb.PendingMove) -> Move:
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
 
 
-def entries_from(lines: Iterable[ScheduleLine]) -> list[Entry]:
+def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
     """Named by their content, so that a line keeps its name when it moves.
 
     Of equal lines the second gets another name.
     """
-    entries: list[Entry] = []
+    entries: list[ScheduleEntry] = []
     seen: Counter[str] = Counter()
     for line in lines:
         at = " ".join(line.at.split())
@@ -115,6 +115,8 @@ def entries_from(lines: Iterable[ScheduleLine]) -> list[Entry]:
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name} ({seen[name]})"
-        what = What(line.action)
-        entries.append(Entry(name, line.scenario, Cron.parse(at), what, line.num_groups, line.pool))
+        what = ScheduleAction(line.action)
+        entries.append(
+            ScheduleEntry(name, line.scenario, Cron.parse(at), what, line.num_groups, line.pool)
+        )
     return entries

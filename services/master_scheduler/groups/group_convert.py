@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdmesh.core.groups.facts import Seen
+from pdmesh.core.groups.cluster_state import InstanceStatus
 from pdmesh.core.model import Assignment, PeerId, Phase, Role
 from pdmesh.instance.incarnation.assignment import ROLES, TO_PROTO
 from pdmesh.v1 import groups_pb2
@@ -13,12 +13,12 @@ from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef
 _PHASES: Final = {int(phase): phase for phase in Phase}
 
 
-def seen_from(record: InstanceRecord, num_slots_used: int) -> Seen | None:
+def seen_from(record: InstanceRecord, num_slots_used: int) -> InstanceStatus | None:
     """None for a process that is not an instance, or whose phase is unknown."""
     phase = _PHASES.get(record.phase)
     if phase is None:
         return None
-    return Seen(
+    return InstanceStatus(
         instance_id=record.instance_id,
         incarnation=record.incarnation,
         phase=phase,

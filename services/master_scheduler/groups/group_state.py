@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pdmesh.core.groups.cluster_state import Observed, WantedGroup
 from pdmesh.core.groups.controller import GroupReport
-from pdmesh.core.groups.facts import Observed, WantedGroup
 from pdmesh.core.model import Role
 from pdmesh.instance.incarnation.assignment import TO_PROTO
 from pdmesh.v1 import admin_service_pb2 as pb

@@ -18,6 +18,10 @@ from typing import Final
 import structlog
 
 from pdmesh.core.groups.adjustments import Adjustments
+from pdmesh.core.groups.cluster_state import (
+    Observed,
+    WantedGroups,
+)
 from pdmesh.core.groups.controller import (
     Effect,
     ForgetAssignment,
@@ -25,10 +29,6 @@ from pdmesh.core.groups.controller import (
     GroupController,
 )
 from pdmesh.core.groups.desired import Desired
-from pdmesh.core.groups.facts import (
-    Observed,
-    WantedGroups,
-)
 from pdmesh.core.groups.round import Round
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict

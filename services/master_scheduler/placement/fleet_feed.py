@@ -19,9 +19,9 @@ from pdmesh.core.placement.fleet import (
     FaultForgotten,
     Fleet,
     HealthJudged,
+    HealthMonitorLost,
     InstanceRecorded,
     InstanceUnrecorded,
-    JudgeLost,
     LoadReported,
     PrefillComputed,
 )
@@ -37,12 +37,12 @@ from pdmesh.services.master_scheduler.placement.convert import identity_from
 
 log = structlog.get_logger(__name__)
 
-_JUDGE: Final = "health-monitor"
-_JUDGE_AWAY_S: Final = 10.0  # a restart takes less
+_MONITOR: Final = "health-monitor"
+_MONITOR_AWAY_S: Final = 10.0  # a restart takes less
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeBoards:
+class MonitorBoards:
     """Where the health-monitor writes: who is alive, and who is faulty."""
 
     health: Board[HealthChanged]
@@ -57,15 +57,15 @@ class FleetFeed:
         fleet: Fleet,
         bus: Bus,
         view: RegistryView,
-        boards: JudgeBoards,
+        boards: MonitorBoards,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet, self._bus, self._view, self._boards = fleet, bus, view, boards
         self._on_change, self._clock = on_change, clock
         self._gate = SequenceGate()
-        self._judge_seen_at = clock()
-        self._is_judge_lost = False
+        self._monitor_seen_at = clock()
+        self._is_monitor_lost = False
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -78,7 +78,7 @@ class FleetFeed:
         )
         subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
         try:
-            await self._mind_the_judge()
+            await self._watch_the_monitor()
         finally:
             await subscription.unsubscribe()
             for each in views:
@@ -98,7 +98,7 @@ class FleetFeed:
         except ValueError:
             log.warning("fleet.bad_verdict", instance_id=verdict.instance_id)
             return
-        self._is_judge_lost = False
+        self._is_monitor_lost = False
         judged = HealthJudged(verdict.instance_id, verdict.instance_incarnation, health)
         self._fleet.handle(judged, self._clock())
         self._on_change()
@@ -143,16 +143,16 @@ class FleetFeed:
             self._clock(),
         )
 
-    async def _mind_the_judge(self) -> None:
+    async def _watch_the_monitor(self) -> None:
         """Notice a lost health-monitor: without one, no suspicion would ever be cleared."""
         while True:
             now = self._clock()
-            is_there = any(r.service == _JUDGE for r in self._view.records.values())
+            is_there = any(r.service == _MONITOR for r in self._view.records.values())
             if is_there or not self._view.is_connected:
-                self._judge_seen_at = now
-            elif now - self._judge_seen_at > _JUDGE_AWAY_S and not self._is_judge_lost:
-                self._is_judge_lost = True
-                log.warning("fleet.judge_lost")
-                self._fleet.handle(JudgeLost(), now)
+                self._monitor_seen_at = now
+            elif now - self._monitor_seen_at > _MONITOR_AWAY_S and not self._is_monitor_lost:
+                self._is_monitor_lost = True
+                log.warning("fleet.monitor_lost")
+                self._fleet.handle(HealthMonitorLost(), now)
                 self._on_change()
             await asyncio.sleep(1.0)

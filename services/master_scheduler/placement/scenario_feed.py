@@ -18,11 +18,11 @@ from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.ratio.model import Phi
 from pdmesh.core.ratio.scenario_stats import (
-    Places,
     RequestSample,
+    RoleSlots,
     Scenarios,
     ScenarioStats,
-    places,
+    slots_by_role,
 )
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net import subjects
@@ -117,13 +117,13 @@ class ScenarioFeed:
         metrics.gauge(
             names.SCENARIO_INSTANCES,
             "Usable instances by role (n_p, n_d)",
-            lambda: self._places(lambda places: places.num_instances),
+            lambda: self._slots(lambda slots: slots.num_instances),
         )
         metrics.gauge(
             names.SCENARIO_SLOTS,
             "Requests that they take at once, by role (n_p b_p, n_d b_d); includes a decode's few "
             "that wait for their turn, as T_d does",
-            lambda: self._places(lambda places: places.num_slots),
+            lambda: self._slots(lambda slots: slots.num_slots),
         )
 
     def _means(self, read: Callable[[ScenarioStats], float]) -> list[tuple[float, dict[str, str]]]:
@@ -144,12 +144,12 @@ class ScenarioFeed:
         now, instances = time.monotonic(), list(self._fleet.instances.values())
         return [(s, self._scenarios.phi(s, instances, now)) for s, _ in self._scenarios.items()]
 
-    def _places(self, read: Callable[[Places], int]) -> list[tuple[float, dict[str, str]]]:
+    def _slots(self, read: Callable[[RoleSlots], int]) -> list[tuple[float, dict[str, str]]]:
         instances = list(self._fleet.instances.values())
         return [
             (read(found), {"scenario": scenario, "role": role.value})
             for scenario, _ in self._scenarios.items()
-            for role, found in places(scenario, instances).items()
+            for role, found in slots_by_role(scenario, instances).items()
         ]
 
 

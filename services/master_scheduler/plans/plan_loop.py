@@ -45,13 +45,13 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
-from pdmesh.core.ratio.loop import (
+from pdmesh.core.ratio.controller import (
     AskMoves,
-    Decided,
     OperatorAsked,
-    Profiled,
     RatioController,
+    RatioDecided,
     RatioLimits,
+    ScenarioProfiled,
     WindowSeen,
 )
 from pdmesh.core.ratio.model import Profile
@@ -172,7 +172,9 @@ class PlanLoop:
     def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
         """A measured profile of the scenario's requests; raises CannotMove."""
         groups = self._own(scenario, epoch)
-        return self._decide(self._ratio.handle(Profiled(scenario, profile, groups), self._clock()))
+        return self._decide(
+            self._ratio.handle(ScenarioProfiled(scenario, profile, groups), self._clock())
+        )
 
     def _own(self, scenario: str, epoch: int) -> Groups:
         """All groups, if the scenario has a ratio and some of its groups serve."""
@@ -280,13 +282,13 @@ class PlanLoop:
         is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
         return is_serving and not self._runner.is_busy(scenario)
 
-    def _decide(self, effects: Sequence[AskMoves | Decided]) -> list[pb.RatioDecision]:
+    def _decide(self, effects: Sequence[AskMoves | RatioDecided]) -> list[pb.RatioDecision]:
         told: list[pb.RatioDecision] = []
         for effect in effects:
             match effect:
                 case AskMoves(plan):
                     self._feed(PlanAsked(plan))
-                case Decided(scenario, action, reason, window, groups, moves):
+                case RatioDecided(scenario, action, reason, window, groups, moves):
                     told.append(decision_to(effect, self._wall()))
                     self.decisions.append(told[-1])
                     log.info(

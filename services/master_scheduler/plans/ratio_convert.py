@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from pdmesh.core.moves.move import GroupShape, Move, MoveKind
-from pdmesh.core.ratio.loop import Decided
+from pdmesh.core.ratio.controller import RatioDecided
 from pdmesh.core.ratio.model import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.master_scheduler.groups.desired_convert import move_from, move_to
@@ -51,7 +51,7 @@ def profile_from(message: pb.ScenarioProfile) -> Profile:
     )
 
 
-def decision_to(decided: Decided, at: float) -> pb.RatioDecision:
+def decision_to(decided: RatioDecided, at: float) -> pb.RatioDecision:
     """`at` in unix seconds."""
     window = decided.window
     message = pb.RatioDecision(

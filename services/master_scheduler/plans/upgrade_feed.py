@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from pdmesh.core.placement.fleet import Fleet
-from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
+from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReported, RequestAnswered
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFinishedJson
@@ -75,7 +75,7 @@ class UpgradeFeed:
         if cell is not None and event.request_id and event.reason not in _NO_FAILURES:
             self._tell(LegFailureReported(cell))
 
-    def _cell(self, instance_id: str) -> Cell | None:
+    def _cell(self, instance_id: str) -> GroupRevision | None:
         instance = self._fleet.instances.get(instance_id)
         if instance is None:
             return None

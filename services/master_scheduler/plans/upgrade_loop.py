@@ -28,7 +28,7 @@ from pdmesh.core.upgrade.events import (
     UpgradeReport,
 )
 from pdmesh.core.upgrade.observation import Surroundings, observe
-from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
+from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReported, RequestAnswered
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import UpgradeStep
@@ -159,9 +159,9 @@ class UpgradeLoop:
             cell = (step.group_id, given.role_spec.revision)
             self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
 
-    def _faulty(self) -> Mapping[Cell, Mapping[str, str]]:
+    def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
         """Instances with a fault of their own, even if only suspected."""
-        found: dict[Cell, dict[str, str]] = {}
+        found: dict[GroupRevision, dict[str, str]] = {}
         for instance in self._view.fleet.instances.values():
             fault = instance.fault
             own = [r for r in fault.reasons if not r.startswith(_OF_HARDWARE)] if fault else []

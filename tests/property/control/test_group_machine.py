@@ -25,7 +25,7 @@ from pdmesh.core.groups.desired import (
     Scenario,
     Service,
 )
-from pdmesh.core.groups.join import stayers_and_leavers
+from pdmesh.core.groups.join import partition_members
 from pdmesh.core.groups.round import Round
 from pdmesh.core.instance.lifecycle_events import Assigned
 from pdmesh.core.model import Assignment, Phase, Role, Stage
@@ -147,10 +147,10 @@ class GroupMachine(RuleBasedStateMachine):
         self,
         writes: list[GiveAssignment | ForgetAssignment],
         before: dict[str, Assignment],
-        turn: Round,
+        round_: Round,
     ) -> None:
-        world, observed = self.world, turn.observed
-        after = dict(turn.plan)
+        world, observed = self.world, round_.observed
+        after = dict(round_.plan)
         drained: list[str] = []
         for write in writes:
             if isinstance(write, ForgetAssignment):
@@ -160,7 +160,7 @@ class GroupMachine(RuleBasedStateMachine):
             given, record = write.assignment, observed.seen[write.instance_id]
             assert given.incarnation == record.incarnation
             assert given.epoch == world.epoch
-            was = turn.plan.get(write.instance_id)
+            was = round_.plan.get(write.instance_id)
             if was is not None:
                 assert (given.role_spec, given.assignment_id) == (was.role_spec, was.assignment_id)
                 assert given.stage >= was.stage
@@ -170,20 +170,20 @@ class GroupMachine(RuleBasedStateMachine):
             if given.stage is Stage.DRAIN and was is not None and was.stage is Stage.SERVE:
                 drained.append(write.instance_id)
             if given.stage is Stage.SERVE and was is not None and was.stage is Stage.CONNECT:
-                self._check_entrance(turn, write.instance_id)
+                self._check_entrance(round_, write.instance_id)
             after[write.instance_id] = given
-        self._check_floors(turn, drained)
-        self._check_counts(turn.plan, after)
+        self._check_floors(round_, drained)
+        self._check_counts(round_.plan, after)
         self._check_peers(after)
 
-    def _check_entrance(self, turn: Round, instance_id: str) -> None:
+    def _check_entrance(self, round_: Round, instance_id: str) -> None:
         """It may serve: each pair with one that stays is verified, and a prefill finds a decode
         that serves already (S19).
         """
-        given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
-        group = turn.observed.wanted.groups[given.role_spec.group_id]
+        given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
+        group = round_.observed.wanted.groups[given.role_spec.group_id]
         here = replace(group, region=None if group.spans_regions else seen.region)
-        staying, _ = stayers_and_leavers(turn, here)
+        staying, _ = partition_members(round_, here)
         others = [member for member in staying if member.is_ready]
         if given.role_spec.role is Role.PREFILL:
             decodes = [m for m in others if m.role is Role.DECODE]
@@ -192,16 +192,16 @@ class GroupMachine(RuleBasedStateMachine):
         if given.role_spec.role is Role.DECODE:
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
-    def _check_floors(self, turn: Round, drained: list[str]) -> None:
+    def _check_floors(self, round_: Round, drained: list[str]) -> None:
         """What is left of a role without those that we drain is no less than its floor, if it was
         no less before.
         """
-        left = Round(turn.observed)
-        left.plan = {i: given for i, given in turn.plan.items() if i not in drained}
+        left = Round(round_.observed)
+        left.plan = {i: given for i, given in round_.plan.items() if i not in drained}
         for scenario in ("default", "other"):
-            before, after = turn.capacity(scenario), left.capacity(scenario)
+            before, after = round_.capacity(scenario), left.capacity(scenario)
             for role in (Role.PREFILL, Role.DECODE):
-                floor = turn.observed.wanted.floor(scenario, role)
+                floor = round_.observed.wanted.floor(scenario, role)
                 assert after[role] >= min(floor, before[role])
 
     def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
@@ -275,15 +275,19 @@ class GroupMachine(RuleBasedStateMachine):
         assert scenarios == {g: group.scenario for g, group in world.desired.groups.items()}
 
 
-def _with_recovered(turn: Round, writes: list[GiveAssignment | ForgetAssignment]) -> Round:
+def _with_recovered(round_: Round, writes: list[GiveAssignment | ForgetAssignment]) -> Round:
     """Those that serve by an assignment that the store has lost serve all the same."""
     for write in writes:
-        seen = turn.observed.seen.get(write.instance_id)
-        if not isinstance(write, GiveAssignment) or seen is None or write.instance_id in turn.plan:
+        seen = round_.observed.seen.get(write.instance_id)
+        if (
+            not isinstance(write, GiveAssignment)
+            or seen is None
+            or write.instance_id in round_.plan
+        ):
             continue
         if seen.phase is Phase.READY and seen.assignment_id:
-            turn.plan[write.instance_id] = replace(write.assignment, stage=Stage.SERVE)
-    return turn
+            round_.plan[write.instance_id] = replace(write.assignment, stage=Stage.SERVE)
+    return round_
 
 
 TestGroupMachine = pytest.mark.req("S15", "S19", "S25", "S28", "S35", "S36")(GroupMachine.TestCase)

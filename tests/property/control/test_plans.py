@@ -25,22 +25,25 @@ from pdmesh.core.moves.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 
 MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
 
 GROUPS = {f"chat-{i}": GroupShape(f"chat-{i}", "chat", 3, 5, 0.1, 0.1) for i in range(4)}
 
 
-def entry(what: What, cron: str, count: int = 2, name: str = "") -> Entry:
-    return Entry(name or what.value, "chat", Cron.parse(cron), what, count)
+def entry(what: ScheduleAction, cron: str, count: int = 2, name: str = "") -> ScheduleEntry:
+    return ScheduleEntry(name or what.value, "chat", Cron.parse(cron), what, count)
 
 
 @pytest.mark.req("S21")
 @given(delays=st.lists(st.floats(1, timedelta(minutes=30).total_seconds()), min_size=6, max_size=6))
 def test_timed_and_manual_plans_of_a_scenario_never_overlap(delays: list[float]) -> None:
     schedule = Schedule(
-        [entry(What.LEND, "0 8 * * *", 1, "first"), entry(What.LEND, "10 8 * * *", 1, "second")]
+        [
+            entry(ScheduleAction.LEND, "0 8 * * *", 1, "first"),
+            entry(ScheduleAction.LEND, "10 8 * * *", 1, "second"),
+        ]
     )
     runner, groups, now = PlanRunner(), dict(GROUPS), MIDNIGHT + 7 * 3600
     by_hand = Move("chat-0", MoveKind.LEND, None, TRAINING_POOL)

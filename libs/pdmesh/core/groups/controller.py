@@ -24,18 +24,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
-from pdmesh.core.groups.join import advance, lacking, stayers_and_leavers
+from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
+from pdmesh.core.groups.join import advance, lacking, partition_members
 from pdmesh.core.groups.leave import (
     GroupRecord,
-    abandon,
+    drain,
+    drain_serving,
     erase,
-    let_go,
-    release_leavers,
+    erase_unready,
 )
 from pdmesh.core.groups.region import RegionWatch, placed
 from pdmesh.core.groups.round import GroupMember, Round
-from pdmesh.core.groups.steps import AnnounceStep, StepTeller
+from pdmesh.core.groups.steps import AnnounceStep, StepAnnouncer
 from pdmesh.core.groups.timeouts import StageClock
 from pdmesh.core.model import (
     Assignment,
@@ -97,7 +97,7 @@ class GroupController:
     reports: dict[str, GroupReport] = field(default_factory=dict)
     # The region that each group should be in now; None: any.
     regions: dict[str, str | None] = field(default_factory=dict)
-    _steps: StepTeller = field(default_factory=StepTeller)
+    _steps: StepAnnouncer = field(default_factory=StepAnnouncer)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
     _region_watch: RegionWatch = field(default_factory=RegionWatch)
     _ending: set[PeerId] = field(default_factory=set)  # processes that were asked to stop
@@ -119,7 +119,7 @@ class GroupController:
         self._adopt(round_)
         self._note_departures(round_)
         self.clock.note(round_, now)
-        round_.spent = self._spent(round_, now)
+        round_.unusable = self._unusable(round_, now)
         reports: dict[str, GroupReport] = {}
         self.regions = {}
         for group_id in self._in_order(round_):
@@ -164,7 +164,7 @@ class GroupController:
                 round_.set_stage(member, Stage.DRAIN)
                 self._ending.add(member.seen.id)
 
-    def _spent(self, round_: Round, now: float) -> frozenset[str]:
+    def _unusable(self, round_: Round, now: float) -> frozenset[str]:
         """Nobody can be given these when they have left their groups."""
         observed = round_.observed
         self._ending &= {seen.id for seen in observed.seen.values()}
@@ -201,9 +201,9 @@ class GroupController:
             if seen.role in group.counts and seen.scenario == group.scenario:
                 role_spec = self._role_spec_of(round_, seen)
                 self._give(round_, seen, role_spec, Stage.SERVE, self._next_id(round_))
-                self._steps.tell("adopted", round_.plan[instance_id], instance_id)
+                self._steps.announce("adopted", round_.plan[instance_id], instance_id)
 
-    def _role_spec_of(self, round_: Round, seen: Seen) -> RoleSpec:
+    def _role_spec_of(self, round_: Round, seen: InstanceStatus) -> RoleSpec:
         group = round_.observed.wanted.groups.get(seen.group_id)
         if group is not None and seen.role in group.role_specs:
             role_spec = group.role_specs[seen.role]
@@ -229,14 +229,14 @@ class GroupController:
         self._finish_leaving(round_, group_id, now)
         if group is None:
             record = self._record(group_id)
-            detail = let_go(round_, record, round_.members(group_id), may_empty_group=True)
+            detail = drain(round_, record, round_.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
         record, group = self._record(group_id), placed(round_, group)
         self.regions[group_id] = group.region
-        keep, others = stayers_and_leavers(round_, group)
+        keep, others = partition_members(round_, group)
         has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:
-            abandon(round_, record, keep)
+            erase_unready(round_, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         missing = lacking(group, keep)
         num_lacking = sum(missing.values())
@@ -244,20 +244,20 @@ class GroupController:
             self._recruit(round_, group, missing, has_served=has_served) if num_lacking else 0
         )
         short = _short_line(num_short, group) if num_short else ""
-        keep, _ = stayers_and_leavers(round_, group)
+        keep, _ = partition_members(round_, group)
         if short and not has_served and self._waits_too_long(record, keep, now):
             self._fail(round_, group_id, f"set-up: {short}", now, is_final=True)
-            abandon(round_, record, keep)
+            erase_unready(round_, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         advance(round_, group, keep, has_served=has_served)
         is_whole = not num_lacking and all(m.is_ready for m in keep)
         detail = ""
         if is_whole or short or not has_served:
             idle = [m for m in others if not m.is_ready]
-            let_go(round_, record, idle, may_empty_group=True)
+            drain(round_, record, idle, may_empty_group=True)
         if is_whole or short:
             busy = [m for m in others if m.is_ready]
-            detail = release_leavers(round_, group, record, busy, num_short)
+            detail = drain_serving(round_, group, record, busy, num_short)
         is_leaving = others or any(m.stage >= Stage.DRAIN for m in round_.members(group_id))
         report = self._report(record, group, has_served, is_whole and not others, detail or short)
         return report if is_leaving else replace(report, lacks=short)
@@ -273,12 +273,12 @@ class GroupController:
                     self._steps.stuck(member.instance_id, member.assignment)
                 continue
             if member.instance_id in round_.observed.out_at_once:
-                self._steps.tell("taken_out", member.assignment, member.instance_id)
+                self._steps.announce("taken_out", member.assignment, member.instance_id)
                 erase(round_, record, member)
             elif why := self.clock.why_broken(round_, member, now):
                 self._fail(round_, group_id, f"{member.instance_id}: {why}", now)
                 self.clock.avoid(member.instance_id, now)
-                self._steps.tell("failed", member.assignment, member.instance_id, detail=why)
+                self._steps.announce("failed", member.assignment, member.instance_id, detail=why)
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
@@ -291,7 +291,7 @@ class GroupController:
             is_known = any(member.seen.id in m.seen.verified and m.is_ready for m in members)
             is_over = waited_s > self.clock.limits.drain_s + self.clock.limits.disconnect_s
             if is_over or (member.seen.phase is Phase.DRAINED and not is_known):
-                self._steps.tell("disconnected", member.assignment, member.instance_id)
+                self._steps.announce("disconnected", member.assignment, member.instance_id)
                 erase(round_, record, member)
 
     # --- those that come -------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class GroupController:
                 self._give(round_, seen, group.role_specs[role], Stage.LOAD, self._next_id(round_))
                 replaces = self._record(group.group_id).fill(role)
                 given = round_.plan[seen.instance_id]
-                self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
+                self._steps.announce("assigned", given, seen.instance_id, replaces=replaces)
         return short
 
     # --- failures and reports --------------------------------------------------------------------
@@ -350,7 +350,7 @@ class GroupController:
         if is_final or record.num_failures >= self.clock.limits.max_tries:
             record.num_failures = 0
             record.cools_until = now + self.clock.limits.cool_s
-            self._steps.tell_group("setup_failed", detail=why)
+            self._steps.announce_group("setup_failed", detail=why)
 
     def _report(
         self, record: GroupRecord, group: WantedGroup, has_served: bool, is_whole: bool, detail: str
@@ -358,13 +358,13 @@ class GroupController:
         if is_whole:
             record.num_failures, record.failure, record.short_since = 0, "", None
             if not record.was_complete:
-                self._steps.tell_group("complete")
+                self._steps.announce_group("complete")
             state = GroupState.SERVING
         elif has_served:
             state = GroupState.CHANGING
         else:
             state = GroupState.GATHERING if detail else GroupState.FORMING
-            self._steps.tell_group(state.value, detail=detail)
+            self._steps.announce_group(state.value, detail=detail)
         record.was_complete = is_whole
         return GroupReport(group.group_id, state, detail or record.failure)
 
@@ -378,7 +378,12 @@ class GroupController:
         return self._last_id
 
     def _give(
-        self, round_: Round, seen: Seen, role_spec: RoleSpec, stage: Stage, assignment_id: int
+        self,
+        round_: Round,
+        seen: InstanceStatus,
+        role_spec: RoleSpec,
+        stage: Stage,
+        assignment_id: int,
     ) -> None:
         round_.plan[seen.instance_id] = Assignment(
             seen.incarnation, round_.observed.epoch, assignment_id, stage, role_spec

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pdmesh.core.groups.facts import WantedGroup
+from pdmesh.core.groups.cluster_state import WantedGroup
 from pdmesh.core.groups.region import is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round, unverified_pairs
 from pdmesh.core.model import Phase, Role, Stage
 
 
-def stayers_and_leavers(
+def partition_members(
     round_: Round, group: WantedGroup
 ) -> tuple[list[GroupMember], list[GroupMember]]:
     """Members to keep, and the others.

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.groups.facts import WantedGroup
+from pdmesh.core.groups.cluster_state import WantedGroup
 from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
@@ -56,14 +56,14 @@ def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
     round_.set_stage(member, Stage.BLANK)
 
 
-def abandon(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
+def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
     """Make blank all that are not ready yet, so that no half of a group stays."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
             erase(round_, record, member)
 
 
-def let_go(
+def drain(
     round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
     """Drain those that may leave; returns why the others may not."""
@@ -80,7 +80,7 @@ def let_go(
     return reason
 
 
-def release_leavers(
+def drain_serving(
     round_: Round,
     group: WantedGroup,
     record: GroupRecord,
@@ -93,7 +93,7 @@ def release_leavers(
     """
     unfit = [m for m in others if _is_unfit(m, group)]
     if unfit and not num_short:
-        return let_go(round_, record, unfit, may_empty_group=True)
+        return drain(round_, record, unfit, may_empty_group=True)
     in_the_way = [m for m in unfit if is_in_place(m, group)]
     reason = _make_room(round_, group, in_the_way, num_short) if in_the_way else ""
     surplus = [m for m in others if not _is_unfit(m, group)]
@@ -102,14 +102,14 @@ def release_leavers(
         if is_busy:
             return "one instance changes at a time"
         may_empty = group.counts.get(member.role, 0) == 0
-        reason = let_go(round_, record, [member], may_empty_group=may_empty)
+        reason = drain(round_, record, [member], may_empty_group=may_empty)
         is_busy = not reason
     return reason
 
 
 def _is_changing(member: GroupMember, round_: Round) -> bool:
     """It leaves, or it will serve in its new place: until then its group has one instance less."""
-    is_coming = not member.is_ready and member.instance_id not in round_.spent
+    is_coming = not member.is_ready and member.instance_id not in round_.unusable
     return member.stage is Stage.DRAIN or is_coming
 
 
@@ -126,7 +126,7 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
     num_leaving = sum(
         given.stage >= Stage.DRAIN and is_in_place(GroupMember(seen[instance_id], given), group)
         for instance_id, given in round_.plan.items()
-        if instance_id not in round_.spent
+        if instance_id not in round_.unusable
     )
     num_needed, before, reason = num_short - num_leaving, dict(round_.plan), ""
     for member in _in_pairs(unfit):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdmesh.core.groups.facts import Seen, WantedGroup
+from pdmesh.core.groups.cluster_state import InstanceStatus, WantedGroup
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
@@ -40,7 +40,7 @@ def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 
 
-def _kept_in(seen: Seen, spans_regions: bool) -> str:
+def _kept_in(seen: InstanceStatus, spans_regions: bool) -> str:
     return "" if spans_regions else seen.region
 
 
@@ -55,7 +55,7 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
     # Those that leave are room, too: else the group would go elsewhere while they make it, and
     # back.
-    mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.spent]
+    mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.unusable]
     blanks = round_.num_blanks(group.racks)
     room = blanks + Counter(m.seen.region for m in mine)
     order = group.regions or sorted(room, key=lambda r: (-own[r], -blanks[r], r)) or [""]
@@ -75,7 +75,7 @@ class RegionWatch:
     _seen: dict[str, str] = field(default_factory=dict)  # region by instance
     _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region and time of it
 
-    def note(self, seen: Mapping[str, Seen], now: float) -> None:
+    def note(self, seen: Mapping[str, InstanceStatus], now: float) -> None:
         gone = {i: (region, now) for i, region in self._seen.items() if i not in seen}
         lately = {i: each for i, each in self._lost.items() if now - each[1] < _LOSS_S}
         self._lost = {i: each for i, each in (lately | gone).items() if i not in seen}

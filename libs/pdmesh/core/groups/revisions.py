@@ -119,7 +119,7 @@ def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
     return found
 
 
-class OfCanary(Protocol):
+class CanaryShare(Protocol):
     """What `shares` needs of an `Upgrade`; the message that carries an upgrade has it, too."""
 
     @property
@@ -132,7 +132,7 @@ class OfCanary(Protocol):
     def outcome(self) -> str: ...
 
 
-def shares(upgrades: Iterable[OfCanary]) -> dict[str, float]:
+def shares(upgrades: Iterable[CanaryShare]) -> dict[str, float]:
     """The share of its scenario's requests for each canary's group.
 
     A canary that was rolled back gets none while its instances leave.

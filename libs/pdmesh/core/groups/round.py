@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
+from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
 from pdmesh.core.groups.revisions import is_canary
 from pdmesh.core.model import (
     Assignment,
@@ -25,7 +25,7 @@ from pdmesh.core.model import (
 class GroupMember:
     """A living instance, with the assignment that it follows or is about to follow."""
 
-    seen: Seen
+    seen: InstanceStatus
     assignment: Assignment
 
     @property
@@ -79,7 +79,7 @@ class GroupMember:
 @dataclass(slots=True)
 class _Blanks:
     num_planned: int  # instances that had an assignment when this was found
-    free: list[Seen]
+    free: list[InstanceStatus]
     counts: dict[tuple[str, ...], Counter[str]] = field(default_factory=dict)  # by racks
 
 
@@ -90,7 +90,7 @@ class Round:
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
     # Instances whose leaving makes no room: they end, hang or are on hold.
-    spent: frozenset[str] = frozenset()
+    unusable: frozenset[str] = frozenset()
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
     _num_indexed: int = 0  # how many of the plan's instances, from the first on, are in `_ids`
@@ -129,7 +129,7 @@ class Round:
             self.plan[member.instance_id], stage=stage, peers=peers
         )
 
-    def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[Seen]:
+    def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[InstanceStatus]:
         """Instances that may be given a role, in these racks if any are named; not lent ones."""
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
@@ -147,7 +147,7 @@ class Round:
             self._blanks = _Blanks(len(self.plan), self._find_blanks())
         return self._blanks
 
-    def _find_blanks(self) -> list[Seen]:
+    def _find_blanks(self) -> list[InstanceStatus]:
         going = self.observed.to_drain | self.observed.out_at_once
         found = [
             seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.groups.facts import Observed
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Assignment, Phase, Stage
 
@@ -40,10 +40,10 @@ _Key = tuple[str, int]  # instance, incarnation
 
 
 @dataclass(slots=True)
-class StepTeller:
+class StepAnnouncer:
     """Compares each round with the one before.
 
-    The first tells nothing: an earlier leader did that.
+    The first announces nothing: an earlier leader did that.
     """
 
     group_id: str = ""  # of the group that is looked at now
@@ -51,7 +51,7 @@ class StepTeller:
     _gone: set[_Key] = field(default_factory=set)
     _stuck: set[_Key] = field(default_factory=set)
     _of_group: dict[str, tuple[str, str]] = field(default_factory=dict)
-    _told: list[AnnounceStep] = field(default_factory=list)
+    _announced: list[AnnounceStep] = field(default_factory=list)
 
     def begin(self, observed: Observed) -> list[AnnounceStep]:
         """Steps that instances have made since the last round."""
@@ -70,22 +70,22 @@ class StepTeller:
         return steps
 
     def lost(self, instance_id: str, assignment: Assignment) -> bool:
-        """An incarnation is gone and was not asked to leave. False if that was told before."""
+        """An incarnation is gone and was not asked to leave. False if that was announced before."""
         key = (instance_id, assignment.incarnation)
         if key in self._gone:
             return False
         self._gone.add(key)
-        self.tell("lost", assignment, instance_id)
+        self.announce("lost", assignment, instance_id)
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:
-        """Tell, once for each incarnation, that it does not become blank though it should."""
+        """Announce, once for each incarnation, that it does not become blank though it should."""
         key = (instance_id, assignment.incarnation)
         if key not in self._stuck:
             self._stuck.add(key)
-            self.tell("stuck", assignment, instance_id, detail="it does not become blank")
+            self.announce("stuck", assignment, instance_id, detail="it does not become blank")
 
-    def tell(
+    def announce(
         self,
         step: str,
         assignment: Assignment,
@@ -94,21 +94,23 @@ class StepTeller:
         detail: str = "",
         replaces: str = "",
     ) -> None:
-        self._told.append(_step(step, assignment, instance_id, detail=detail, replaces=replaces))
+        self._announced.append(
+            _step(step, assignment, instance_id, detail=detail, replaces=replaces)
+        )
 
-    def tell_group(self, step: str, detail: str = "") -> None:
-        """Tell a step of the group. It is told again only after another step of the group."""
+    def announce_group(self, step: str, detail: str = "") -> None:
+        """Announce a step of the group, and again only after another step of it."""
         if self._of_group.get(self.group_id) != (step, detail):
             self._of_group[self.group_id] = (step, detail)
-            self._told.append(AnnounceStep(self.group_id, step, detail=detail))
+            self._announced.append(AnnounceStep(self.group_id, step, detail=detail))
 
     def end(self, round_: Round) -> list[AnnounceStep]:
         """All steps of this round.
 
-        First what was told, then the stages it moved instances to, then the instances it released.
+        First what was announced, then the stages it moved instances to, then those it released.
         """
         given = round_.observed.given
-        steps, self._told = self._told, []
+        steps, self._announced = self._announced, []
         for instance_id, assignment in sorted(round_.plan.items()):
             before = given.get(instance_id)
             is_moved = before is not None and before.stage is not assignment.stage

@@ -19,7 +19,7 @@ CANARY_FAILED = "CANARY_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ProbeTarget:
     """One incarnation of an instance; KV goes only between those of one cell."""
 
     instance_id: str
@@ -32,11 +32,11 @@ class Subject:
 class CanaryProbe:
     """`decode` None: `prefill` does both phases."""
 
-    prefill: Subject
-    decode: Subject | None
+    prefill: ProbeTarget
+    decode: ProbeTarget | None
 
     @property
-    def subjects(self) -> tuple[Subject, ...]:
+    def subjects(self) -> tuple[ProbeTarget, ...]:
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
 
@@ -57,7 +57,7 @@ class CanaryRota:
     max_strikes: int = 2
     _records: dict[str, _Record] = field(default_factory=dict)
 
-    def next(self, idle: Iterable[Subject], now: float) -> CanaryProbe | None:
+    def next(self, idle: Iterable[ProbeTarget], now: float) -> CanaryProbe | None:
         """The instance that waits longest, with a partner of the other role in its cell, if any."""
         subjects = sorted(idle, key=lambda s: (self._record(s, now).tried_at, s.instance_id))
         due = [s for s in subjects if now - self._record(s, now).tried_at >= self.period_s]
@@ -77,7 +77,9 @@ class CanaryRota:
         is_prefill = first.role is Role.PREFILL
         return CanaryProbe(first, partners[0]) if is_prefill else CanaryProbe(partners[0], first)
 
-    def ended(self, probe: CanaryProbe, guilty: Sequence[Subject], detail: str, now: float) -> None:
+    def ended(
+        self, probe: CanaryProbe, guilty: Sequence[ProbeTarget], detail: str, now: float
+    ) -> None:
         """`guilty`: the instances that may have caused a failure; empty if the probe passed."""
         for subject in probe.subjects:
             record = self._record(subject, now)
@@ -86,7 +88,7 @@ class CanaryRota:
             elif not guilty:
                 record.num_strikes, record.detail = 0, ""
 
-    def signals(self, subject: Subject) -> tuple[Signal, ...]:
+    def signals(self, subject: ProbeTarget) -> tuple[Signal, ...]:
         record = self._records.get(subject.instance_id)
         if record is None or record.incarnation != subject.incarnation:
             return ()
@@ -97,7 +99,7 @@ class CanaryRota:
     def forget(self, instance_id: str) -> None:
         self._records.pop(instance_id, None)
 
-    def _record(self, subject: Subject, now: float) -> _Record:
+    def _record(self, subject: ProbeTarget, now: float) -> _Record:
         """A new incarnation is first probed a period after it was seen."""
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:

@@ -38,7 +38,7 @@ class PlanAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Outstanding:
+class PendingPlan:
     """What is left of a plan. `is_moving`: its first move is under way."""
 
     plan: MovePlan
@@ -49,7 +49,7 @@ class Outstanding:
 class PlanResumed:
     """An earlier leader left this plan; `groups` are as they are now."""
 
-    left: Outstanding
+    left: PendingPlan
     groups: Groups
 
 
@@ -162,14 +162,14 @@ class PlanRunner:
             if running.started_at is not None
         }
 
-    def outstanding(self) -> list[Outstanding]:
+    def outstanding(self) -> list[PendingPlan]:
         """What a successor must go on with: per scenario the plan under way, then waiting plans."""
-        left: list[Outstanding] = []
+        left: list[PendingPlan] = []
         for scenario in sorted(self._running.keys() | self._waiting.keys()):
             if (running := self._running.get(scenario)) is not None:
                 rest = replace(running.plan, moves=running.plan.moves[running.num_done :])
-                left.append(Outstanding(rest, running.started_at is not None))
-            left += [Outstanding(plan, False) for plan in self._waiting.get(scenario, ())]
+                left.append(PendingPlan(rest, running.started_at is not None))
+            left += [PendingPlan(plan, False) for plan in self._waiting.get(scenario, ())]
         return left
 
     def expected(self, groups: Groups) -> Groups:
@@ -215,7 +215,7 @@ class PlanRunner:
         waiting.append(plan)
         return []
 
-    def _on_resumed(self, left: Outstanding, groups: Groups, now: float) -> list[Effect]:
+    def _on_resumed(self, left: PendingPlan, groups: Groups, now: float) -> list[Effect]:
         plan = left.plan
         if not left.is_moving or plan.scenario in self._running:
             return self._on_asked(plan)

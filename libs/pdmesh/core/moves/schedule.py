@@ -33,18 +33,18 @@ _MAX_AHEAD_S: Final = 86_400.0  # a clock that is set back by less makes nothing
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
-class What(enum.StrEnum):
+class ScheduleAction(enum.StrEnum):
     ADD = "add"  # groups of the desired state that a REMOVE took away
     REMOVE = "remove"  # their instances are free for other groups
     LEND = "lend"  # groups to a pool, from which RECLAIM takes them back
     RECLAIM = "reclaim"  # groups that should serve at the entry's time: it begins earlier
 
 
-_BRINGS: Final = (What.RECLAIM, What.ADD)
+_BRINGS: Final = (ScheduleAction.RECLAIM, ScheduleAction.ADD)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ScheduleEntry:
     """What to do to `num_groups` of `scenario` at each time of `cron`.
 
     A RECLAIM is for groups that should serve at that time.
@@ -53,7 +53,7 @@ class Entry:
     name: str
     scenario: str
     cron: Cron
-    what: What
+    what: ScheduleAction
     num_groups: int
     pool: str = TRAINING_POOL
     zone: tzinfo = UTC
@@ -61,14 +61,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueEntry:
     """An entry's time has come.
 
     `late_s`: how long ago it should have begun. `plan` None: there is nothing to do, because of
     `reason`.
     """
 
-    entry: Entry
+    entry: ScheduleEntry
     at: float  # unix seconds of the time it fired for
     late_s: float
     plan: MovePlan | None
@@ -83,7 +83,7 @@ class Schedule:
     if set-ups were seen to take longer. A new entry fires for times from its first tick on.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[ScheduleEntry]
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
     _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
@@ -97,7 +97,7 @@ class Schedule:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"schedule {twice!r} is there twice")
 
-    def replace_entries(self, entries: Sequence[Entry]) -> None:
+    def replace_entries(self, entries: Sequence[ScheduleEntry]) -> None:
         """The desired state changed. Entries that stay keep the time for which they fired last."""
         fresh = Schedule(entries)
         self.entries, self._following = fresh.entries, {}
@@ -108,19 +108,19 @@ class Schedule:
         before = self._setups_s.get(scenario, 0.0)
         self._setups_s[scenario] = max(seconds, 0.8 * before)
 
-    def lead_of(self, entry: Entry) -> float:
+    def lead_of(self, entry: ScheduleEntry) -> float:
         """Seconds before its time at which an entry acts."""
-        if entry.what is not What.RECLAIM:
+        if entry.what is not ScheduleAction.RECLAIM:
             return 0.0
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
-    def tick(self, groups: Groups, now: float) -> list[Due]:
+    def tick(self, groups: Groups, now: float) -> list[DueEntry]:
         """Fire the entries that are due. Those that bring groups come first.
 
         `now` is in unix seconds. `groups` are as they will be when earlier plans are carried out
         (`PlanRunner.expected`).
         """
-        due: list[Due] = []
+        due: list[DueEntry] = []
         taken: set[str] = set()
         for entry in sorted(self.entries, key=lambda e: (e.what not in _BRINGS, e.name)):
             self._note_start(entry, now)
@@ -131,7 +131,7 @@ class Schedule:
             due.append(self._fire(entry, at, groups, taken, now))
         return due
 
-    def _note_start(self, entry: Entry, now: float) -> None:
+    def _note_start(self, entry: ScheduleEntry, now: float) -> None:
         """A new entry fires for times from now on.
 
         So does one that last fired for a time far ahead, by a wall clock that was wrong.
@@ -142,7 +142,7 @@ class Schedule:
         if following is not None and fired - following > _MAX_AHEAD_S:
             self.fired[entry.name] = now
 
-    def _latest(self, entry: Entry, now: float) -> float | None:
+    def _latest(self, entry: ScheduleEntry, now: float) -> float | None:
         """The last time that has come since it fired: several missed times fire once."""
         horizon = now + self.lead_of(entry)
         latest, at = None, self._next_of(entry)
@@ -152,7 +152,7 @@ class Schedule:
             latest, at = at, entry.cron.next_after(at, entry.zone)
         return latest
 
-    def _next_of(self, entry: Entry) -> float | None:
+    def _next_of(self, entry: ScheduleEntry) -> float | None:
         """The first time after the one it fired for."""
         fired = self.fired[entry.name]
         known = self._following.get(entry.name)
@@ -163,26 +163,30 @@ class Schedule:
             )
         return known[1]
 
-    def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
+    def _fire(
+        self, entry: ScheduleEntry, at: float, groups: Groups, taken: set[str], now: float
+    ) -> DueEntry:
         late_s = max(0.0, now + self.lead_of(entry) - at)
         if (missed_s := now - at) > entry.grace_s:
-            return Due(entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was there")
+            return DueEntry(
+                entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was there"
+            )
         reason = f"schedule {entry.name}"
         moves = tuple(_moves(entry, groups, taken, reason))
         taken.update(move.group_id for move in moves)
         if not moves:
-            return Due(entry, at, late_s, None, f"no group to {entry.what.value}")
+            return DueEntry(entry, at, late_s, None, f"no group to {entry.what.value}")
         plan = MovePlan(entry.scenario, Trigger.SCHEDULE, moves, reason, asked_at=now)
-        return Due(entry, at, late_s, plan, reason)
+        return DueEntry(entry, at, late_s, plan, reason)
 
 
-def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
+def _moves(entry: ScheduleEntry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
     match entry.what:
-        case What.LEND | What.REMOVE:
+        case ScheduleAction.LEND | ScheduleAction.REMOVE:
             own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
             chosen = _least_busy(own, entry.num_groups)
             return [Move(g.group_id, MoveKind.LEND, None, entry.pool, reason) for g in chosen]
-        case What.RECLAIM | What.ADD:
+        case ScheduleAction.RECLAIM | ScheduleAction.ADD:
             lent = [
                 group_id
                 for group_id in sorted(groups)

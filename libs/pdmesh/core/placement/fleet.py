@@ -50,7 +50,7 @@ class OutOfServiceSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeLost:
+class HealthMonitorLost:
     """There is no health-monitor: its last verdicts would stand forever."""
 
 
@@ -86,7 +86,7 @@ Event = (
     | FaultJudged
     | FaultForgotten
     | OutOfServiceSeen
-    | JudgeLost
+    | HealthMonitorLost
     | LoadReported
 )
 
@@ -123,7 +123,7 @@ class Fleet:
                 self._on_fault_forgotten(event)
             case OutOfServiceSeen():
                 self._on_out_of_service(event)
-            case JudgeLost():
+            case HealthMonitorLost():
                 self._trust_again()
         self.version += 1
 

@@ -35,7 +35,7 @@ class PlannerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MoveChoice:
     """One move, or None.
 
     `reasons` say why this move and why not the others; `is_needed` says whether a move would help
@@ -47,7 +47,9 @@ class Choice:
     is_needed: bool = True
 
 
-def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tuple[Move, ...]:
+def moves_to_best_split(
+    profile: Profile, groups: Sequence[GroupShape], reason: str
+) -> tuple[Move, ...]:
     """Role changes that give each group the profile's best split of its instances (formula (1))."""
     least = groups[0].least_in_scenario if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []
@@ -72,14 +74,14 @@ def changes_to(split: Split, group: GroupShape, reason: str) -> list[Move]:
     return moves
 
 
-def one_step(
+def next_move(
     short_of: Role,
     scenario: str,
     groups: Groups,
     num_blank: int,
     limits: PlannerLimits,
     reason: str,
-) -> Choice:
+) -> MoveChoice:
     """The cheapest move that helps.
 
     It changes a role in place, else takes a blank instance, else an instance of another group.
@@ -87,18 +89,18 @@ def one_step(
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
     if not own or len(known) < len(own):
-        return Choice(None, (f"the load of the {short_of.value}s is unknown",))
+        return MoveChoice(None, (f"the load of the {short_of.value}s is unknown",))
     need, group = max(known, key=lambda pair: (pair[0], pair[1].group_id))
     if need < limits.min_need:
         why = f"{short_of.value}s are {need:.0%} busy: none is short"
-        return Choice(None, (why,), is_needed=False)
+        return MoveChoice(None, (why,), is_needed=False)
     refused: list[str] = []
     for move, why_not in _candidates(short_of, group, groups, limits, need):
         why_not = why_not or refusal(move, groups, limits.max_busy, num_blank=num_blank)
         if why_not is None:
-            return Choice(replace(move, reason=reason), (reason, *refused))
+            return MoveChoice(replace(move, reason=reason), (reason, *refused))
         refused.append(f"{move.kind.value}: {why_not}")
-    return Choice(None, tuple(refused) or ("no other role or group has room",))
+    return MoveChoice(None, tuple(refused) or ("no other role or group has room",))
 
 
 def _candidates(

@@ -45,7 +45,7 @@ class RequestSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RoleSlots:
     """What the usable instances of one role have: n instances, n b slots.
 
     A decode takes a few requests beyond those that run (its MAX_WAITING): they count in b, and
@@ -142,18 +142,18 @@ class Scenarios:
         stats = self._stats.get(scenario)
         if stats is None:  # the name was never served: no need to look at the instances
             return Phi(0.0, math.inf, math.inf, 0)
-        prefills, decodes = places(scenario, instances).values()
+        prefills, decodes = slots_by_role(scenario, instances).values()
         prefill = prefills.num_slots / stats.t_p if stats.t_p else math.inf
         decode = decodes.num_slots / stats.t_d if stats.t_d else math.inf
         count = prefills.num_instances + decodes.num_instances
         return Phi(stats.rate_per_s(now), prefill, decode, count)
 
 
-def places(scenario: str, instances: Iterable[Instance]) -> dict[Role, Places]:
+def slots_by_role(scenario: str, instances: Iterable[Instance]) -> dict[Role, RoleSlots]:
     """The places of the scenario's usable prefills, then of its decodes."""
     found: dict[Role, list[int]] = {Role.PREFILL: [], Role.DECODE: []}
     for instance in instances:
         role = instance.identity.role
         if instance.identity.scenario == scenario and role in found and instance.is_usable:
             found[role].append(instance.num_slots)
-    return {role: Places(len(slots), sum(slots)) for role, slots in found.items()}
+    return {role: RoleSlots(len(slots), sum(slots)) for role, slots in found.items()}

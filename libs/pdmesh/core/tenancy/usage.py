@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.groups.adjustments import Adjustments, valid
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.desired import Desired, Scenario
-from pdmesh.core.groups.facts import Observed
 from pdmesh.core.model import Phase, Role
 from pdmesh.core.moves.move import OFF_POOL
 

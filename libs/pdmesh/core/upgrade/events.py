@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdmesh.core.groups.desired import Service, UpgradeLimits
 from pdmesh.core.groups.revisions import Upgrade, Upgrades, is_canary
 from pdmesh.core.model import Role
-from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
+from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReported, RequestAnswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class GroupsObserved:
 class MemberLost:
     """An instance of this revision was lost or failed and was not asked to leave."""
 
-    cell: Cell
+    cell: GroupRevision
     instance_id: str
 
 

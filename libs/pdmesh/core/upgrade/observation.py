@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.controller import GroupReport, GroupState
 from pdmesh.core.groups.desired import Desired, Group
-from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.revisions import Upgrades, with_canaries
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen, GroupsObserved
-from pdmesh.core.upgrade.revision_health import Cell
+from pdmesh.core.upgrade.revision_health import GroupRevision
 
 Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
 
@@ -25,7 +25,7 @@ class Surroundings:
     """
 
     busy: Busy
-    faulty: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
+    faulty: Mapping[GroupRevision, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
     canary_share: float = 0.0  # with which the version was applied

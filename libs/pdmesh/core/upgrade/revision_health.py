@@ -15,7 +15,7 @@ from typing import Final
 
 from pdmesh.core.groups.desired import UpgradeLimits
 
-Cell = tuple[str, str]  # group and revision
+GroupRevision = tuple[str, str]  # group and revision
 
 MAX_CELLS: Final = 1024
 _BUCKET_S: Final = 5.0
@@ -33,7 +33,7 @@ class RequestAnswered:
     `tpot_s`: per token after it; None: no token.
     """
 
-    cell: Cell
+    cell: GroupRevision
     t_p_s: float
     tpot_s: float | None
 
@@ -42,7 +42,7 @@ class RequestAnswered:
 class LegFailureReported:
     """An instance of the cell failed a request, whether or not the client noticed."""
 
-    cell: Cell
+    cell: GroupRevision
 
 
 @dataclass(slots=True)
@@ -75,7 +75,9 @@ class Answers:
     Beyond the bound the cell that was silent longest is forgotten.
     """
 
-    _cells: OrderedDict[Cell, deque[tuple[float, Tally]]] = field(default_factory=OrderedDict)
+    _cells: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
+        default_factory=OrderedDict
+    )
 
     def handle(self, event: RequestAnswered | LegFailureReported, now: float) -> None:
         tally = self._bucket(event.cell, now)
@@ -89,7 +91,7 @@ class Answers:
                     tally.num_tpot += 1
                     tally.tpot_s += tpot_s
 
-    def of(self, cells: Collection[Cell], since: float, until: float) -> Tally:
+    def of(self, cells: Collection[GroupRevision], since: float, until: float) -> Tally:
         """The sum over buckets that began in this time, so that nothing before `since` counts."""
         total = Tally()
         for cell in cells:
@@ -98,7 +100,7 @@ class Answers:
                     total.add(tally)
         return total
 
-    def _bucket(self, cell: Cell, now: float) -> Tally:
+    def _bucket(self, cell: GroupRevision, now: float) -> Tally:
         buckets = self._cells.setdefault(cell, deque(maxlen=_NUM_BUCKETS))
         self._cells.move_to_end(cell)
         if len(self._cells) > MAX_CELLS:
@@ -108,7 +110,7 @@ class Answers:
         return buckets[-1][1]
 
 
-def verdict(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
+def why_worse(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
     """What is wrong with the new revision; empty: nothing that is known."""
     if new.num_failed >= _MIN_FAILED and new.failed_share > limits.max_failed_share:
         return f"{new.failed_share:.1%} of its requests failed"

@@ -10,10 +10,10 @@ from pdmesh.core.groups.desired import UpgradeLimits
 from pdmesh.core.upgrade.events import GroupSeen, MemberLost
 from pdmesh.core.upgrade.revision_health import (
     Answers,
-    Cell,
+    GroupRevision,
     LegFailureReported,
     RequestAnswered,
-    verdict,
+    why_worse,
 )
 
 _BEFORE_S: Final = 300.0  # answers before a change that it is compared with
@@ -23,7 +23,7 @@ _BEFORE_S: Final = 300.0  # answers before a change that it is compared with
 class Trial:
     """One group since it was given a revision."""
 
-    cell: Cell
+    cell: GroupRevision
     since: float
     unwhole_since: float | None
     whole_since: float | None = None
@@ -66,7 +66,7 @@ class Trials:
     def keep_only(self, scenarios: Iterable[str]) -> None:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
-    def trial(self, scenario: str, cell: Cell, now: float) -> Trial:
+    def trial(self, scenario: str, cell: GroupRevision, now: float) -> Trial:
         """The present trial, or a new one if the group or its revision is another."""
         trial = self._trials.get(scenario)
         if trial is None or trial.cell != cell:
@@ -76,8 +76,8 @@ class Trials:
     def why_slow_or_failing(
         self,
         trial: Trial,
-        controls: Iterable[Cell],
-        before: Cell,
+        controls: Iterable[GroupRevision],
+        before: GroupRevision,
         limits: UpgradeLimits,
         now: float,
     ) -> str:
@@ -86,4 +86,4 @@ class Trials:
         old = self._answers.of(list(controls), trial.since, until)
         if not old.num:
             old = self._answers.of([before], trial.since - _BEFORE_S, trial.since)
-        return verdict(new, old, limits)
+        return why_worse(new, old, limits)

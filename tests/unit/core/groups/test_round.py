@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, wanted_of
 from pdmesh.core.groups.desired import (
     Desired,
 )
-from pdmesh.core.groups.facts import Observed, Seen, wanted_of
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import (
     Assignment,
@@ -39,7 +39,7 @@ def test_each_instance_is_looked_at_once_for_the_members_of_all_groups() -> None
         f"i{i}": Assignment(1, 1, i, Stage.SERVE, RoleSpec(Role.DECODE, f"g{i % 50}", "s", ""))
         for i in range(num)
     }
-    seen = {i: Seen(i, 1, Phase.READY) for i in [*given, "new"]}
+    seen = {i: InstanceStatus(i, 1, Phase.READY) for i in [*given, "new"]}
     round_ = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), seen, given))
     round_.plan = plan = CountingPlan(round_.plan)
     groups = [round_.members(f"g{i}") for i in range(50)]

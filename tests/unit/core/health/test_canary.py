@@ -8,15 +8,15 @@ from pdmesh.core.health.canary import (
     CANARY_FAILED,
     CanaryProbe,
     CanaryRota,
-    Subject,
+    ProbeTarget,
 )
 from pdmesh.core.model import Role
 
 pytestmark = pytest.mark.req("S34")
 
 
-def subject(name: str, role: Role, cell: str = "c", incarnation: int = 1) -> Subject:
-    return Subject(name, incarnation, role, cell)
+def subject(name: str, role: Role, cell: str = "c", incarnation: int = 1) -> ProbeTarget:
+    return ProbeTarget(name, incarnation, role, cell)
 
 
 P0, P1 = (subject(f"p{i}", Role.PREFILL) for i in (0, 1))

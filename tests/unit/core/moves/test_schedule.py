@@ -18,7 +18,7 @@ from pdmesh.core.moves.move import (
     Trigger,
     applied,
 )
-from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 from pdmesh.services.master_scheduler.groups.desired_convert import entries_from
 
 DAY = 86_400.0
@@ -29,13 +29,13 @@ GROUPS = {f"chat-{i}": GroupShape(f"chat-{i}", "chat", 3, 5, 0.1, 0.1) for i in 
 # --- entries --------------------------------------------------------------------------------------
 
 
-def entry(what: What, cron: str, count: int = 2, name: str = "") -> Entry:
-    return Entry(name or what.value, "chat", Cron.parse(cron), what, count)
+def entry(what: ScheduleAction, cron: str, count: int = 2, name: str = "") -> ScheduleEntry:
+    return ScheduleEntry(name or what.value, "chat", Cron.parse(cron), what, count)
 
 
 @pytest.mark.req("S21")
 def test_two_groups_at_a_time_fire_within_a_second_of_it_once_a_day() -> None:
-    schedule, fired = Schedule([entry(What.LEND, "0 8 * * *")]), []
+    schedule, fired = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")]), []
     for day in range(3):
         for second in range(-60, 60):  # a shell that ticks every second
             now = MIDNIGHT + day * DAY + 8 * 3600 + second + 0.5
@@ -52,7 +52,7 @@ def test_two_groups_at_a_time_fire_within_a_second_of_it_once_a_day() -> None:
 
 
 def test_ticking_more_often_fires_no_more() -> None:
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     fired = [
         due
         for minute in range(24 * 60 * 2)
@@ -71,7 +71,9 @@ def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
             asked.append(now)
             return Cron.next_after(self, now, zone)
 
-    schedule = Schedule([Entry("lend", "chat", Counted.parse("0 12 * * *"), What.LEND, 1)])
+    schedule = Schedule(
+        [ScheduleEntry("lend", "chat", Counted.parse("0 12 * * *"), ScheduleAction.LEND, 1)]
+    )
     for second in range(60):
         schedule.tick({}, MIDNIGHT + second)
     assert len(asked) == 1
@@ -81,7 +83,7 @@ def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
     """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of
     late with a margin says.
     """
-    night = [entry(What.LEND, "0 22 * * *"), entry(What.RECLAIM, "0 7 * * *")]
+    night = [entry(ScheduleAction.LEND, "0 22 * * *"), entry(ScheduleAction.RECLAIM, "0 7 * * *")]
     schedule = Schedule(night)
     schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
     schedule.set_up_took("chat", 600.0)
@@ -102,7 +104,7 @@ def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
 def test_the_least_busy_groups_are_lent_and_of_equals_the_newest() -> None:
     groups = {**GROUPS, "chat-1": GroupShape("chat-1", "chat", 3, 5, 0.0, 0.05),
               "chat-3": GroupShape("chat-3", "chat", 3, 5, None, None)}  # fmt: skip
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(groups, MIDNIGHT)
     (due,) = schedule.tick(groups, MIDNIGHT + 8 * 3600)
     assert due.plan is not None
@@ -110,7 +112,7 @@ def test_the_least_busy_groups_are_lent_and_of_equals_the_newest() -> None:
 
 
 def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_beyond() -> None:
-    entries = [entry(What.LEND, "0 8 * * *")]
+    entries = [entry(ScheduleAction.LEND, "0 8 * * *")]
     first = Schedule(entries)
     first.tick(GROUPS, MIDNIGHT)
     for away_s, is_done in ((600, True), (3600, False)):
@@ -127,7 +129,7 @@ def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
     """A machine without a battery boots, or a time server lies: what fired then would be in the way
     until that year.
     """
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
     schedule.tick(GROUPS, MIDNIGHT + 3650 * DAY)
     assert schedule.tick(GROUPS, MIDNIGHT + 60) == []
@@ -137,7 +139,7 @@ def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
 
 @pytest.mark.parametrize("seconds", [1.0, 3600.0, 0.9 * DAY])
 def test_a_clock_that_is_set_back_a_little_fires_nothing_twice(seconds: float) -> None:
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
     assert len(schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)) == 1
     for _ in range(2):
@@ -146,14 +148,17 @@ def test_a_clock_that_is_set_back_a_little_fires_nothing_twice(seconds: float) -
 
 
 def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past() -> None:
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT + 9 * 3600)
     schedule.replace_entries(
-        [entry(What.LEND, "0 8 * * *"), entry(What.LEND, "59 8 * * *", name="late")]
+        [
+            entry(ScheduleAction.LEND, "0 8 * * *"),
+            entry(ScheduleAction.LEND, "59 8 * * *", name="late"),
+        ]
     )
     assert schedule.tick(GROUPS, MIDNIGHT + 9 * 3600 + 60) == []
     with pytest.raises(ValueError, match="twice"):
-        schedule.replace_entries([entry(What.LEND, "0 8 * * *")] * 2)
+        schedule.replace_entries([entry(ScheduleAction.LEND, "0 8 * * *")] * 2)
 
 
 @pytest.mark.req("S21")
@@ -162,10 +167,12 @@ def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> 
     four.
     """
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
-    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(lent, MIDNIGHT)
     now = MIDNIGHT + 7 * 3600 - 240
-    schedule.replace_entries([entry(What.LEND, "0 8 * * *"), entry(What.RECLAIM, "0 7 * * *")])
+    schedule.replace_entries(
+        [entry(ScheduleAction.LEND, "0 8 * * *"), entry(ScheduleAction.RECLAIM, "0 7 * * *")]
+    )
     (due,) = schedule.tick(lent, now)
     assert due.plan is not None
     assert due.at == MIDNIGHT + 7 * 3600
@@ -174,7 +181,7 @@ def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> 
 
 def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
-    schedule = Schedule([entry(What.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
+    schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
     schedule.set_up_took("chat", 1200.0)  # it is to begin half an hour before
     (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
     assert due.plan is not None
@@ -192,7 +199,7 @@ def test_a_line_keeps_its_name_wherever_it_stands_and_however_it_is_spaced() -> 
 
 
 def test_there_may_be_nothing_to_do() -> None:
-    schedule = Schedule([entry(What.RECLAIM, "0 8 * * *")])
+    schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
     (due,) = schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
     assert (due.plan, due.reason) == (None, "no group to reclaim")

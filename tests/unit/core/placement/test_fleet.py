@@ -11,9 +11,9 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
     Fleet,
     HealthJudged,
+    HealthMonitorLost,
     InstanceRecorded,
     InstanceUnrecorded,
-    JudgeLost,
     LoadReported,
     OutOfServiceSeen,
 )
@@ -42,7 +42,7 @@ def test_a_verdict_on_another_incarnation_and_one_whose_judge_is_gone_do_not_cou
     placement = make(*pair())
     placement.fleet.handle(HealthJudged("prefill-0", 99, Health.DEAD), 0.0)
     placement.fleet.handle(HealthJudged("prefill-1", 1, Health.SUSPECT), 0.0)
-    placement.fleet.handle(JudgeLost(), 0.0)
+    placement.fleet.handle(HealthMonitorLost(), 0.0)
     assert len(planned(placement, QUERY).prefills) == 2
 
 

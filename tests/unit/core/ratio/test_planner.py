@@ -15,7 +15,7 @@ from pdmesh.core.moves.move import (
     refusal,
 )
 from pdmesh.core.ratio.model import Split
-from pdmesh.core.ratio.planner import Choice, PlannerLimits, changes_to, one_step
+from pdmesh.core.ratio.planner import MoveChoice, PlannerLimits, changes_to, next_move
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -24,9 +24,9 @@ GROUP = GroupShape("g0", "chat", 3, 5, 0.4, 0.6)
 
 def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
     tight = {"g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8)}
-    choice = one_step(P, "chat", tight, 1, PlannerLimits(), "why")
+    choice = next_move(P, "chat", tight, 1, PlannerLimits(), "why")
     assert choice.move == Move("g0", MoveKind.ADD, P, None, "why")
-    choice = one_step(P, "chat", tight, 0, PlannerLimits(), "why")
+    choice = next_move(P, "chat", tight, 0, PlannerLimits(), "why")
     assert choice.move is None
     assert choice.reasons == (
         "change_role: the other decodes would be 100% busy",
@@ -40,13 +40,13 @@ def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
         "idle": GroupShape("idle", "code", 4, 4, 0.1, 0.1, model="m"),
         "other": GroupShape("other", "code", 4, 4, 0.0, 0.0, model="n"),
     }
-    choice = one_step(P, "chat", groups, 0, PlannerLimits(), "why")
+    choice = next_move(P, "chat", groups, 0, PlannerLimits(), "why")
     assert choice.move == Move("idle", MoveKind.MOVE, P, "g0", "why")
 
 
 def test_a_role_change_that_would_only_turn_the_bottleneck_round_is_no_candidate() -> None:
     """2 decodes at 60 % leave one at 120 %: the shortage would be theirs."""
-    choice = one_step(
+    choice = next_move(
         P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
     )
     assert choice.move is None
@@ -74,9 +74,9 @@ def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
     idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
     near = replace(idle, group_id="c", region="eu", num_blank=0)
 
-    def step(*groups: GroupShape) -> Choice:
+    def step(*groups: GroupShape) -> MoveChoice:
         named = {group.group_id: group for group in groups}
-        return one_step(Role.PREFILL, "chat", named, 4, PlannerLimits(), "too slow")
+        return next_move(Role.PREFILL, "chat", named, 4, PlannerLimits(), "too slow")
 
     assert step(short, idle).move is None
     assert "add: no blank instance in region eu" in step(short, idle).reasons

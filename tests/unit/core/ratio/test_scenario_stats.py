@@ -12,10 +12,10 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.scenario_stats import (
     MAX_SCENARIOS,
-    Places,
     RequestSample,
+    RoleSlots,
     Scenarios,
-    places,
+    slots_by_role,
 )
 
 REQUEST = RequestSample("chat", 1000, 250, 11, queue_s=0.5, ttft_s=0.7, e2e_s=1.8, transfer_s=0.1)
@@ -80,8 +80,8 @@ def test_refused_requests_came_too() -> None:
 
 
 def test_places_are_those_of_usable_instances_of_the_scenario() -> None:
-    found = places("chat", fleet().instances.values())
-    assert found == {Role.PREFILL: Places(2, 4), Role.DECODE: Places(1, 22)}
+    found = slots_by_role("chat", fleet().instances.values())
+    assert found == {Role.PREFILL: RoleSlots(2, 4), Role.DECODE: RoleSlots(1, 22)}
 
 
 @pytest.mark.req("S4")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from pdmesh.core.groups.cluster_state import Observed, wanted_of
 from pdmesh.core.groups.desired import (
     Desired,
     Group,
     Scenario,
     problems,
 )
-from pdmesh.core.groups.facts import Observed, wanted_of
 from pdmesh.core.groups.revisions import with_canaries
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import KeepRecord

@@ -9,7 +9,7 @@ from pdmesh.core.upgrade.revision_health import (
     LegFailureReported,
     RequestAnswered,
     Tally,
-    verdict,
+    why_worse,
 )
 from tests.fakes.group_world import UPGRADE
 from tests.fakes.upgrading_world import (
@@ -20,14 +20,15 @@ from tests.fakes.upgrading_world import (
 
 def test_answers_are_compared_only_where_there_are_enough() -> None:
     well = Tally(num=100, num_tpot=100, t_p_s=10.0, tpot_s=1.0)
-    assert verdict(well, well, UPGRADE) == ""
-    assert verdict(replace(well, t_p_s=30.0), well, UPGRADE) == "T_p is 300 ms instead of 100 ms"
+    assert why_worse(well, well, UPGRADE) == ""
+    assert why_worse(replace(well, t_p_s=30.0), well, UPGRADE) == "T_p is 300 ms instead of 100 ms"
     assert (
-        verdict(replace(well, tpot_s=4.0), well, UPGRADE) == "a token takes 40 ms instead of 10 ms"
+        why_worse(replace(well, tpot_s=4.0), well, UPGRADE)
+        == "a token takes 40 ms instead of 10 ms"
     )
-    assert verdict(replace(well, t_p_s=30.0), Tally(), UPGRADE) == ""
-    assert verdict(replace(well, num_failed=2), well, UPGRADE) == ""
-    assert verdict(replace(well, num_failed=3), well, UPGRADE) == "2.9% of its requests failed"
+    assert why_worse(replace(well, t_p_s=30.0), Tally(), UPGRADE) == ""
+    assert why_worse(replace(well, num_failed=2), well, UPGRADE) == ""
+    assert why_worse(replace(well, num_failed=3), well, UPGRADE) == "2.9% of its requests failed"
 
 
 def test_answers_are_kept_for_ten_minutes_by_group_and_revision() -> None:

@@ -15,6 +15,7 @@ import structlog
 from structlog.testing import LogCapture
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.controller import GroupController
 from pdmesh.core.groups.desired import (
     SERVING_ROLES,
@@ -23,7 +24,6 @@ from pdmesh.core.groups.desired import (
     Scenario,
     ScheduleLine,
 )
-from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (

@@ -2,7 +2,7 @@
 
 It observes, finds which role is short, plans one move and waits until its effect can be seen. Then
 `verdict.py` judges the move: it stays, or is turned back. The detector then learns anew, so one
-change of the workload is answered once. Every step is told as a `Decided` with its inputs.
+change of the workload is answered once. Every step is told as a `RatioDecided` with its inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdmesh.core.ratio.detector import (
     Window,
 )
 from pdmesh.core.ratio.model import Profile
-from pdmesh.core.ratio.planner import PlannerLimits, one_step, towards
+from pdmesh.core.ratio.planner import PlannerLimits, moves_to_best_split, next_move
 from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
 from pdmesh.core.story import Story, with_story
 
@@ -70,7 +70,7 @@ class WindowSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
+class ScenarioProfiled:
     """It was measured in advance what the scenario's requests take."""
 
     scenario: str
@@ -83,7 +83,7 @@ class OperatorAsked:
     plan: MovePlan
 
 
-Event = WindowSeen | Profiled | OperatorAsked | PlanEnded
+Event = WindowSeen | ScenarioProfiled | OperatorAsked | PlanEnded
 
 # --- effects --------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class AskMoves:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class RatioDecided:
     """For the log and the page: what was decided about a scenario, why, and from which numbers."""
 
     scenario: str
@@ -113,7 +113,7 @@ class Decided:
     moves: tuple[Move, ...] = ()
 
 
-Effect = AskMoves | Decided
+Effect = AskMoves | RatioDecided
 
 
 @dataclass(slots=True)
@@ -152,11 +152,13 @@ class RatioController:
         match event:
             case WindowSeen():
                 return self._on_window(event, now)
-            case Profiled():
+            case ScenarioProfiled():
                 return self._on_profile(event)
             case OperatorAsked():
                 plan = event.plan
-                said = Decided(plan.scenario, RatioAction.PLANNED, plan.reason, moves=plan.moves)
+                said = RatioDecided(
+                    plan.scenario, RatioAction.PLANNED, plan.reason, moves=plan.moves
+                )
                 return [said, AskMoves(plan)]
             case PlanEnded():
                 return self._on_ended(event, now)
@@ -176,17 +178,21 @@ class RatioController:
 
     # --- profile and operator ---------------------------------------------------------------------
 
-    def _on_profile(self, event: Profiled) -> list[Effect]:
+    def _on_profile(self, event: ScenarioProfiled) -> list[Effect]:
         own = serving(event.groups, event.scenario)
         numbers = (
             f"b_p/T_p {event.profile.prefill_per_s:.3g}/s, b_d/T_d "
             f"{event.profile.decode_per_s:.3g}/s"
         )
-        moves = towards(event.profile, own, numbers)
+        moves = moves_to_best_split(event.profile, own, numbers)
         if not moves:
-            return [Decided(event.scenario, RatioAction.LEFT_ALONE, numbers, groups=tuple(own))]
+            return [
+                RatioDecided(event.scenario, RatioAction.LEFT_ALONE, numbers, groups=tuple(own))
+            ]
         plan = MovePlan(event.scenario, Trigger.PROFILE, moves, numbers)
-        said = Decided(event.scenario, RatioAction.PLANNED, numbers, groups=tuple(own), moves=moves)
+        said = RatioDecided(
+            event.scenario, RatioAction.PLANNED, numbers, groups=tuple(own), moves=moves
+        )
         return [said, AskMoves(plan)]
 
     def _on_ended(self, event: PlanEnded, now: float) -> list[Effect]:
@@ -195,7 +201,7 @@ class RatioController:
             f"{event.plan.trigger.value} plan {event.outcome.value}: {event.num_moves} of "
             f"{len(event.plan.moves)} moves"
         )
-        said = Decided(
+        said = RatioDecided(
             event.plan.scenario,
             RatioAction.ENDED,
             f"{text}; {event.detail}" if event.detail else text,
@@ -257,7 +263,7 @@ class RatioController:
                 state, f"more {role.value}s, but it is too soon", finding.reason, event, now
             )
         reason = f"more {role.value}s: {finding.reason}"
-        choice = one_step(
+        choice = next_move(
             role, event.scenario, event.groups, event.num_blank, self.limits.planner, reason
         )
         if choice.move is None:
@@ -308,6 +314,6 @@ class RatioController:
 
     def _decided(
         self, event: WindowSeen, action: RatioAction, reason: str, moves: tuple[Move, ...] = ()
-    ) -> Decided:
+    ) -> RatioDecided:
         groups = tuple(serving(event.groups, event.scenario))
-        return Decided(event.scenario, action, reason, event.window, groups, moves)
+        return RatioDecided(event.scenario, action, reason, event.window, groups, moves)

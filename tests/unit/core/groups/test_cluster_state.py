@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.groups.cluster_state import InstanceStatus, wanted_of
 from pdmesh.core.groups.desired import Desired, Group, Scenario, Service
-from pdmesh.core.groups.facts import Seen, wanted_of
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.model import Phase, Role
 
@@ -62,6 +62,6 @@ def test_a_scenario_keeps_two_of_each_role_unless_it_says_or_has_less(
 
 
 def test_an_instance_is_loaded_from_when_it_has_its_engine_until_it_failed() -> None:
-    loaded = {phase for phase in Phase if Seen("i", 1, phase).is_loaded}
+    loaded = {phase for phase in Phase if InstanceStatus("i", 1, phase).is_loaded}
     assert Phase.READY in loaded
     assert loaded.isdisjoint({Phase.BLANK, Phase.LOADING, Phase.FAILED})

@@ -113,7 +113,7 @@ def wanted_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InstanceStatus:
     """One instance by its record. `assignment_id` 0: it has its role from its own settings."""
 
     instance_id: str
@@ -153,7 +153,7 @@ class Observed:
     epoch: int
     version: int
     wanted: WantedGroups
-    seen: Mapping[str, Seen]
+    seen: Mapping[str, InstanceStatus]
     given: Mapping[str, Assignment]
     to_drain: frozenset[str] = frozenset()
     out_at_once: frozenset[str] = frozenset()

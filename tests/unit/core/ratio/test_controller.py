@@ -26,16 +26,16 @@ from pdmesh.core.moves.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.loop import (
+from pdmesh.core.ratio.controller import (
     AskMoves,
-    Decided,
     OperatorAsked,
-    Profiled,
     RatioAction,
     RatioController,
+    RatioDecided,
+    ScenarioProfiled,
     WindowSeen,
 )
+from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.model import Profile
 
 P, D = Role.PREFILL, Role.DECODE
@@ -54,7 +54,7 @@ class Loop:
     now: float = 0.0
     controller: RatioController = field(default_factory=RatioController)
     runner: PlanRunner = field(default_factory=PlanRunner)
-    decisions: list[Decided] = field(default_factory=list)
+    decisions: list[RatioDecided] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     ends: list[PlanEnded] = field(default_factory=list)
     in_flight: list[tuple[float, Move]] = field(default_factory=list)
@@ -75,10 +75,10 @@ class Loop:
             self.tell(WindowSeen("chat", window, self.groups, self.num_blank, rate_per_s))
             self._run(GroupsSeen(self.groups, self.num_blank))
 
-    def tell(self, event: WindowSeen | Profiled | OperatorAsked | PlanEnded) -> None:
+    def tell(self, event: WindowSeen | ScenarioProfiled | OperatorAsked | PlanEnded) -> None:
         for effect in self.controller.handle(event, self.now):
             match effect:
-                case Decided():
+                case RatioDecided():
                     self.decisions.append(effect)
                 case AskMoves():
                     self._run(PlanAsked(effect.plan))
@@ -180,7 +180,7 @@ def test_three_triggers_make_the_same_kind_of_plan_with_a_reason() -> None:
     profile = Profile(
         t_p=0.5, b_p=4, t_d=8.0, b_d=16
     )  # decode carries a quarter of what prefill does
-    profiled.tell(Profiled("chat", profile, profiled.groups))
+    profiled.tell(ScenarioProfiled("chat", profile, profiled.groups))
     asked = MovePlan("chat", Trigger.OPERATOR, (Move("g0", MoveKind.CHANGE_ROLE, D),), "by hand")
     operator.tell(OperatorAsked(asked))
     for loop in (profiled, operator):
@@ -199,7 +199,7 @@ def test_a_profile_leads_to_its_best_split_group_by_group() -> None:
     groups = {f"g{i}": replace(GROUP, group_id=f"g{i}", decode_busy=0.2) for i in range(2)}
     loop = Loop(groups)
     profile = Profile(t_p=1.0, b_p=1, t_d=1.0, b_d=3)  # three prefills to a decode
-    loop.tell(Profiled("chat", profile, groups))
+    loop.tell(ScenarioProfiled("chat", profile, groups))
     loop.windows(replace(CALM, decode_busy=0.2), 60)
     assert [(g.num_prefill, g.num_decode) for g in loop.groups.values()] == [(6, 2), (6, 2)]
     assert [m.group_id for m in loop.moves] == ["g0"] * 3 + ["g1"] * 3
