@@ -83,12 +83,14 @@ def counted(mesh: Mesh, name: str) -> float:
 async def stream_until_known(watch: Watch, reference: fleet.Reference) -> list[StreamOutcome]:
     """Rounds of streams until a decode avoids prefill-0; returns the first round."""
     rounds: list[list[StreamOutcome]] = []
-    while not watch.held():
+    while not watch.excluded():
         assert len(rounds) < MAX_ROUNDS
         seed = 24 + len(rounds)
         rounds.append(await stream_all(watch.mesh, reference, seed, FEW_STREAMS))
         await until(lambda: len(watch.finished) == FEW_STREAMS * len(rounds))
-    assert {(prefill, fault) for _, prefill, fault in watch.held()} == {("prefill-0", "KV_SLOW")}
+    assert {(prefill, fault) for _, prefill, fault in watch.excluded()} == {
+        ("prefill-0", "KV_SLOW")
+    }
     return rounds[0]
 
 
@@ -100,7 +102,7 @@ async def test_a_slow_link_slows_its_own_requests_until_it_is_avoided(tmp_path: 
         Watch(mesh).on() as watch,
     ):
         await stream_until_known(watch, reference)
-        avoiding = {decode for decode, _, _ in watch.held()}
+        avoiding = {decode for decode, _, _ in watch.excluded()}
         slow, good = (
             [e.kv_transfer_ms for e in watch.finished if e.prefill_id == prefill]
             for prefill in ("prefill-0", "prefill-1")
@@ -163,7 +165,7 @@ async def test_where_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
         # A mesh that begins with a dead link is never ready.
         await fleet.arm(mesh, "decode-0", "decode.asking=drop", stays=True)
         outcomes = await stream_all(mesh, reference, seed=23)
-        await until(lambda: watch.held() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
+        await until(lambda: watch.excluded() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
         failures = counted(mesh, "pdmesh_kv_transfer_failures_total")
         in_peace = await stream_all(mesh, reference, seed=123)
         # One instance computes again what later ones share between two.

@@ -1,5 +1,5 @@
-"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and who holds whom in
-quarantine.
+"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and which
+decode excludes which source.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.held_sources import held_from
+from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from tests.support.waiting import until
@@ -30,7 +30,7 @@ class Watch:
 
     @asynccontextmanager
     async def on(self) -> AsyncIterator[Watch]:
-        bus = await NatsBus.connect(self.mesh.nats_url, "quarantine-test")
+        bus = await NatsBus.connect(self.mesh.nats_url, "exclusions-test")
 
         async def error(message: Message) -> None:
             self.errors.append(decode_event(message, ErrorReported))
@@ -47,12 +47,12 @@ class Watch:
             await self._view.close()
             await bus.close()
 
-    def held(self) -> set[tuple[str, str, str]]:
-        """(decode, prefill, fault) of every quarantine in the registry."""
+    def excluded(self) -> set[tuple[str, str, str]]:
+        """(decode, prefill, fault) of every source exclusion in the registry."""
         return {
             (name, held.source.instance_id, held.fault.value)
             for name, record in self._view.records.items()
-            for held in held_from(record)
+            for held in excluded_from(record)
         }
 
     def num_errors(self, what: str) -> int:

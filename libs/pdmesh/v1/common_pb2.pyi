@@ -347,7 +347,7 @@ class InstanceRecord(_message.Message):
     LOAD_TIMINGS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
-    HELD_KV_SOURCES_FIELD_NUMBER: _builtins.int
+    EXCLUDED_KV_SOURCES_FIELD_NUMBER: _builtins.int
     FETCHES_FROM_PEERS_FIELD_NUMBER: _builtins.int
     KV_TAIL_START_FIELD_NUMBER: _builtins.int
     KV_TAIL_STEP_FIELD_NUMBER: _builtins.int
@@ -428,8 +428,8 @@ class InstanceRecord(_message.Message):
         """names of the node's devices it computes on, in order"""
 
     @_builtins.property
-    def held_kv_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldKvSource]:
-        """a decode's: whom it does not pull from now"""
+    def excluded_kv_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExcludedKvSource]:
+        """a decode's: the senders it does not pull from now"""
 
     def __init__(
         self,
@@ -469,7 +469,7 @@ class InstanceRecord(_message.Message):
         load_timings: Global___LoadTimings | None = ...,
         node_id: _builtins.str = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
-        held_kv_sources: _abc.Iterable[Global___HeldKvSource] | None = ...,
+        excluded_kv_sources: _abc.Iterable[Global___ExcludedKvSource] | None = ...,
         fetches_from_peers: _builtins.bool = ...,
         kv_tail_start: _builtins.int = ...,
         kv_tail_step: _builtins.int = ...,
@@ -477,15 +477,15 @@ class InstanceRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "held_kv_sources", b"held_kv_sources", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
 
 @_typing.final
-class HeldKvSource(_message.Message):
-    """A sender of KV that a decode holds in quarantine (F23, F24, F34)."""
+class ExcludedKvSource(_message.Message):
+    """A sender of KV that a decode ejects or avoids for a while (F23, F24, F34)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -506,7 +506,7 @@ class HeldKvSource(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HeldKvSource: _TypeAlias = HeldKvSource  # noqa: Y015
+Global___ExcludedKvSource: _TypeAlias = ExcludedKvSource  # noqa: Y015
 
 @_typing.final
 class PeerRef(_message.Message):

@@ -71,7 +71,7 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     """ticket of another fingerprint"""
     REJECT_REASON_EXPIRED: _RejectReason.ValueType  # 8
     """its deadline had passed on arrival"""
-    REJECT_REASON_SOURCE_QUARANTINED: _RejectReason.ValueType  # 9
+    REJECT_REASON_SOURCE_EJECTED: _RejectReason.ValueType  # 9
     """KV of the ticket's prefill was corrupt here too often; another decode may take it"""
 
 class RejectReason(_RejectReason, metaclass=_RejectReasonEnumTypeWrapper):
@@ -92,7 +92,7 @@ REJECT_REASON_WRONG_MODEL: RejectReason.ValueType  # 7
 """ticket of another fingerprint"""
 REJECT_REASON_EXPIRED: RejectReason.ValueType  # 8
 """its deadline had passed on arrival"""
-REJECT_REASON_SOURCE_QUARANTINED: RejectReason.ValueType  # 9
+REJECT_REASON_SOURCE_EJECTED: RejectReason.ValueType  # 9
 """KV of the ticket's prefill was corrupt here too often; another decode may take it"""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 

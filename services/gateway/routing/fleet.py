@@ -16,7 +16,7 @@ from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, Local
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, shortened
-from pdmesh.net.held_sources import held_from
+from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
@@ -107,7 +107,7 @@ class FleetView:
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
         self._exchange = KvExchange.of(
-            {r.instance_id: held_from(r) for r in self._decodes if r.held_kv_sources},
+            {r.instance_id: excluded_from(r) for r in self._decodes if r.excluded_kv_sources},
             {i: r.incarnation for i, r in self._records.items()},
         )
         serving = (*self._prefills, *self._decodes, *self._fusions)

@@ -24,7 +24,7 @@ from pdmesh.v1.instance_service_pb2 import (
     KV_STAGE_ARRIVED,
     KV_STAGE_PULLING,
     REJECT_REASON_DRAINING,
-    REJECT_REASON_SOURCE_QUARANTINED,
+    REJECT_REASON_SOURCE_EJECTED,
     REJECT_REASON_TOO_LONG,
     REJECT_REASON_WRONG_MODEL,
     REJECT_REASON_WRONG_ROLE,
@@ -38,7 +38,7 @@ from pdmesh.v1.instance_service_pb2 import FirstToken as FirstTokenProto
 _FINAL_REJECTS: Final = frozenset(
     {
         REJECT_REASON_DRAINING,
-        REJECT_REASON_SOURCE_QUARANTINED,
+        REJECT_REASON_SOURCE_EJECTED,
         REJECT_REASON_WRONG_MODEL,
         REJECT_REASON_WRONG_ROLE,
     }

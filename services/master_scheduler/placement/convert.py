@@ -14,7 +14,7 @@ from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Pressure, Queue
 from pdmesh.errors import InvalidRequest
-from pdmesh.net.held_sources import held_from
+from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.registry import takes_requests
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
@@ -73,7 +73,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         num_kv_blocks=record.num_kv_blocks,
         max_model_len=record.max_model_len,
         is_draining=record.is_draining,
-        held_sources=held_from(record),
+        excluded_sources=excluded_from(record),
         is_ready=takes_requests(record),
         revision=record.revision,
         fetches_from_peers=record.fetches_from_peers,

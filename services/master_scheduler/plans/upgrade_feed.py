@@ -18,7 +18,7 @@ from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFini
 log = structlog.get_logger(__name__)
 
 # Reported beside the failure that led to it.
-_NO_FAILURES: Final = frozenset({"KV_SOURCE_QUARANTINED", "KV_SOURCE_RELEASED"})
+_NO_FAILURES: Final = frozenset({"KV_SOURCE_EXCLUDED", "KV_SOURCE_RELEASED"})
 
 
 class _Header(msgspec.Struct, rename="camel"):

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.net.excluded_sources import excluded_to_proto
 from pdmesh.net.grpc import rpc
-from pdmesh.net.held_sources import held_to_proto
 from pdmesh.v1 import kv_index_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
@@ -88,8 +88,8 @@ async def test_a_peer_that_the_own_record_holds_as_corrupt_is_not_asked() -> Non
             )
         held = [("eu-0", 1, SourceFault.CORRUPT), ("us-0", 2, SourceFault.CORRUPT)]
         held += [("any-0", 1, SourceFault.UNREACHABLE)]
-        store.records["me"].held_kv_sources.extend(
-            held_to_proto(HeldSource(KvSource(name, incarnation), fault))
+        store.records["me"].excluded_kv_sources.extend(
+            excluded_to_proto(ExcludedSource(KvSource(name, incarnation), fault))
             for name, incarnation, fault in held
         )
         directory = HolderDirectory("me")

@@ -18,7 +18,7 @@ import pytest
 
 from pdmesh.core.instance.admission import Work
 from pdmesh.core.kv.tiers.load_plan import Tier, prefix_length
-from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.kv.tiers.config import TierConfig
@@ -219,10 +219,12 @@ async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host()
                 pool.unpin([name], is_use=False)
             directory.peer = a
             for prompt, tokens in zip(PROMPTS, expected, strict=False):
-                assert not b.host.held_sources()
+                assert not b.host.excluded_sources()
                 assert await locally(to_b, prompt) == (tokens, 0), "no block of it is used"
             source = KvSource("fusion-0", a.settings.incarnation)
-            await until(lambda: b.host.held_sources() == [HeldSource(source, SourceFault.CORRUPT)])
+            await until(
+                lambda: b.host.excluded_sources() == [ExcludedSource(source, SourceFault.CORRUPT)]
+            )
         await a.until_idle()
         await b.until_idle()
 

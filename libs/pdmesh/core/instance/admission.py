@@ -35,7 +35,7 @@ class RefusalReason(Enum):
     TOO_LONG = auto()
     WRONG_MODEL = auto()
     EXPIRED = auto()
-    SOURCE_QUARANTINED = auto()
+    SOURCE_EJECTED = auto()
 
 
 @dataclass(frozen=True, slots=True)

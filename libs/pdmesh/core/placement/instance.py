@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.kv.transfer.source_exclusions import HeldSource
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
 
 
@@ -31,7 +31,9 @@ class Identity:
     num_kv_blocks: int
     max_model_len: int
     is_draining: bool = False
-    held_sources: tuple[HeldSource, ...] = ()  # of a decode: the prefills it refuses or avoids
+    excluded_sources: tuple[
+        ExcludedSource, ...
+    ] = ()  # of a decode: the prefills it ejects or avoids
     is_ready: bool = True  # False: it is not connected to its peers yet
     revision: str = ""  # of what was assigned: model, KV layout, transport
     fetches_from_peers: bool = False  # it fetches blocks from the host pools of peers

@@ -115,14 +115,14 @@ class _Cell:
         """Its instances of either role, each for both phases, so that no KV moves.
 
         It is for a cell that has lost a role, or whose pairs all exclude each other for now.
-        Prefills whose KV every decode refuses are left out.
+        Prefills that every decode ejects are left out.
         """
         cell = _Cell(self.key)
         sound = [
             prefill
             for prefill in self.prefills
             if not self.decodes
-            or any(exchange.fit(d.id, prefill.id) is not Fit.REFUSED for d in self.decodes)
+            or any(exchange.fit(d.id, prefill.id) is not Fit.EJECTED for d in self.decodes)
         ]
         cell.prefills = [i for i in (*sound, *self.decodes) if _could_hold(i, query, is_local=True)]
         return cell
@@ -150,7 +150,7 @@ class _Cell:
         return cell
 
     def reconciled(self, exchange: KvExchange) -> _Cell:
-        """The cell without prefills that every decode refuses and decodes that refuse every
+        """The cell without prefills that every decode ejects and decodes that eject every
         prefill.
 
         Itself if no decode excludes a prefill.
@@ -160,7 +160,7 @@ class _Cell:
         cell = _Cell(self.key)
 
         def may(decode: Instance, prefill: Instance) -> bool:
-            return exchange.fit(decode.id, prefill.id) is not Fit.REFUSED
+            return exchange.fit(decode.id, prefill.id) is not Fit.EJECTED
 
         for prefill in self.prefills:
             if any(may(decode, prefill) for decode in self.decodes):
@@ -301,7 +301,7 @@ class Placement:
     ) -> list[Scored]:
         """Decodes for the best prefill.
 
-        Those that avoid or refuse it come last, for other prefills.
+        Those that avoid or eject it come last, for other prefills.
         """
         if not self._exchange:
             return self._rank_alike(query, cell.decodes, affine)
@@ -365,7 +365,7 @@ def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
 def _exchange_among(fleet: Fleet) -> KvExchange:
     members = fleet.instances.values()
     return KvExchange.of(
-        {m.id: m.identity.held_sources for m in members if m.identity.held_sources},
+        {m.id: m.identity.excluded_sources for m in members if m.identity.excluded_sources},
         {m.id: m.identity.incarnation for m in members},
     )
 

@@ -13,7 +13,7 @@ from pdmesh.instance.incarnation.self_check import device_names
 from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
-from pdmesh.net.held_sources import held_to_proto
+from pdmesh.net.excluded_sources import excluded_to_proto
 from pdmesh.net.registry import takes_requests
 from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, PeerRef
 
@@ -73,7 +73,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_tail_start = info.partial_sampling.start
     record.kv_tail_step = info.partial_sampling.step
     record.load_timings.CopyFrom(loaded.timings.to_proto())
-    record.held_kv_sources.extend(map(held_to_proto, serving.host.held_sources()))
+    record.excluded_kv_sources.extend(map(excluded_to_proto, serving.host.excluded_sources()))
     if takes_requests(record):  # an operator may drain it though the master does not
         record.is_draining = serving.host.admission.is_draining
 

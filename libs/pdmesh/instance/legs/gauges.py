@@ -56,13 +56,13 @@ for _name, _help, _read, _unit in (
 ):
     _gauge(_name, _help, _read, _unit)
 metrics.gauge(
-    names.KV_SOURCES_HELD,
-    "Senders of KV in quarantine here, by fault",
+    names.KV_SOURCES_EXCLUDED,
+    "Senders of KV that are ejected or avoided here, by fault",
     lambda: (
         []
         if (host := _Shown.host) is None
         else [
-            (host.num_sources_held(fault), {names.ATTR_REASON: fault.value})
+            (host.num_sources_excluded(fault), {names.ATTR_REASON: fault.value})
             for fault in SourceFault
         ]
     ),

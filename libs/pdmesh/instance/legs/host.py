@@ -15,7 +15,7 @@ from typing import Final
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
-from pdmesh.core.kv.transfer.source_exclusions import HeldSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, SourceFault
 from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert
@@ -128,12 +128,12 @@ class InstanceHost:
             num_open_tokens=self._life.table.num_open_tokens,
         )
 
-    def held_sources(self) -> list[HeldSource]:
-        """See `SourceWatch.held`."""
-        return self._sources.held()
+    def excluded_sources(self) -> list[ExcludedSource]:
+        """See `SourceWatch.excluded`."""
+        return self._sources.excluded()
 
-    def num_sources_held(self, fault: SourceFault) -> int:
-        return self._sources.num_held(fault)
+    def num_sources_excluded(self, fault: SourceFault) -> int:
+        return self._sources.num_excluded(fault)
 
     async def wait_idle(self) -> None:
         """Wait until no leg holds anything, staged KV included."""

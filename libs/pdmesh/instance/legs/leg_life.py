@@ -93,9 +93,9 @@ class LegLife:
             outbox.add_event(convert.failed(m.key, failure))
             return
         work, source = _work_of(m), _source_of(m)
-        if self.sources.refuses(source):
+        if self.sources.ejects(source):
             detail = "KV from there was corrupt too often"
-            self._refuse(outbox, m.key, Refused(RefusalReason.SOURCE_QUARANTINED, detail=detail))
+            self._refuse(outbox, m.key, Refused(RefusalReason.SOURCE_EJECTED, detail=detail))
             return
         ask = Ask(
             leg=self._last_leg + 1,

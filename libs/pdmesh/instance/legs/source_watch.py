@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Final
 
 from pdmesh.core.kv.transfer.source_exclusions import (
-    HeldSource,
+    ExcludedSource,
     KvSource,
     KvSources,
     SourceFault,
 )
 
-SOURCE_HELD: Final = "KV_SOURCE_QUARANTINED"
+SOURCE_EXCLUDED: Final = "KV_SOURCE_EXCLUDED"
 SOURCE_RELEASED: Final = "KV_SOURCE_RELEASED"
 
 OnError = Callable[[str, str, str], None]  # reason, message, request id
@@ -28,8 +28,8 @@ class SourceWatch:
         self.on_error = on_error
         self._clock, self._on_change = clock, on_change
 
-    def refuses(self, source: KvSource | None) -> bool:
-        return source is not None and self._sources.refuses(source, self._clock())
+    def ejects(self, source: KvSource | None) -> bool:
+        return source is not None and self._sources.ejects(source, self._clock())
 
     def succeeded(
         self, source: KvSource | None, waited_s: float, compute_s: float, request_id: str
@@ -37,28 +37,30 @@ class SourceWatch:
         """As `KvSources.succeeded`."""
         if source is not None:
             fault = self._sources.succeeded(source, waited_s, compute_s, self._clock())
-            self._tell_if_held(source, fault, request_id)
+            self._tell_if_excluded(source, fault, request_id)
 
     def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:
         """A pull from it failed; `cause` is the KV agent's reason, empty if it is not known."""
         if source is None or not cause:
             return
         fault = self._sources.failed(source, cause, self._clock())
-        self._tell_if_held(source, fault, request_id)
+        self._tell_if_excluded(source, fault, request_id)
 
-    def _tell_if_held(self, source: KvSource, fault: SourceFault | None, request_id: str) -> None:
+    def _tell_if_excluded(
+        self, source: KvSource, fault: SourceFault | None, request_id: str
+    ) -> None:
         if fault is not None:
-            self.on_error(SOURCE_HELD, f"{_name(source)}: {fault}", request_id)
+            self.on_error(SOURCE_EXCLUDED, f"{_name(source)}: {fault}", request_id)
             self._on_change()
 
-    def held(self) -> list[HeldSource]:
-        """Sources that are refused or avoided now. Call it now and then, for time ends that."""
+    def excluded(self) -> list[ExcludedSource]:
+        """Sources that are ejected or avoided now. Call it now and then, for time ends that."""
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
-        return self._sources.held()
+        return self._sources.excluded()
 
-    def num_held(self, fault: SourceFault) -> int:
-        return sum(h.fault is fault for h in self._sources.held())
+    def num_excluded(self, fault: SourceFault) -> int:
+        return sum(h.fault is fault for h in self._sources.excluded())
 
     def check_invariants(self) -> None:
         self._sources.check_invariants()

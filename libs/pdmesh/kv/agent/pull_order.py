@@ -24,7 +24,7 @@ class PullOrder:
     on_range: OnRange | None = None
     on_silent: Callable[[], None] = lambda: None  # nothing arrives, at least for a while
     ticket: Ticket | None = None
-    source: str = ""  # instance, for the quarantine
+    source: str = ""  # instance
 
     def place(self, ranges: tuple[wire.Range, ...]) -> list[ByteArray] | None:
         """Where the ranges belong; None if they are not what was asked for."""

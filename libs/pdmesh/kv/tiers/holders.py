@@ -16,8 +16,8 @@ import structlog
 
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, SourceFault
 from pdmesh.kv.tiers.peers import PeerHolding
+from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.grpc import rpc
-from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import Registry
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.kv_index_service_pb2 import MatchRequest
@@ -38,7 +38,7 @@ class HolderDirectory:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
         self._kv_region = ""  # the region that its KV stays in, by its record
-        self._corrupt: set[KvSource] = set()  # the peers that it refuses, by its record
+        self._corrupt: set[KvSource] = set()  # the peers that it ejects, by its record
         self._channel: grpc.aio.Channel | None = None
         self._address = ""
         self._not_before = 0.0
@@ -53,7 +53,7 @@ class HolderDirectory:
         self._records = dict(view.records)
         own = self._records.get(self._instance_id)
         self._kv_region = own.kv_region if own is not None else ""
-        held = held_from(own) if own is not None else ()
+        held = excluded_from(own) if own is not None else ()
         self._corrupt = {h.source for h in held if h.fault is SourceFault.CORRUPT}
         await view.close()
 

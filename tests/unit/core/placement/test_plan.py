@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
@@ -121,14 +121,14 @@ def test_the_default_model_is_whatever_the_scenario_serves() -> None:
         planned(make(*pair()), Query(model=model))
 
 
-def held(fault: SourceFault, *sources: str) -> tuple[HeldSource, ...]:
-    return tuple(HeldSource(KvSource(source, 1), fault) for source in sources)
+def held(fault: SourceFault, *sources: str) -> tuple[ExcludedSource, ...]:
+    return tuple(ExcludedSource(KvSource(source, 1), fault) for source in sources)
 
 
-def excluding(*others: Identity, **held_by: tuple[HeldSource, ...]) -> Placement:
+def excluding(*others: Identity, **held_by: tuple[ExcludedSource, ...]) -> Placement:
     return make(
         *(
-            replace(each, held_sources=held_by.get(each.instance_id.replace("-", "_"), ()))
+            replace(each, excluded_sources=held_by.get(each.instance_id.replace("-", "_"), ()))
             for each in pair()
         ),
         *others,

@@ -140,11 +140,11 @@ async def test_an_early_pull_has_its_time_from_its_turn_on_and_none_once_it_has_
         await site.engine.say.put([KvPulling(2), KvArrived(2), KvPulling(3)])
         await until(lambda: site.failed())
         assert site.failed() == site.engine.aborted == [3]
-        assert site.host.held_sources() == []
+        assert site.host.excluded_sources() == []
         await site.engine.say.put([KvPulling(1)])
         await until(lambda: len(site.failed()) == 2)
         assert site.failed() == site.engine.aborted == [3, 1]
-        assert [held.fault for held in site.host.held_sources()] == [SourceFault.UNREACHABLE]
+        assert [held.fault for held in site.host.excluded_sources()] == [SourceFault.UNREACHABLE]
 
 
 async def test_a_pull_whose_turn_comes_before_prefill_is_done_has_its_time_from_then_on() -> None:

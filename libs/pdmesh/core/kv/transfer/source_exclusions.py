@@ -1,6 +1,6 @@
 """Decides which sources a decode takes no KV from for a while (F23, F24, F34).
 
-It uses what the decode found out itself and what all decodes report. A decode *refuses* a source
+It uses what the decode found out itself and what all decodes report. A decode *ejects* a source
 whose KV was corrupt three times within a minute: no token may come of that KV. It *avoids* a source
 that it could not pull from twice in a row. It also avoids one whose KV came so slowly, three times
 in a row, that computing it would have been quicker.
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
-from pdmesh.core.kv.transfer.source_quarantine import Quarantine
+from pdmesh.core.kv.transfer.source_strikes import SourceStrikes
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
-_CONDEMNED: Final = 2  # if so many decodes refuse a source, it is at fault, not one of them
+_CONDEMNED: Final = 2  # if so many decodes eject a source, it is at fault, not one of them
 # KV is slow if the wait for it is so many times as long as computing it, and long enough to notice.
 _SLOW_FACTOR: Final = 2.0
 _LEAST_SLOW_S: Final = 1.0
@@ -45,16 +45,18 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSource:
+class ExcludedSource:
     source: KvSource
     fault: SourceFault
 
 
-def _quarantines() -> dict[SourceFault, Quarantine[KvSource]]:
+def _strikes() -> dict[SourceFault, SourceStrikes[KvSource]]:
     return {
-        SourceFault.CORRUPT: Quarantine(limit=3, window_s=60.0, hold_s=60.0),
-        SourceFault.UNREACHABLE: Quarantine(limit=2, window_s=30.0, hold_s=30.0),
-        SourceFault.SLOW: Quarantine(limit=3, window_s=600.0, hold_s=30.0, is_probation=True),
+        SourceFault.CORRUPT: SourceStrikes(limit=3, window_s=60.0, excluded_s=60.0),
+        SourceFault.UNREACHABLE: SourceStrikes(limit=2, window_s=30.0, excluded_s=30.0),
+        SourceFault.SLOW: SourceStrikes(
+            limit=3, window_s=600.0, excluded_s=30.0, is_probation=True
+        ),
     }
 
 
@@ -62,20 +64,20 @@ def _quarantines() -> dict[SourceFault, Quarantine[KvSource]]:
 class KvSources:
     """One decode's record of its sources. `failed` takes the reason of a `KvTransferFailed`."""
 
-    _faults: dict[SourceFault, Quarantine[KvSource]] = field(default_factory=_quarantines)
+    _faults: dict[SourceFault, SourceStrikes[KvSource]] = field(default_factory=_strikes)
 
     def failed(self, source: KvSource, reason: str, now: float) -> SourceFault | None:
-        """A pull or a fetch failed. Returns the fault if the source is held from now on."""
-        is_held = False
+        """A pull or a fetch failed. Returns the fault if the source is excluded from now on."""
+        is_excluded = False
         fault = SourceFault.UNREACHABLE if reason in _UNREACHABLE else SourceFault.CORRUPT
         if reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
-            is_held = self._faults[fault].record(source, now)
-        return fault if is_held else None
+            is_excluded = self._faults[fault].record(source, now)
+        return fault if is_excluded else None
 
     def succeeded(
         self, source: KvSource, waited_s: float, compute_s: float, now: float
     ) -> SourceFault | None:
-        """Its KV came after `waited_s`. Returns the fault if the source is held from now on as
+        """Its KV came after `waited_s`. Returns the fault if the source is excluded from now on as
         slow.
 
         `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that
@@ -93,28 +95,28 @@ class KvSources:
             return None
         return SourceFault.SLOW if slow.record(source, now) else None
 
-    def refuses(self, source: KvSource, now: float) -> bool:
-        return self._faults[SourceFault.CORRUPT].is_held(source, now)
+    def ejects(self, source: KvSource, now: float) -> bool:
+        return self._faults[SourceFault.CORRUPT].is_excluded(source, now)
 
-    def held(self) -> list[HeldSource]:
+    def excluded(self) -> list[ExcludedSource]:
         """By fault, then in order. Sources whose time is over are included until `release_due`."""
         return [
-            HeldSource(source, fault)
-            for fault, quarantine in self._faults.items()
-            for source in quarantine.held()
+            ExcludedSource(source, fault)
+            for fault, strikes in self._faults.items()
+            for source in strikes.excluded()
         ]
 
-    def release_due(self, now: float) -> list[HeldSource]:
+    def release_due(self, now: float) -> list[ExcludedSource]:
         """Sources whose time is over, each returned once."""
         return [
-            HeldSource(source, fault)
-            for fault, quarantine in self._faults.items()
-            for source in quarantine.release_due(now)
+            ExcludedSource(source, fault)
+            for fault, strikes in self._faults.items()
+            for source in strikes.release_due(now)
         ]
 
     def check_invariants(self) -> None:
-        for quarantine in self._faults.values():
-            quarantine.check_invariants()
+        for strikes in self._faults.values():
+            strikes.check_invariants()
 
 
 class Fit(IntEnum):
@@ -122,22 +124,22 @@ class Fit(IntEnum):
 
     GOOD = 0
     AVOIDED = 1
-    REFUSED = 2
+    EJECTED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SourceExclusions:
-    """Instance ids of the prefills that one decode refuses or avoids."""
+    """Instance ids of the prefills that one decode ejects or avoids."""
 
-    refused: frozenset[str] = frozenset()
+    ejected: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.refused or self.avoided)
+        return bool(self.ejected or self.avoided)
 
     def fit(self, prefill_id: str) -> Fit:
-        if prefill_id in self.refused:
-            return Fit.REFUSED
+        if prefill_id in self.ejected:
+            return Fit.EJECTED
         return Fit.AVOIDED if prefill_id in self.avoided else Fit.GOOD
 
 
@@ -148,7 +150,7 @@ NO_EXCLUSIONS: Final = SourceExclusions()
 class KvExchange:
     """Which instances should exchange KV, by the reports of all decodes.
 
-    A prefill that two decodes refuse is refused by all.
+    A prefill that two decodes eject is ejected by all.
     """
 
     _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
@@ -156,25 +158,29 @@ class KvExchange:
 
     @classmethod
     def of(
-        cls, reports: Mapping[str, Sequence[HeldSource]], incarnations: Mapping[str, int]
+        cls, reports: Mapping[str, Sequence[ExcludedSource]], incarnations: Mapping[str, int]
     ) -> KvExchange:
         """`reports` by decode. A report about any but the present incarnation is ignored."""
         current = {
             decode: [
-                h for h in held if incarnations.get(h.source.instance_id) == h.source.incarnation
+                h
+                for h in excluded
+                if incarnations.get(h.source.instance_id) == h.source.incarnation
             ]
-            for decode, held in reports.items()
+            for decode, excluded in reports.items()
         }
-        refused = {decode: _ids(held, SourceFault.CORRUPT) for decode, held in current.items()}
+        ejected = {
+            decode: _ids(excluded, SourceFault.CORRUPT) for decode, excluded in current.items()
+        }
         counts: dict[str, int] = {}
-        for sources in refused.values():
+        for sources in ejected.values():
             for source in sources:
                 counts[source] = counts.get(source, 0) + 1
         condemned = frozenset(s for s, count in counts.items() if count >= _CONDEMNED)
         exclusions = {
-            decode: SourceExclusions(refused[decode] | condemned, _ids(held, *_AVOIDED))
-            for decode, held in current.items()
-            if held
+            decode: SourceExclusions(ejected[decode] | condemned, _ids(excluded, *_AVOIDED))
+            for decode, excluded in current.items()
+            if excluded
         }
         return cls(exclusions, SourceExclusions(condemned))
 
@@ -189,5 +195,5 @@ class KvExchange:
         return self.exclusions(decode_id).fit(prefill_id)
 
 
-def _ids(held: Iterable[HeldSource], *faults: SourceFault) -> frozenset[str]:
-    return frozenset(h.source.instance_id for h in held if h.fault in faults)
+def _ids(excluded: Iterable[ExcludedSource], *faults: SourceFault) -> frozenset[str]:
+    return frozenset(h.source.instance_id for h in excluded if h.fault in faults)

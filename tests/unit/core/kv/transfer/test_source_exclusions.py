@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.kv.transfer.source_exclusions import (
+    ExcludedSource,
     Fit,
-    HeldSource,
     KvExchange,
     KvSource,
     KvSources,
@@ -35,13 +35,13 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
         record.succeeded(P0, *QUICK, 1.5) is None
     )  # what corrupts at times is not cleared by a good pull
     assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
-    assert record.refuses(P0, 61.9)
-    assert not record.refuses(P0_AGAIN, 3.0), "a restarted one has a clean record"
-    assert not record.refuses(P1, 3.0)
-    assert record.held() == [HeldSource(P0, CORRUPT)]
+    assert record.ejects(P0, 61.9)
+    assert not record.ejects(P0_AGAIN, 3.0), "a restarted one has a clean record"
+    assert not record.ejects(P1, 3.0)
+    assert record.excluded() == [ExcludedSource(P0, CORRUPT)]
     assert record.release_due(61.9) == []
-    assert record.release_due(62.0) == [HeldSource(P0, CORRUPT)]
-    assert record.held() == []
+    assert record.release_due(62.0) == [ExcludedSource(P0, CORRUPT)]
+    assert record.excluded() == []
     record.check_invariants()
 
 
@@ -53,9 +53,9 @@ def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason:
     record.succeeded(P0, *QUICK, 0.5)
     assert record.failed(P0, reason, 1.0) is None, "not in a row"
     assert record.failed(P0, reason, 2.0) is UNREACHABLE
-    assert not record.refuses(P0, 3.0)
-    assert record.held() == [HeldSource(P0, UNREACHABLE)]
-    assert record.release_due(32.0) == [HeldSource(P0, UNREACHABLE)]
+    assert not record.ejects(P0, 3.0)
+    assert record.excluded() == [ExcludedSource(P0, UNREACHABLE)]
+    assert record.release_due(32.0) == [ExcludedSource(P0, UNREACHABLE)]
 
 
 @pytest.mark.fault("F24")
@@ -66,9 +66,9 @@ def test_a_source_slower_than_computing_three_times_is_avoided_and_then_on_proba
     assert [record.succeeded(P0, *LATE, t) for t in (30.0, 40.0)] == [None, None]
     assert record.succeeded(P0, *LATE, 50.0) is SLOW
     assert record.succeeded(P0, *LATE, 51.0) is None, "told once"
-    assert record.held() == [HeldSource(P0, SLOW)]
-    assert not record.refuses(P0, 52.0), "what comes late is right"
-    assert record.release_due(80.0) == [HeldSource(P0, SLOW)]
+    assert record.excluded() == [ExcludedSource(P0, SLOW)]
+    assert not record.ejects(P0, 52.0), "what comes late is right"
+    assert record.release_due(80.0) == [ExcludedSource(P0, SLOW)]
     assert record.succeeded(P0, *LATE, 82.0) is None, "it was asked for while the source was held"
     assert record.succeeded(P0, *LATE, 84.0) is SLOW, "the first that was asked for since"
     record.release_due(114.0)
@@ -107,7 +107,7 @@ def test_pulls_that_waited_together_are_one_observation() -> None:
 
 
 def test_a_slow_pair_is_avoided_as_a_pair() -> None:
-    exchange = KvExchange.of({"d0": [HeldSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
+    exchange = KvExchange.of({"d0": [ExcludedSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
     assert (exchange.fit("d0", "p0"), exchange.fit("d1", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
@@ -115,33 +115,34 @@ def test_failures_that_are_nobodys_fault_are_not_counted() -> None:
     record = sources()
     for reason in ("KV_TOO_MANY_PULLS", "KV_AGENT_CLOSING", "KV_REFUSED_LEASE_ENDED", ""):
         assert [record.failed(P0, reason, 0.0) for _ in range(4)] == [None] * 4
-    assert record.held() == []
+    assert record.excluded() == []
 
 
 @pytest.mark.fault("F23", "F34")
-def test_one_decode_quarrels_for_itself_and_two_condemn_a_source() -> None:
+def test_one_decode_ejects_for_itself_and_two_condemn_a_source() -> None:
     incarnations = {"p0": 1, "p1": 1}
-    one = KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, incarnations)
-    assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.REFUSED, Fit.GOOD)
+    one = KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, incarnations)
+    assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.EJECTED, Fit.GOOD)
     assert one.fit("d1", "p0") is Fit.GOOD
     both = KvExchange.of(
-        {"d0": [HeldSource(P0, CORRUPT)], "d1": [HeldSource(P0, CORRUPT)]}, incarnations
+        {"d0": [ExcludedSource(P0, CORRUPT)], "d1": [ExcludedSource(P0, CORRUPT)]}, incarnations
     )
-    assert both.fit("d2", "p0") is Fit.REFUSED, "two decodes do not fail alike by themselves"
-    cut = KvExchange.of({d: [HeldSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
+    assert both.fit("d2", "p0") is Fit.EJECTED, "two decodes do not fail alike by themselves"
+    cut = KvExchange.of({d: [ExcludedSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
     assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
 def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
-    assert not KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {"p0": 2})
-    assert not KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {})
+    assert not KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, {"p0": 2})
+    assert not KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, {})
     assert not KvExchange()
 
 
 @pytest.mark.fault("F23", "F34")
 def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoids_it() -> None:
     exchange = KvExchange.of(
-        {"d0": [HeldSource(P0, UNREACHABLE)], "d1": [HeldSource(P0, CORRUPT)]}, {"p0": 1, "p1": 1}
+        {"d0": [ExcludedSource(P0, UNREACHABLE)], "d1": [ExcludedSource(P0, CORRUPT)]},
+        {"p0": 1, "p1": 1},
     )
     decodes = [
         Candidate(d, 1, "g/f", exclusions=exchange.exclusions(d)) for d in ("d0", "d1", "d2")
@@ -157,4 +158,4 @@ def test_a_pull_that_was_overdue_at_this_end_says_nothing_of_its_source() -> Non
     record = sources()
     for n in range(9):
         assert record.failed(P0, PullFailure.OVERDUE, float(n)) is None
-    assert record.held() == []
+    assert record.excluded() == []

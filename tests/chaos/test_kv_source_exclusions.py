@@ -2,7 +2,7 @@
 text, and the mesh learns.
 
 Two prefills and two decodes on the sim engine, as processes: a round in peace, then the one at
-fault starts again with a failpoint. The quarantine is told in the decode's record and as an event,
+fault starts again with a failpoint. The exclusion is told in the decode's record and as an event,
 both the master and a gateway without a master go by it, and nobody loses an instance that is well.
 """
 
@@ -84,9 +84,9 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
         await fleet.arm(mesh, "prefill-0", "prefill.sending=corrupt", stays=True)
 
         everyone = {(d, "prefill-0", "KV_CORRUPT") for d in ("decode-0", "decode-1")}
-        while watch.held() != everyone:
+        while watch.excluded() != everyone:
             await asked.ask(4)
-        await until(lambda: watch.num_errors("KV_SOURCE_QUARANTINED") == 2)
+        await until(lambda: watch.num_errors("KV_SOURCE_EXCLUDED") == 2)
         num_corrupt = watch.num_errors("KV_CORRUPT")
         mark = await watch.all_told()
         await asked.ask(12)
@@ -94,7 +94,7 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
         assert {prefill for prefill, _ in pairs} == {"prefill-1"}
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}, "no decode is out"
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
-        assert fleet.counted(mesh, ["decode-0"], "pdmesh_kv_sources_held") == 1
+        assert fleet.counted(mesh, ["decode-0"], "pdmesh_kv_sources_excluded") == 1
         what = "what prefill-0 sends is corrupt, until nobody asks it"
         kv_bounds.judge(
             "F34", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=round(peace_s, 2)
@@ -132,9 +132,9 @@ async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
         peace_s = await asked.peace_s(8)
         await fleet.arm(watch.mesh, "decode-0", failpoint)
         cut = ("decode-0", "prefill-0", "KV_UNREACHABLE")
-        while cut not in watch.held():
+        while cut not in watch.excluded():
             await asked.ask(4)
-        assert watch.held() == {cut}, "nobody else is in quarantine"
+        assert watch.excluded() == {cut}, "no other source is excluded"
         num_failed = watch.num_errors("KV_TRANSFER_FAILED")
         mark = await watch.all_told()
         for _ in range(3):
