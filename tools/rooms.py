@@ -1,6 +1,7 @@
 """What keeps the tree readable, checked: `python -m tools.rooms`.
 
-Folders of at most 15 files, each saying what it is for; names once.
+Folders of at most 15 files, each saying what it is for; names once; the tests of a decision in the
+file of its name.
 
 `make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 MAX_FILES = 15
 CODE = ("libs", "services", "tools", "loadtests")
 TESTS = ("tests",)
+CORE, CORE_TESTS = "libs/pdmesh/core", "tests/unit/core"
 SERVICES = ("libs/pdmesh", "services")
 # Generated, or one in each service by its own contract.
 GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1")
@@ -61,9 +63,21 @@ def namesakes(root: Path) -> Iterator[str]:
             yield f"class {name} is defined in {', '.join(paths)}"
 
 
+def untested(root: Path) -> Iterator[str]:
+    """Modules of the core that decide anything and have no tests beside them: `core/a/b.py` is
+    tested by `tests/unit/core/a/test_b.py`. One without a function only names things.
+    """
+    for path in modules(root, CORE):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        place = path.relative_to(root / CORE)
+        mirror = Path(CORE_TESTS) / place.with_name(f"test_{place.name}")
+        if any(isinstance(n, ast.FunctionDef) for n in nodes) and not (root / mirror).exists():
+            yield f"{path.relative_to(root)}: decides, and {mirror} is not there"
+
+
 def main() -> int:
     root = Path(__file__).parents[1]
-    found = [*crowded(root), *silent(root), *namesakes(root)]
+    found = [*crowded(root), *silent(root), *namesakes(root), *untested(root)]
     print(*found, sep="\n", end="\n" * bool(found))
     return int(bool(found))
 

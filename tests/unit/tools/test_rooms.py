@@ -16,7 +16,12 @@ def write(root: Path, path: str, text: str = '"""Here."""\n') -> None:
 
 
 def test_the_tree_is_as_it_should_be() -> None:
-    found = [*rooms.crowded(ROOT), *rooms.silent(ROOT), *rooms.namesakes(ROOT)]
+    found = [
+        *rooms.crowded(ROOT),
+        *rooms.silent(ROOT),
+        *rooms.namesakes(ROOT),
+        *rooms.untested(ROOT),
+    ]
     assert found == []
 
 
@@ -52,3 +57,13 @@ def test_names_that_are_shared_on_purpose_are_let_through(tmp_path: Path) -> Non
     for service in ("a", "b"):
         write(tmp_path, f"services/{service}.py", '"""Here."""\n\n\nclass Settings:\n    pass\n')
     assert list(rooms.namesakes(tmp_path)) == []
+
+
+def test_a_module_of_the_core_that_decides_has_its_tests_beside_it(tmp_path: Path) -> None:
+    decides = '"""Here."""\n\n\nclass Judge:\n    def handle(self) -> None: ...\n'
+    for name in ("a/judged", "a/unjudged"):
+        write(tmp_path, f"libs/pdmesh/core/{name}.py", decides)
+    write(tmp_path, "libs/pdmesh/core/a/events.py", '"""Here."""\n\n\nclass Began:\n    n: int\n')
+    write(tmp_path, "tests/unit/core/a/test_judged.py")
+    (found,) = rooms.untested(tmp_path)
+    assert found.startswith("libs/pdmesh/core/a/unjudged.py: decides, and tests/unit/core/a/")
