@@ -22,19 +22,34 @@ class IllegalEvent(Exception):
 
 
 class Story:
-    """A bounded ring of steps. A step is a list so that its effects can follow its event."""
+    """A bounded ring of (time, event, effects).
 
-    __slots__ = ("steps",)
+    Of events of one kind that led to nothing, one after the other, the last is kept: ticks push out
+    no news.
+    """
+
+    __slots__ = ("_steps",)
 
     def __init__(self) -> None:
-        self.steps: deque[list[object]] = deque(maxlen=_LENGTH)
+        self._steps: deque[tuple[float, object, Any]] = deque(maxlen=_LENGTH)
+
+    def add(self, event: object, effects: Any, now: float) -> None:
+        """`effects`: usually a list; empty or None if there was nothing to do."""
+        steps = self._steps
+        if effects or not steps:
+            steps.append((now, event, effects))
+            return
+        _, before, led_to = steps[-1]
+        if led_to or type(before) is not type(event):
+            steps.append((now, event, effects))
+        else:
+            steps[-1] = (now, event, effects)
 
     def __str__(self) -> str:
-        return "\n".join(_line(*step) for step in self.steps)
-
-
-def _line(now: object, event: object, effects: object) -> str:
-    return f"{now:.3f} {str(event)[:_MAX_CHARS]} -> {str(effects)[:_MAX_CHARS]}"
+        return "\n".join(
+            f"{now:.3f} {str(event)[:_MAX_CHARS]} -> {str(effects)[:_MAX_CHARS]}"
+            for now, event, effects in self._steps
+        )
 
 
 Handle = TypeVar("Handle", bound=Callable[..., Any])  # Any: of any machine
@@ -48,15 +63,15 @@ def with_story(handle: Handle) -> Handle:
 
     @wraps(handle)
     def with_steps(machine: Any, event: object, now: float) -> Any:
-        step: list[object] = [now, event, "raised"]
-        machine.story.steps.append(step)
         try:
-            step[2] = effects = handle(machine, event, now)
+            effects = handle(machine, event, now)
         except MeshError:  # an answer, not a bug
             raise
         except Exception as error:
+            machine.story.add(event, "raised", now)
             error.add_note(f"the last events and their effects:\n{machine.story}")
             raise
+        machine.story.add(event, effects, now)
         return effects
 
     return cast(Handle, with_steps)  # the same call, kept
