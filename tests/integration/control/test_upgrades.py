@@ -137,6 +137,6 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
 
         states = await operator.groups()
         assert states.version == 6  # each bad one was followed by what was before it
-        assert "upgrade of default went back: version 5: chat-0" in groups_text(states)
+        assert "upgrade of default was rolled back: version 5: chat-0" in groups_text(states)
         assert (await operator.apply(good)).version == 6  # it is the desired state already
         await bus.close()
