@@ -88,7 +88,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
         case "vllm":
             return _build_vllm(settings, find_holders)
         case other:
-            raise EngineFailed(f"no engine is called {other!r}; there are sim and vllm")
+            raise EngineFailed(f"unknown engine {other!r}; choose sim or vllm")
 
 
 def sim_fingerprint(params: SimParams) -> str:
@@ -103,7 +103,7 @@ def build_sim(
     find_holders: FindHolders | None = None,
 ) -> BuiltEngine:
     if settings.sim_law not in LAWS:
-        raise EngineFailed(f"no law is called {settings.sim_law!r}; there are {', '.join(LAWS)}")
+        raise EngineFailed(f"unknown law {settings.sim_law!r}; choose from {', '.join(LAWS)}")
     params = sim_params(settings)
     blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
     prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes

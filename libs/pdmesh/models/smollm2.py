@@ -60,7 +60,7 @@ def ensure(directory: Path, report: Report) -> Path:
     command = [sys.executable, "-m", __name__, str(directory)]
     converter = subprocess.run(command, capture_output=True, text=True, check=False)
     if converter.returncode:
-        said = converter.stderr.strip().splitlines() or ["it said nothing"]
+        said = converter.stderr.strip().splitlines() or ["it printed nothing"]
         raise CannotPrepare(f"cannot prepare {NAME}: {said[-1]}")
     report(f"{NAME} is in {directory} ({time.monotonic() - began:.0f} s)")
     return directory

@@ -25,7 +25,7 @@ class LoopWatch:
         )
         metrics.gauge(
             names.LOOP_HELD,
-            "The part of such a delay that this process computed itself, at most, worst since the "
+            "Upper bound of the part of such a delay that this process caused, worst since the "
             "last scrape",
             self._take_held,
             "s",

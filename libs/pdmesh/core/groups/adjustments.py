@@ -106,7 +106,7 @@ def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, A
     """The adjustments once this move is included. Raises CannotMove."""
     before = group_shapes(desired, adjustments, lambda group_id, role: None)
     if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
-        raise CannotMove(f"group {move.group_id} is not there")
+        raise CannotMove(f"there is no group {move.group_id}")
     if move.role and not all(before[g].has_ratio for g in (move.group_id, move.to_group) if g):
         raise CannotMove(f"group {move.group_id} has no prefills and decodes")
     result = valid(desired, adjustments)

@@ -69,7 +69,7 @@ class StageClock:
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
         if seen.phase is Phase.FAILED:
-            return seen.failure or "it failed and did not say why"
+            return seen.failure or "it failed without a reason"
         if member.is_elsewhere:
             return "it follows another assignment"
         match member.stage:

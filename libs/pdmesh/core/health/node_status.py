@@ -97,7 +97,7 @@ def parse(text: str) -> NodeStatus:
         whole = json.loads(text)
         body = whole["status"]
         if whole["checksum"] != _checksum(body):
-            raise TornStatus("the checksum does not fit")
+            raise TornStatus("the checksum does not match")
         devices = tuple(
             DeviceStatus(d["device"], level_of(d["level"]), d["reason"], d["detail"])
             for d in body["devices"]

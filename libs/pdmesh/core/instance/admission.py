@@ -236,13 +236,13 @@ class Admission:
 
     def _refuse_now(self, ask: Ask, num_blocks: int) -> Refused | None:
         if ask.remaining_s <= 0:
-            return Refused(RefusalReason.EXPIRED, detail="the deadline had passed")
+            return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
-            return self._later(RefusalReason.BUSY, "retrievals at their bound")
+            return self._later(RefusalReason.BUSY, "too many retrievals")
         if num_blocks > self.num_blocks_free:
             return self._later(RefusalReason.NO_KV, "no free KV blocks")
         return None

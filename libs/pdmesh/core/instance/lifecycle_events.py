@@ -88,8 +88,8 @@ class Ignored(enum.Enum):
     """Why an assignment is not followed."""
 
     OTHER_INCARNATION = "meant for another incarnation"
-    OLDER = "older than one that was seen"
-    OTHER_ROLE = "another role spec, without having been erased"
+    OLDER = "older than the last one"
+    OTHER_ROLE = "another role spec before it was blank"
     OVER = "this incarnation is over"
 
 

@@ -207,7 +207,7 @@ def refusal(
     """
     group = groups.get(move.group_id)
     if group is None:
-        return f"group {move.group_id} is not there"
+        return f"there is no group {move.group_id}"
     if move.role is None:
         return _group_refusal(move, group, groups, max_busy, is_forced=is_forced)
     if move.kind is MoveKind.ADD and (why := _no_blank(group, num_blank)):

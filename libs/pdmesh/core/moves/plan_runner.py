@@ -211,7 +211,7 @@ class PlanRunner:
             return [PlanEnded(plan, MoveOutcome.DONE, 0, "nothing to do")]
         waiting = self._waiting.setdefault(plan.scenario, deque())
         if len(waiting) >= MAX_PLANS:
-            return [PlanEnded(plan, MoveOutcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
+            return [PlanEnded(plan, MoveOutcome.REFUSED, 0, f"{MAX_PLANS} plans already wait")]
         waiting.append(plan)
         return []
 
@@ -263,7 +263,7 @@ class PlanRunner:
             if running.started_at is None:
                 effects += self._start(running, seen, now)
             elif now - running.started_at > self.move_timeout_s:
-                effects += self._end(running, MoveOutcome.FAILED, "nothing was heard of the move")
+                effects += self._end(running, MoveOutcome.FAILED, "the move made no progress")
         return effects
 
     def _next(self, scenario: str) -> _Running | None:

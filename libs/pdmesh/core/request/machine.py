@@ -369,7 +369,7 @@ class Request:
         self._exclude_refusers(early)
         if not early.is_spent:
             return effects
-        error = InstanceLost("the decode with the KV went away", reason="UPSTREAM_FAILED")
+        error = InstanceLost("the decode with the KV was lost", reason="UPSTREAM_FAILED")
         return effects + self._lose(error, (), now)
 
     def _exclude_refusers(self, early: EarlyDecode) -> None:
@@ -551,7 +551,7 @@ class Request:
     def _on_leg_lost(self, event: LegLost, now: float) -> list[Effect]:
         self._count_death()
         effects, to = self._held.close_leg()
-        error = InstanceLost("the instance went away", reason="UPSTREAM_FAILED")
+        error = InstanceLost("the instance was lost", reason="UPSTREAM_FAILED")
         return effects + self._lose(error, (to.instance_id,), now)
 
     def _count_death(self) -> None:
@@ -592,7 +592,7 @@ class Request:
     def _lose_ticket(self, now: float) -> list[Effect]:
         """The ticket's holder is lost, and no decode has the KV."""
         holder = self._held.holder_ids
-        error = InstanceLost("the prefill with the KV went away", reason="UPSTREAM_FAILED")
+        error = InstanceLost("the prefill with the KV was lost", reason="UPSTREAM_FAILED")
         return self._held.close_ticket() + self._lose(error, holder, now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:

@@ -296,7 +296,7 @@ class VllmEngine:
     async def ping(self) -> None:
         """Ask the engine's process, which answers between two steps."""
         if not await self._process.is_alive():
-            self._die("vLLM's engine process died; its own log says why")
+            self._die("vLLM's engine process died; see its log")
 
     def stats(self) -> EngineStats:
         jobs = self._jobs

@@ -30,7 +30,7 @@ def assignment_from(m: groups_pb2.Assignment) -> Assignment:
     try:
         stage = Stage(m.stage)
     except ValueError:
-        raise InvalidRequest(f"stage {m.stage} is not known", field="stage") from None
+        raise InvalidRequest(f"unknown stage {m.stage}", field="stage") from None
     return Assignment(
         incarnation=m.incarnation,
         epoch=m.epoch,
@@ -58,4 +58,4 @@ def _role(number: int, field: str) -> Role:
     for known, role in ROLES.items():
         if known == number:
             return role
-    raise InvalidRequest(f"role {number} is not known", field=field)
+    raise InvalidRequest(f"unknown role {number}", field=field)

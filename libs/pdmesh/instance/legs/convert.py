@@ -73,7 +73,7 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     if isinstance(m, Start):
         _check_ticket(m.ticket, len(prompt), capacity)
     if m.sampling.num_drawn > len(prompt):
-        text = "more tokens than the prompt holds, and what was drawn is part of it"
+        text = "must not exceed the prompt's tokens, of which the drawn ones are part"
         raise InvalidRequest(text, field="sampling.num_drawn")
     return Parsed(prompt, sampling_from_proto(m.sampling), hashes)
 

@@ -32,7 +32,7 @@ def _gauge(name: str, help_text: str, read: Callable[[InstanceHost], float], uni
 
 
 for _name, _help, _read, _unit in (
-    (names.SLOTS, "Legs it takes at once", lambda h: h.admission.num_places, "1"),
+    (names.SLOTS, "Legs that it runs at once", lambda h: h.admission.num_places, "1"),
     (names.SLOTS_USED, "Slots held", lambda h: h.admission.num_slots_used, "1"),
     (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
     (
@@ -50,7 +50,12 @@ for _name, _help, _read, _unit in (
     (names.KV_TICKETS, "Prefills with a ticket", lambda h: h.num_tickets, "1"),
     (names.STAGING_BYTES_USED, "Staging arena", lambda h: h.admission.staging_bytes_used, "By"),
     (names.LANDING_BYTES_USED, "Landing arena", lambda h: h.admission.landing_bytes_used, "By"),
-    (names.RETRIEVALS, "Requests whose KV is not here", lambda h: h.admission.num_retrieving, "1"),
+    (
+        names.RETRIEVALS,
+        "Requests whose KV has not arrived",
+        lambda h: h.admission.num_retrieving,
+        "1",
+    ),
     (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda h: h.num_pulls_queued, "1"),
     (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
 ):

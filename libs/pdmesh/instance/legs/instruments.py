@@ -37,9 +37,7 @@ errors_dropped: Final = metrics.counter(names.ERRORS_DROPPED, "ErrorReported eve
 tier_blocks: Final = metrics.counter(
     names.KV_TIER_BLOCKS, "KV blocks by tier and event; served ones were not computed"
 )
-tier_seconds: Final = metrics.counter(
-    names.KV_TIER_SECONDS, "Time that loads from a tier took, one after another", "s"
-)
+tier_seconds: Final = metrics.counter(names.KV_TIER_SECONDS, "Total time of loads from a tier", "s")
 tier_faults: Final = metrics.counter(
     names.KV_TIER_FAULTS, "Changes of a tier's state, by reason: read-only, off, recovered"
 )
@@ -63,7 +61,7 @@ metrics.gauge(
 )
 metrics.gauge(
     names.KV_TIER_LEASED,
-    "Blocks of a tier that a request or a peer reads, so that they stay; 0 at rest",
+    "Blocks of a tier that a request or a peer reads now, so that they stay; 0 when idle",
     lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_leased.items()],
 )
 load_seconds: Final[dict[str, float]] = {}  # of the present run, by part

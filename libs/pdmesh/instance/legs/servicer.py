@@ -71,7 +71,7 @@ class InstanceServicer:
         if not hello.gateway_id:
             raise InvalidRequest("a session begins with hello", field="commands")
         if (hello.instance_id, hello.incarnation) != (record.instance_id, record.incarnation):
-            raise WrongIncarnation("this is another instance, or a later incarnation of it")
+            raise WrongIncarnation("the caller means another instance or an earlier incarnation")
         return hello
 
     async def _read(

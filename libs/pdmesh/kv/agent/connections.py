@@ -70,7 +70,9 @@ class ConnectionPool:
             async with asyncio.timeout(timeout_s):
                 connection = await asyncio.shield(task)
         except TimeoutError as exc:
-            raise KvTransferFailed("no KV connection in time", reason=PullFailure.TIMEOUT) from exc
+            raise KvTransferFailed(
+                "the KV connection was not opened in time", reason=PullFailure.TIMEOUT
+            ) from exc
         finally:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros

@@ -55,7 +55,7 @@ class AgentHandler:
             connection.abort("not a message")
         except Exception as error:  # other peers' messages wait behind this one
             log.error("kv.message.died", exc_info=error)
-            connection.abort("its message met a bug here")
+            connection.abort("a bug in handling its message")
 
     def _dispatch(self, peer: int, parsed: wire.Message) -> None:
         match parsed:

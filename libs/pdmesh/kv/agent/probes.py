@@ -42,7 +42,7 @@ class KvProbe:
     def check(self) -> None:
         """Raises KvTransferFailed if the bytes are intact but are not the answer."""
         if not np.array_equal(self._answer, probe_bytes(self._nonce, *self._asked)):
-            raise KvTransferFailed("a probe came back changed", reason=PullFailure.CORRUPT)
+            raise KvTransferFailed("the probe's answer was wrong", reason=PullFailure.CORRUPT)
 
     def _message(self, pull_id: int) -> wire.Question:
         return wire.Probe(pull_id, *self._asked, self._nonce)

@@ -317,7 +317,7 @@ class ReceiverHalf:
     def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
         if self._peers.get(effect.peer) is None:
             return rx.PeerLost(effect.peer)  # its end was reported before the pull began
-        self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
+        self._peers.abort(effect.peer, "a pull missed its deadline or got an invalid answer")
         return None
 
     def _post_receives(self, effect: rx.ReceivePart) -> None:

@@ -255,7 +255,7 @@ class AgentThread:
 
     def _running(self) -> KvAgent:
         if self._agent is None or self._is_closing:
-            raise KvTransferFailed("the KV agent does not run", reason=PullFailure.CLOSING)
+            raise KvTransferFailed("the KV agent is not running", reason=PullFailure.CLOSING)
         return self._agent
 
     def _made(self) -> KvAgent:

@@ -287,7 +287,7 @@ def _parse_pull(pull_id: int, data: memoryview) -> Pull:
     attempt, incarnation, fingerprint, first_block, first_head, num_heads = fields[:6]
     num_takers, decode, group, size = fields[6:]
     if not num_takers:
-        raise WireError("a pull for nobody")
+        raise WireError("a pull without takers")
     return Pull(
         pull_id,
         _read_name(data, _PULL.size, size),

@@ -23,7 +23,7 @@ class NotTried(OSError):
     """The call was never made: the disk hangs, or too many calls wait."""
 
     def __init__(self) -> None:
-        super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too much waits for it")
+        super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too many calls wait for it")
 
 
 class DiskThreads:

@@ -197,7 +197,7 @@ class FileTier:
         try:
             self._writer.submit(work).add_done_callback(_log_bug)
         except NotTried:
-            log.info("kv.tier.not_kept", cause="too much waits for the disk")
+            log.info("kv.tier.not_kept", cause="too many calls wait for the disk")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until no block waits to be written. False if the time is over first."""

@@ -42,7 +42,7 @@ async def call_leader(
     """
     deadline = asyncio.get_running_loop().time() + within_s
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    why: MeshError = Unavailable("no master says that it leads")
+    why: MeshError = Unavailable("no master leads")
     while asyncio.get_running_loop().time() < deadline:
         if leader := await _leader(bus):
             async with rpc.channel(leader, mesh_token) as channel:

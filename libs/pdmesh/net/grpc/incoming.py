@@ -63,7 +63,7 @@ class Incoming:
                     del self._waits[wait]
         except TimeoutError as exc:
             if wait in self._hurried:
-                raise Overloaded("too many messages are on their way in") from exc
+                raise Overloaded("too many messages are being received") from exc
             raise DeadlineExceeded("the request did not arrive whole in time") from exc
         finally:
             self._num_waiting -= 1

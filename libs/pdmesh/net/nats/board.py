@@ -44,14 +44,14 @@ class Board(Generic[M]):
         try:
             return await self._bucket.put(instance_id, to_json(message), last=last)
         except WrongRevision as exc:
-            raise VersionConflict(f"somebody else changed {instance_id} just now") from exc
+            raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def forget(self, instance_id: str, last: int | None = None) -> int:
         """As `write`."""
         try:
             return await self._bucket.delete(instance_id, last=last)
         except WrongRevision as exc:
-            raise VersionConflict(f"somebody else changed {instance_id} just now") from exc
+            raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def read(self) -> dict[str, M]:
         """All entries once, by instance id; waits for the store if it is away."""

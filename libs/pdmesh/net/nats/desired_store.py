@@ -91,7 +91,7 @@ class DesiredStore:
                 _CURRENT, _encode(after), last=found.revision if found else 0
             )
         except WrongRevision as exc:
-            raise VersionConflict("somebody else changed the desired state just now") from exc
+            raise VersionConflict("another writer has just changed the desired state") from exc
         if number > VERSIONS_KEPT:
             await self._bucket.delete(_key(number - VERSIONS_KEPT))
         return revision
@@ -117,7 +117,7 @@ class DesiredStore:
         try:
             return await self._bucket.put(key, _encode(message), last=last)
         except WrongRevision as exc:
-            raise VersionConflict(f"somebody else wrote {key} just now") from exc
+            raise VersionConflict(f"another writer has just changed {key}") from exc
 
     def book(self) -> DesiredBook:
         return DesiredBook(self, self._bucket)

@@ -47,7 +47,7 @@ class UsageStore:
         try:
             self._revision = await self._bucket.put(_KEY, value, last=self._revision)
         except WrongRevision as exc:
-            raise VersionConflict("somebody else wrote the usage book just now") from exc
+            raise VersionConflict("another writer has just changed the usage book") from exc
 
 
 def usage_store(bus: NatsBus) -> UsageStore:

@@ -82,7 +82,7 @@ class ControlServer:
             reason = f"{error.__class__.__name__} on its connection"
         except Exception as error:
             log.exception("vllm.control.died")
-            reason = f"what it said met a bug: {error.__class__.__name__}"
+            reason = f"a bug in handling its message: {error.__class__.__name__}"
         finally:
             with contextlib.suppress(OSError):
                 writer.close()

@@ -22,12 +22,12 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
     first = hellos[0]
     if block_size != config.block_size:
         raise EngineFailed(
-            f"vLLM took a block size of {block_size} tokens, not {config.block_size}; "
-            "set block_size to one that its attention kernels have",
+            f"vLLM chose a block size of {block_size} tokens, not {config.block_size}; set "
+            "block_size to one that its attention kernels support",
             reason="ENGINE_MISCONFIGURED",
         )
     if len({h.model_fingerprint for h in hellos}) > 1:
-        raise EngineFailed("the ranks do not agree on the layout of the KV cache")
+        raise EngineFailed("the ranks have different layouts of the KV cache")
     return Endpoint(
         instance_id=config.instance_id,
         incarnation=config.incarnation,

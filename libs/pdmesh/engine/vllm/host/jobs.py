@@ -196,7 +196,7 @@ class Jobs:
         if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
             return []
         self._end_taking(leg, taking)
-        message = f"{PullFailure.OVERDUE}: the engine did not say in time what became of the KV"
+        message = f"{PullFailure.OVERDUE}: the engine did not report the end of the pull in time"
         failed = Failed(leg, KvTransferFailed.default_reason, message, cause=PullFailure.OVERDUE)
         return [failed, CancelRequest(leg)]
 

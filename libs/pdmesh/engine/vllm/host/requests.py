@@ -151,7 +151,7 @@ class Requests:
                 failpoints.hit("decode.token")
                 self._events.drawn(drawn(leg, output, reader.num_logprobs))
         except EngineDeadError:
-            self._events.die("vLLM's engine process died; its own log says why")
+            self._events.die("vLLM's engine process died; see its log")
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
             log.warning("vllm.request.failed", leg=leg, error=error.__class__.__name__)
             await self._on_error(reader, error)

@@ -269,7 +269,7 @@ def _check_private(descriptor: int) -> None:
     status = os.fstat(descriptor)
     is_kind = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     if not is_kind or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise OSError(errno.EPERM, "not ours alone")
+        raise OSError(errno.EPERM, "not private")
 
 
 def _parsed(data: bytes) -> dict[str, FileDigest]:

@@ -51,7 +51,7 @@ def read_layout(
     item = caches[0].element_size()
     layouts = {head_blocks(axes, c.shape, c.stride(), item) for c in caches}
     if len(layouts) != 1:
-        raise ValueError("the layers' caches are laid out differently")
+        raise ValueError("the layers' caches have different layouts")
     (where,) = layouts
     travels = travel_shape(axes, caches[0].shape, item)
     return CacheLayout(where, _digest("heads", *map(str, (len(caches), *travels))), is_opaque=False)

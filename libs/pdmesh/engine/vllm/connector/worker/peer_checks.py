@@ -50,7 +50,7 @@ class PeerChecks:
                 await answer
         except TimeoutError as exc:
             raise KvTransferFailed(
-                f"a rank said nothing of {peer.instance_id}", reason=PullFailure.TIMEOUT
+                f"a rank did not answer about {peer.instance_id}", reason=PullFailure.TIMEOUT
             ) from exc
         finally:
             del self._asked[check_id]

@@ -165,7 +165,7 @@ class TogetherPull:
         if (error := pull.exception()) is not None:
             return error
         if (came := pull.result().num_bytes) != piece.num_bytes:
-            message = f"{came} bytes came, not {piece.num_bytes}"
+            message = f"{came} bytes arrived, not {piece.num_bytes}"
             return KvTransferFailed(message, reason=PullFailure.PROTOCOL)
         return None
 
