@@ -48,7 +48,7 @@ async def test_an_operators_move_is_checked_at_once_made_and_shown_with_its_end(
 @pytest.mark.parametrize(
     ("move", "scenario", "why"),
     [
-        (Move("x", MoveKind.ADD, Role.DECODE), "chat", "group x is not there"),
+        (Move("x", MoveKind.ADD, Role.DECODE), "chat", "there is no group x"),
         (Move("a", MoveKind.ADD, Role.DECODE), "chat", "no blank instance"),
         (Move("a", MoveKind.ADD, Role.DECODE), "other", "serves scenario other"),
         (Move("a", MoveKind.REMOVE, Role.DECODE), "chat", "1 decode of a would be 200% busy"),
