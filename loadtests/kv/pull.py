@@ -28,6 +28,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentIdentity
 from pdmesh.kv.transport.ucx import UcxTransport
 
@@ -49,8 +50,7 @@ async def sender() -> None:
     agent = KvAgent(
         UcxTransport(),
         AgentIdentity("prefill-0", 1, FINGERPRINT),
-        staging_bytes=largest,
-        landing_bytes=0,
+        host_memory(largest, 0),
         on_event=lambda _: None,
     )
     print(await agent.start(), flush=True)
@@ -131,8 +131,7 @@ async def running() -> AsyncIterator[Bench]:
     agent = KvAgent(
         UcxTransport(),
         AgentIdentity("decode-0", 2, FINGERPRINT),
-        staging_bytes=0,
-        landing_bytes=256 << 20,
+        host_memory(0, 256 << 20),
         on_event=lambda _: None,
     )
     try:

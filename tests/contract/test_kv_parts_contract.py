@@ -15,6 +15,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.checksums import checksum
 from pdmesh.kv.agent.types import (
     AgentHooks,
@@ -201,8 +202,7 @@ async def another_rank(transport: MakeTransport) -> KvAgent:
     agent = KvAgent(
         transport(),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT, group_id="g"),
-        staging_bytes=0,
-        landing_bytes=HEADS.total_bytes,
+        host_memory(0, HEADS.total_bytes),
         on_event=lambda _: None,
     )
     await agent.start()

@@ -20,6 +20,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.ticket import Refusal
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.checksums import fingerprint_hash
 from pdmesh.kv.agent.types import AgentIdentity, PinnedBlocks
 from pdmesh.kv.transport.base import ByteArray, ConnectionHandler, KvConnection
@@ -109,10 +110,8 @@ async def _feed(messages: list[bytes]) -> None:
     agent = KvAgent(
         transport,
         AgentIdentity("i", 7, "f"),
-        staging_bytes=4096,
-        landing_bytes=4096,
+        host_memory(4096, 4096, pool),
         on_event=lambda _: None,
-        blocks=pool,
     )
     await agent.start()
     agent.stage("t", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)

@@ -17,6 +17,7 @@ from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
 from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
@@ -123,10 +124,12 @@ def build_sim(
         return KvAgent(
             make_transport(),
             identity,
-            staging_bytes=staging_bytes,
-            landing_bytes=landing_bytes,
-            on_event=on_event,
-            blocks=PoolSource(tiers.pool, tiers.counts) if tiers is not None else None,
+            host_memory(
+                staging_bytes,
+                landing_bytes,
+                PoolSource(tiers.pool, tiers.counts) if tiers is not None else None,
+            ),
+            on_event,
         )
 
     config = SimConfig(

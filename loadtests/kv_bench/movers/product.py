@@ -22,6 +22,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentTicketClosed
 from pdmesh.kv.transport.base import ByteArray
@@ -86,8 +87,7 @@ class Sender:
             lambda: KvAgent(
                 UcxTransport(),
                 AgentIdentity("prefill-0", 1, cases.FINGERPRINT),
-                staging_bytes=self.largest,
-                landing_bytes=0,
+                host_memory(self.largest, 0),
                 on_event=self._on_event,
             )
         )
@@ -178,8 +178,7 @@ class Receiver:
         return KvAgent(
             self.transport,
             AgentIdentity("decode-0", 2, cases.FINGERPRINT),
-            staging_bytes=0,
-            landing_bytes=self.largest,
+            host_memory(0, self.largest),
             on_event=lambda _: None,
         )
 

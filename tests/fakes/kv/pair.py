@@ -12,6 +12,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import (
     AgentEvent,
     AgentHooks,
@@ -86,17 +87,14 @@ async def kv_pair(
     sender = KvAgent(
         transports[0],
         AgentIdentity("prefill-0", INCARNATION, FINGERPRINT, group_id="g"),
-        staging_bytes=ARENA_BYTES,
-        landing_bytes=0,
+        host_memory(ARENA_BYTES, 0, blocks),
         on_event=sender_events.append,
         hooks=sender_hooks,
-        blocks=blocks,
     )
     receiver = KvAgent(
         transports[1],
         AgentIdentity("decode-0", INCARNATION + 1, receiver_fingerprint, group_id=receiver_group),
-        staging_bytes=0,
-        landing_bytes=ARENA_BYTES,
+        host_memory(0, ARENA_BYTES),
         on_event=receiver_events.append,
         hooks=hooks,
     )

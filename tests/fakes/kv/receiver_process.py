@@ -19,6 +19,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentLandingFreed
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.kv.transport.ucx import UcxTransport
@@ -72,8 +73,7 @@ async def main(num_blocks: int, block_bytes: int, lease_s: float, host: str) -> 
     agent = KvAgent(
         UcxTransport(host),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
-        staging_bytes=0,
-        landing_bytes=layout.total_bytes,
+        host_memory(0, layout.total_bytes),
         on_event=on_event,
     )
     await agent.start()

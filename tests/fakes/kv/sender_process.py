@@ -18,6 +18,7 @@ import structlog
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentTicketClosed
 from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv.pair import FINGERPRINT, INCARNATION, pattern
@@ -56,8 +57,7 @@ async def main(
     agent = KvAgent(
         UcxTransport(host),
         AgentIdentity("prefill-0", INCARNATION, FINGERPRINT),
-        staging_bytes=layout.total_bytes,
-        landing_bytes=0,
+        host_memory(layout.total_bytes, 0),
         on_event=on_event,
     )
     say(await agent.start())

@@ -140,5 +140,6 @@ def rig(
     files = FileTier(store, pool, counts, clock)
     costs = CostBook({tier: Cost(0.0, 0.001) for tier in Tier}, recompute_block_s=10.0)
     costs.costs[Tier.HOST] = Cost(0.0, 0.0)
-    stack = TierStack(pool, counts, clock, files=files, peers=peers, costs=costs, lookup_s=lookup_s)
+    stack = TierStack(pool, counts, clock, files=files, costs=costs, lookup_s=lookup_s)
+    stack.peers = peers
     return Rig(clock, pool, store, files, stack, counts)

@@ -24,6 +24,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentLandingFreed
 from pdmesh.kv.transport.base import KvConnection
@@ -98,8 +99,7 @@ async def receiver(events: list[AgentEvent]) -> AsyncIterator[KvAgent]:
     agent = KvAgent(
         UcxTransport(),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
-        staging_bytes=0,
-        landing_bytes=LARGE.total_bytes,
+        host_memory(0, LARGE.total_bytes),
         on_event=events.append,
     )
     await agent.start()
@@ -178,15 +178,13 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
     sender = KvAgent(
         UcxTransport(),
         AgentIdentity("prefill-0", INCARNATION, FINGERPRINT),
-        staging_bytes=size,
-        landing_bytes=0,
+        host_memory(size, 0),
         on_event=lambda event: None,
     )
     receiver = KvAgent(
         UcxTransport(),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
-        staging_bytes=0,
-        landing_bytes=size,
+        host_memory(0, size),
         on_event=freed.append,
     )
     address = await sender.start()
@@ -458,8 +456,7 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
         return KvAgent(
             UcxTransport(),
             AgentIdentity("both", incarnation, FINGERPRINT),
-            staging_bytes=1 << 20,
-            landing_bytes=1 << 20,
+            host_memory(1 << 20, 1 << 20),
             on_event=lambda _: None,
         )
 
@@ -527,9 +524,7 @@ def test_idle_agents_cost_nothing() -> None:
 
     def make() -> KvAgent:
         identity = AgentIdentity("idle", INCARNATION, FINGERPRINT)
-        return KvAgent(
-            UcxTransport(), identity, staging_bytes=0, landing_bytes=0, on_event=lambda _: None
-        )
+        return KvAgent(UcxTransport(), identity, host_memory(0, 0), on_event=lambda _: None)
 
     agents = [AgentThread(make) for _ in range(2)]
     try:

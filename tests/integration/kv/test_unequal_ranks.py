@@ -33,6 +33,7 @@ from pdmesh.engine.vllm.connector.worker.piece_pulls import (  # noqa: E402
 from pdmesh.engine.vllm.messages import PullFailed, RankLandingFreed, RankMessage  # noqa: E402
 from pdmesh.errors import KvTransferFailed  # noqa: E402
 from pdmesh.kv.agent.agent import KvAgent  # noqa: E402
+from pdmesh.kv.agent.arena_memory import host_memory  # noqa: E402
 from pdmesh.kv.agent.thread import AgentThread  # noqa: E402
 from pdmesh.kv.agent.types import (  # noqa: E402
     AgentEvent,
@@ -97,8 +98,7 @@ class Rank:
             return KvAgent(
                 UcxTransport("127.0.0.1"),
                 identity,
-                staging_bytes=ARENA_BYTES,
-                landing_bytes=ARENA_BYTES,
+                host_memory(ARENA_BYTES, ARENA_BYTES),
                 on_event=self._tell,
             )
 

@@ -22,7 +22,7 @@ from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.kv.transfer import sender_events as tx
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena
+from pdmesh.kv.agent.arena_memory import AgentMemory
 from pdmesh.kv.agent.checksums import decode_hash, fingerprint_hash, group_hash
 from pdmesh.kv.agent.connections import ConnectionPool, Peers
 from pdmesh.kv.agent.handler import AgentHandler
@@ -43,7 +43,6 @@ from pdmesh.kv.agent.types import (
     AgentIdentity,
     AgentLandingFreed,
     AgentStats,
-    BlockSource,
     OnRange,
     PullResult,
 )
@@ -53,6 +52,7 @@ log = structlog.get_logger(__name__)
 
 _TICK_S = 0.05
 _CLOSE_S = 2.0
+_MAX_PEERS = 256  # connections that this agent opened
 
 
 class KvAgent:
@@ -62,26 +62,20 @@ class KvAgent:
         self,
         transport: KvTransport,
         identity: AgentIdentity,
-        *,
-        staging_bytes: int,
-        landing_bytes: int,
+        memory: AgentMemory,
         on_event: Callable[[AgentEvent], None],
+        *,
         hooks: AgentHooks | None = None,
-        staging_arena: ArenaMemory | None = None,
-        landing_arena: ArenaMemory | None = None,
-        blocks: BlockSource | None = None,
-        max_peers: int = 256,
         on_peers: Callable[[int], None] = lambda _: None,  # how many connections are open
     ) -> None:
         self._transport = transport
         self._identity = identity
         self._on_event = on_event
-        self._staging = staging_arena or HostArena(staging_bytes)
-        self._landing = landing_arena or HostArena(landing_bytes)
+        self._staging, self._landing = memory.staging, memory.landing
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
-        self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
+        self._pool = ConnectionPool(transport, _MAX_PEERS, self._peers_in_use)
         self._peers = Peers(self._pool, on_peers)
-        self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
+        self._sender = SenderHalf(identity, memory, self._peers, on_event, hooks)
         self._receiver = ReceiverHalf(self._peers, hooks)
         self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)
         self._handler = AgentHandler(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.kv.agent.types import BlockSource
 from pdmesh.kv.transport.base import ByteArray
 
 
@@ -57,3 +59,21 @@ class HostArena:
     def close(self) -> None:
         """Release the mapping; it is unmapped when the last view is gone."""
         self._bytes = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentMemory:
+    """What an agent moves: `staging` is pulled by peers, `landing` is pulled into.
+
+    `blocks`: the pool that peers may fetch from.
+    """
+
+    staging: ArenaMemory
+    landing: ArenaMemory
+    blocks: BlockSource | None = None
+
+
+def host_memory(
+    staging_bytes: int, landing_bytes: int, blocks: BlockSource | None = None
+) -> AgentMemory:
+    return AgentMemory(HostArena(staging_bytes), HostArena(landing_bytes), blocks)

@@ -27,7 +27,7 @@ from pdmesh.core.kv.transfer.ticket import (
 )
 from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
-from pdmesh.kv.agent.arena_memory import ArenaMemory
+from pdmesh.kv.agent.arena_memory import AgentMemory
 from pdmesh.kv.agent.checksums import INLINE_BYTES, fingerprint_hash, group_hash
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.probes import probe_bytes
@@ -36,7 +36,6 @@ from pdmesh.kv.agent.types import (
     AgentHooks,
     AgentIdentity,
     AgentTicketClosed,
-    BlockSource,
     PinnedBlocks,
 )
 from pdmesh.kv.transport.base import ByteArray
@@ -54,18 +53,16 @@ class SenderHalf:
     def __init__(
         self,
         identity: AgentIdentity,
-        arena: ArenaMemory,
+        memory: AgentMemory,
         peers: Peers,
         on_closed: Callable[[AgentTicketClosed], None],
         hooks: AgentHooks | None,
-        blocks: BlockSource | None,
     ) -> None:
         self._identity = identity
-        self._arena = arena
+        self._arena, self._blocks = memory.staging, memory.blocks
         self._peers = peers
         self._on_closed = on_closed
         self._hooks = hooks
-        self._blocks = blocks
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
         self._group_hash = group_hash(identity.group_id)
         self._book = book.TicketBook(identity.incarnation, self._fingerprint_hash, self._group_hash)

@@ -84,12 +84,11 @@ class IndexFeed:
         *,
         follower: Follower | None = None,
         resync_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
         self._bus, self._view, self._fetch = bus, view, fetch
         self._follower = follower
-        self._resync_s, self._clock = resync_s, clock
+        self._resync_s = resync_s
         self._repairs = Repairs()
         self._fetching: dict[str, asyncio.Task[bool]] = {}
         self._wake = asyncio.Event()
@@ -107,7 +106,7 @@ class IndexFeed:
         A routine comparison with a snapshot does not count as missing.
         """
         doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
-        return self._clock() - min(doubted) if doubted else 0.0
+        return time.monotonic() - min(doubted) if doubted else 0.0
 
     async def start(self) -> None:
         """Listen. Nothing is repaired before `run`."""
@@ -208,7 +207,7 @@ class IndexFeed:
                 self._follower.on_delta(delta)
 
     def _mark(self, instance_id: str) -> None:
-        self._repairs.want(instance_id, self._clock())
+        self._repairs.want(instance_id, time.monotonic())
         self._wake.set()
 
     async def _repair(self) -> None:
@@ -217,8 +216,8 @@ class IndexFeed:
             for instance_id, task in list(self._fetching.items()):
                 if task.done():
                     del self._fetching[instance_id]
-                    self._repairs.ended(instance_id, task.result(), self._clock())
-            for instance_id in self._repairs.start(self._clock()):
+                    self._repairs.ended(instance_id, task.result(), time.monotonic())
+            for instance_id in self._repairs.start(time.monotonic()):
                 task = asyncio.create_task(
                     self._load_snapshot(instance_id), name=f"index-snapshot-{instance_id}"
                 )
@@ -226,7 +225,7 @@ class IndexFeed:
                 self._fetching[instance_id] = task
             due = self._repairs.next_start()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if due is None else due - self._clock()):
+                async with asyncio.timeout(None if due is None else due - time.monotonic()):
                     await self._wake.wait()
 
     async def _load_snapshot(self, instance_id: str) -> bool:

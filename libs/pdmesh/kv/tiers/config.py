@@ -12,7 +12,6 @@ from pdmesh.kv.tiers.file_format import identity_of
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool
-from pdmesh.kv.tiers.peers import PeerPools
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
 
@@ -53,7 +52,6 @@ def open_tiers(
     block_bytes: int,
     rank: int = 0,
     num_ranks: int = 1,
-    peers: PeerPools | None = None,
     costs: CostBook | None = None,
 ) -> TierStack:
     """`block_bytes` is one block over all layers of the rank.
@@ -73,4 +71,4 @@ def open_tiers(
             owner_share=config.owner_share,
         )
         files = FileTier(store, pool, counts, time.monotonic)
-    return TierStack(pool, counts, time.monotonic, files=files, peers=peers, costs=costs)
+    return TierStack(pool, counts, time.monotonic, files=files, costs=costs)

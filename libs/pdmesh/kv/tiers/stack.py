@@ -85,12 +85,12 @@ class TierStack:
         clock: Callable[[], float],
         *,
         files: FileTier | None = None,
-        peers: PeerPools | None = None,
         costs: CostBook | None = None,
         lookup_s: float = LOOKUP_S,
     ) -> None:
         self._lookup_s = lookup_s
-        self.pool, self.counts, self.files, self.peers = pool, counts, files, peers
+        self.pool, self.counts, self.files = pool, counts, files
+        self.peers: PeerPools | None = None  # set once there is an agent to ask them with
         self.costs = costs or CostBook()
         self._clock = clock
         self._loads = Loads(pool, counts, self.costs, clock, files)

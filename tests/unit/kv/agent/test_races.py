@@ -20,6 +20,7 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import receiver as agent_receiver
 from pdmesh.kv.agent import staged
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
@@ -97,8 +98,7 @@ def agent_thread(events: Events) -> Iterator[tuple[AgentThread, InstantAgent]]:
         agent = InstantAgent(
             MemoryTransport(),
             identity,
-            staging_bytes=0,
-            landing_bytes=1 << 16,
+            host_memory(0, 1 << 16),
             on_event=events.add,
         )
         agents.append(agent)
@@ -362,8 +362,7 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         lambda: Told(
             MemoryTransport(),
             identity,
-            staging_bytes=whole.length,
-            landing_bytes=0,
+            host_memory(whole.length, 0),
             on_event=lambda _: None,
         )
     )

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -49,31 +50,37 @@ NAMES_PER_MESSAGE: Final = 1024
 _CLOSE_S: Final = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankBlocks:
+    """What a rank's blocks are: of which model, of how many tokens, and which share of each."""
+
+    model_fingerprint: str
+    size: int  # tokens
+    rank: int
+    num_ranks: int
+
+
 class TierWorker:
     def __init__(
         self,
         config: Mapping[str, Any],
         caches: PagedCaches,
-        model_fingerprint: str,
-        block_size: int,
-        rank: int,
-        num_ranks: int,
+        blocks: RankBlocks,
         send: Callable[[RankMessage], None],
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`die` ends the process when its tiers are not in the state that the host assumes."""
         self._config = TierConfig(**config)
-        self._caches, self._block_size = caches, block_size
-        self._rank, self._num_ranks, self._send = rank, num_ranks, send
+        self._caches, self._blocks, self._send = caches, blocks, send
         self._die, self._clock = die, clock
         self._loop = asyncio.new_event_loop()
         self.stack: TierStack = open_tiers(
             self._config,
-            model_fingerprint=model_fingerprint,
+            model_fingerprint=blocks.model_fingerprint,
             block_bytes=caches.num_layers * caches.block_bytes,
-            rank=rank,
-            num_ranks=num_ranks,
+            rank=blocks.rank,
+            num_ranks=blocks.num_ranks,
         )
         self._lock = threading.Lock()  # guards the next two
         self._leases: dict[int, BlockLease] = {}
@@ -98,7 +105,11 @@ class TierWorker:
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
         self.stack.peers = AgentPeers(
-            fetch, self._config.timeout_s, self.stack.counts, self._rank, self._num_ranks
+            fetch,
+            self._config.timeout_s,
+            self.stack.counts,
+            self._blocks.rank,
+            self._blocks.num_ranks,
         )
 
     # -- a step, on vLLM's thread
@@ -133,10 +144,10 @@ class TierWorker:
 
     def save(self, plan: TierPlan) -> None:
         """After the forward, while the requests hold their blocks."""
-        if plan.saves and plan.num_tokens >= self._block_size:
+        if plan.saves and plan.num_tokens >= self._blocks.size:
             self._caches.wait_for_model()  # as the first gather does
             duration_s = self._clock() - self._step_began
-            self.stack.costs.computed(plan.num_tokens / self._block_size, duration_s)
+            self.stack.costs.computed(plan.num_tokens / self._blocks.size, duration_s)
         for save in plan.saves:
             self._save(save)
 
@@ -212,7 +223,7 @@ class TierWorker:
             self._fetches.pop(ask.leg, None)
         with self._lock:
             self._leases[ask.leg] = lease
-        self._send(Fetched(self._rank, ask.leg, lease.first, lease.end))
+        self._send(Fetched(self._blocks.rank, ask.leg, lease.first, lease.end))
 
     # -- life
     # ---------------------------------------------------------------------------------------
@@ -245,7 +256,7 @@ class TierWorker:
             await asyncio.sleep(REPORT_EVERY_S)
             report = self.stack.report()
             if not report.is_empty:
-                for news in news_of(report, self._rank):
+                for news in news_of(report, self._blocks.rank):
                     self._send(news)
 
 

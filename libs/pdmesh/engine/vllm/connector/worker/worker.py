@@ -23,7 +23,7 @@ from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerProber
 from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
-from pdmesh.engine.vllm.connector.worker.tier_worker import TierWorker
+from pdmesh.engine.vllm.connector.worker.tier_worker import RankBlocks, TierWorker
 from pdmesh.engine.vllm.connector.worker.work_signs import WorkSigns
 from pdmesh.engine.vllm.messages import (
     Connections,
@@ -39,7 +39,7 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.engine.vllm.model.fingerprint import COMPUTATION_CHARS, digest
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.arena_memory import HostArena
+from pdmesh.kv.agent.arena_memory import AgentMemory, HostArena
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
@@ -102,10 +102,7 @@ class HandoffWorker:
             self.tiers = TierWorker(
                 tiers,
                 caches,
-                self._fingerprint,
-                self._block_size,
-                self._rank,
-                self._num_ranks,
+                RankBlocks(self._fingerprint, self._block_size, self._rank, self._num_ranks),
                 self._control.send,
                 _die,
             )
@@ -150,13 +147,13 @@ class HandoffWorker:
         return KvAgent(
             UcxTransport(self._config["kv_host"]),
             identity,
-            staging_bytes=self._config["staging_bytes"],
-            landing_bytes=self._config["landing_bytes"],
-            on_event=self._on_agent_event,
+            AgentMemory(
+                self._arena("staging_bytes"),
+                self._arena("landing_bytes"),
+                self.tiers.source() if self.tiers is not None else None,
+            ),
+            self._on_agent_event,
             on_peers=lambda num_open: self._control.send(Connections(self._rank, num_open)),
-            blocks=self.tiers.source() if self.tiers is not None else None,
-            staging_arena=self._arena("staging_bytes"),
-            landing_arena=self._arena("landing_bytes"),
         )
 
     def _arena(self, size: str) -> HostArena:

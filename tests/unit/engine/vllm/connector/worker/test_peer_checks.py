@@ -20,6 +20,7 @@ from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks, PeerProb
 from pdmesh.engine.vllm.messages import Disconnect, Probed, ProbePeer, RankMessage
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import AgentIdentity
 from pdmesh.kv.transport.ucx import UcxTransport
@@ -38,8 +39,7 @@ def agent_thread(rank: int, incarnation: int) -> AgentThread:
         return KvAgent(
             UcxTransport(),
             identity,
-            staging_bytes=1 << 16,
-            landing_bytes=1 << 16,
+            host_memory(1 << 16, 1 << 16),
             on_event=lambda _: None,
         )
 

@@ -22,7 +22,7 @@ from pdmesh.engine.vllm.connector.scheduler.tier_plan import (
     TierPlanner,
     TierSave,
 )
-from pdmesh.engine.vllm.connector.worker.tier_worker import TierWorker, news_of
+from pdmesh.engine.vllm.connector.worker.tier_worker import RankBlocks, TierWorker, news_of
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
     MAX_FRAME,
@@ -160,10 +160,7 @@ class Rank:
         self.worker = TierWorker(
             config,
             cast(Any, self.caches),
-            "fp",
-            4,
-            0,
-            1,
+            RankBlocks("fp", 4, 0, 1),
             self.said.append,
             self.died.append,
             self.clock,
