@@ -75,7 +75,7 @@ def test_not_even_force_takes_a_groups_last_instance_of_a_role() -> None:
 @pytest.mark.parametrize(
     ("move", "why"),
     [
-        (Move("gone", MoveKind.REMOVE, P), "group gone is not there"),
+        (Move("gone", MoveKind.REMOVE, P), "there is no group gone"),
         (Move("chat-0", MoveKind.ADD, P), "no blank instance"),
         (Move("chat-0", MoveKind.MOVE, P, "gone"), "group gone does not serve"),
         (Move("chat-0", MoveKind.RECLAIM, None), "group chat-0 is not lent"),
