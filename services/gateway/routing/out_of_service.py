@@ -44,11 +44,8 @@ class OutOfServiceView:
         )
 
     def _mode(self, instance_id: str) -> int | None:
-        found = (
-            self._out_of_service.known.get(instance_id)
-            if self._out_of_service is not None
-            else None
-        )
+        view = self._out_of_service
+        found = view.known.get(instance_id) if view is not None else None
         return found.mode if found is not None else None
 
     def _is_faulty(self, instance_id: str, incarnation: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from pdmesh.core.health.ejection_cap import FleetEjectionCap, TakenOut, fault_text
+from pdmesh.core.health.ejection_cap import FleetEjectionCap, TakenOut
 from pdmesh.core.health.fault_levels import EJECTS_FROM
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.errors import InvalidRequest, NotLeader
@@ -100,7 +100,7 @@ class OutOfServiceBook:
             self._cap.overrule(instance_id, fault)
         revision = await self._board.forget(instance_id, last=view.revision(instance_id))
         view.wrote(instance_id, None, revision)
-        return fault_text(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
+        return str(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
         """Write again what was wiped from the bucket (F21). Raises as `take_out`."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.health.fault_levels import level_of
+from pdmesh.core.health.fault_levels import FaultJudged, level_of
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.placement.fleet import (
     FaultForgotten,
@@ -25,7 +25,6 @@ from pdmesh.core.placement.fleet import (
     LoadReported,
     PrefillComputed,
 )
-from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.errors import InvalidRequest
 from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged, InstanceLoad
 from pdmesh.net import subjects

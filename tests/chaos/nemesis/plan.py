@@ -3,10 +3,10 @@ makes of it.
 
 A step is one to three faults that overlap, and perhaps an operator's order. The limits keep what is
 drawn within what the mesh promises to survive: at most two instances and one gateway are hit in a
-step, one instance is held at a time, and the store is not wiped while masters are hit. A new
+step, one instance is cordoned at a time, and the store is not wiped while masters are hit. A new
 release needs room for all of it beside the old one (docs/groups.md), so it comes only while nobody
-is held. Kinds are drawn from a bag that is filled anew when it is empty, so that a short run meets
-all of them too.
+is cordoned. Kinds are drawn from a bag that is filled anew when it is empty, so that a short run
+meets all of them too.
 """
 
 from __future__ import annotations

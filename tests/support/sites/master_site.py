@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdmesh.core.health.fault_levels import Level
+from pdmesh.core.health.fault_levels import FaultJudged, Level
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
-from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.link import MeshLink

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from pdmesh.core.health.fault_levels import RESPONSES, Level
+from pdmesh.core.health.fault_levels import RESPONSES, FaultJudged, Level
 
 CAP: Final = "cap"
 PANIC: Final = "panic"
@@ -113,21 +113,6 @@ def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
     return sorted(sick, key=lambda each: (not each.has_proof, each.since, each.instance_id))
 
 
-class Fault(Protocol):
-    """What the health-monitor has judged of an instance."""
-
-    @property
-    def level(self) -> Level: ...
-    @property
-    def reasons(self) -> tuple[str, ...]: ...
-    @property
-    def held_back(self) -> str: ...
-
-
-def fault_text(fault: Fault) -> str:
-    return f"fault level {fault.level:d}: {', '.join(fault.reasons)}"
-
-
 @dataclass(frozen=True, slots=True)
 class TakenOut:
     """How an instance is out of service: in order or at once; ejected, or cordoned."""
@@ -151,14 +136,14 @@ class FleetEjectionCap:
 
     max_share: float = 0.2  # of all instances; one at least
     _over: set[str] = field(default_factory=set)
-    _overruled: dict[str, Fault] = field(default_factory=dict)
+    _overruled: dict[str, FaultJudged] = field(default_factory=dict)
 
-    def overrule(self, instance_id: str, fault: Fault) -> None:
+    def overrule(self, instance_id: str, fault: FaultJudged) -> None:
         """An operator put the instance back: it takes another judgement to eject it again."""
         self._overruled[instance_id] = fault
 
     def rule(
-        self, faults: Mapping[str, Fault | None], out: Mapping[str, TakenOut]
+        self, faults: Mapping[str, FaultJudged | None], out: Mapping[str, TakenOut]
     ) -> FleetEjections:
         """`faults`: of every instance of the fleet. `out`: those out of service already."""
         self._overruled = {i: f for i, f in self._overruled.items() if faults.get(i) == f}
@@ -180,11 +165,11 @@ class FleetEjectionCap:
                 continue
             room -= before is None
             is_ejected = before is None or before.is_ejected
-            taken_out[instance_id] = TakenOut(is_drain, is_ejected, fault_text(fault))
+            taken_out[instance_id] = TakenOut(is_drain, is_ejected, str(fault))
         new = tuple(i for i in over if i not in self._over)
         self._over.update(new)
         return FleetEjections(taken_out, new)
 
 
-def _is_to_leave(fault: Fault) -> bool:
+def _is_to_leave(fault: FaultJudged) -> bool:
     return fault.level >= Level.INSTANCE and not fault.held_back

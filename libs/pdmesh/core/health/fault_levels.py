@@ -64,3 +64,26 @@ EJECTS_FROM: Final = Level.PROCESS  # from this level on an instance gets no req
 def level_of(number: int) -> Level:
     """The level of a number from outside; a number beyond the worst level is the worst."""
     return Level(min(max(number, Level.WELL), Level.LOST))
+
+
+@dataclass(frozen=True, slots=True)
+class FaultJudged:
+    """What the health-monitor has judged of one incarnation.
+
+    `held_back` says why nothing is done about it; empty: it is acted on.
+    """
+
+    instance_id: str
+    incarnation: int
+    level: Level
+    reasons: tuple[str, ...] = ()
+    held_back: str = ""
+    since: float = 0.0  # unix seconds, by the health-monitor's clock
+
+    def __str__(self) -> str:
+        return f"fault level {self.level:d}: {', '.join(self.reasons)}"
+
+    @property
+    def ejects(self) -> bool:
+        """The instance gets no requests because of it."""
+        return self.level >= EJECTS_FROM and not self.held_back

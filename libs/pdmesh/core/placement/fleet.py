@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.placement.instance import FaultJudged, Identity, Instance
+from pdmesh.core.placement.instance import Identity, Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 from pdmesh.core.placement.reservations import Reservations
 

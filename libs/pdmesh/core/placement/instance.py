@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
@@ -45,21 +45,6 @@ class Identity:
         return (self.group_id, f"{self.model_fingerprint}/{self.revision}/{self.kv_region}")
 
 
-@dataclass(frozen=True, slots=True)
-class FaultJudged:
-    """What the health-monitor holds against one incarnation.
-
-    `held_back` says why nothing is done about it; empty: it is acted on.
-    """
-
-    instance_id: str
-    incarnation: int
-    level: Level
-    reasons: tuple[str, ...] = ()
-    held_back: str = ""
-    since: float = 0.0  # unix seconds, by the health-monitor's clock
-
-
 @dataclass(slots=True)
 class Instance:
     """One instance as placement sees it."""
@@ -95,8 +80,7 @@ class Instance:
     @property
     def is_ejected(self) -> bool:
         """It gets no requests because of a fault that is acted on (S34)."""
-        fault = self.fault
-        return fault is not None and fault.level >= EJECTS_FROM and not fault.held_back
+        return self.fault is not None and self.fault.ejects
 
     @property
     def is_decode(self) -> bool:

@@ -16,8 +16,7 @@ from pdmesh.core.health.ejection_cap import (
     FleetEjectionCap,
     TakenOut,
 )
-from pdmesh.core.health.fault_levels import Level
-from pdmesh.core.placement.instance import FaultJudged
+from pdmesh.core.health.fault_levels import FaultJudged, Level
 
 pytestmark = pytest.mark.req("S34", "S36")
 

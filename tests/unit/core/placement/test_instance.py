@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.health.fault_levels import Level
-from pdmesh.core.placement.instance import FaultJudged
+from pdmesh.core.health.fault_levels import FaultJudged, Level
 from tests.support.placements import QUERY, make, pair, planned
 
 
