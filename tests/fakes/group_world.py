@@ -237,11 +237,11 @@ class World:
         for process in self.processes.values():
             role_spec = process.life.role_spec
             if process.record().phase is Phase.READY and role_spec is not None:
-                cell = (role_spec.group_id, role_spec.revision)
+                group_revision = (role_spec.group_id, role_spec.revision)
                 for _ in range(num):
-                    self.upgrading.handle(RequestAnswered(cell, 0.1, 0.01), self.now)
+                    self.upgrading.handle(RequestAnswered(group_revision, 0.1, 0.01), self.now)
                     if sick and role_spec.revision == sick:
-                        self.upgrading.handle(LegFailureReported(cell), self.now)
+                        self.upgrading.handle(LegFailureReported(group_revision), self.now)
 
     def elect(self) -> None:
         """Another master leads: it knows what the registry knows."""

@@ -57,13 +57,15 @@ class UpgradeFeed:
 
         Its prefill's group and revision count; its decode has the same.
         """
-        cell = self._cell(event.prefill_id)
-        if cell is None:
+        group_revision = self._group_revision(event.prefill_id)
+        if group_revision is None:
             return
         num_after = event.usage.num_completion_tokens - 1
         decode_s = max(0.0, event.e2e_ms - event.ttft_ms) / 1e3
         t_p_s = max(0.0, event.ttft_ms - event.queue_ms) / 1e3
-        self._tell(RequestAnswered(cell, t_p_s, decode_s / num_after if num_after > 0 else None))
+        self._tell(
+            RequestAnswered(group_revision, t_p_s, decode_s / num_after if num_after > 0 else None)
+        )
 
     async def _on_error(self, message: Message) -> None:
         try:
@@ -71,11 +73,11 @@ class UpgradeFeed:
         except msgspec.MsgspecError as exc:
             log.warning("upgrade.bad_event", error=str(exc))
             return
-        cell = self._cell(event.header.publisher_id)
-        if cell is not None and event.request_id and event.reason not in _NO_FAILURES:
-            self._tell(LegFailureReported(cell))
+        group_revision = self._group_revision(event.header.publisher_id)
+        if group_revision is not None and event.request_id and event.reason not in _NO_FAILURES:
+            self._tell(LegFailureReported(group_revision))
 
-    def _cell(self, instance_id: str) -> GroupRevision | None:
+    def _group_revision(self, instance_id: str) -> GroupRevision | None:
         instance = self._fleet.instances.get(instance_id)
         if instance is None:
             return None

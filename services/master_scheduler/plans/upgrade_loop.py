@@ -156,8 +156,8 @@ class UpgradeLoop:
             return
         given = observed.given.get(step.instance_id)
         if given is not None and given.incarnation == step.incarnation:
-            cell = (step.group_id, given.role_spec.revision)
-            self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
+            group_revision = (step.group_id, given.role_spec.revision)
+            self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
         """Instances with a fault of their own, even if only suspected."""
@@ -166,8 +166,8 @@ class UpgradeLoop:
             fault = instance.fault
             own = [r for r in fault.reasons if not r.startswith(_OF_HARDWARE)] if fault else []
             if own and fault is not None and fault.level:
-                cell = (instance.identity.group_id, instance.identity.revision)
-                found.setdefault(cell, {})[instance.id] = own[0]
+                group_revision = (instance.identity.group_id, instance.identity.revision)
+                found.setdefault(group_revision, {})[instance.id] = own[0]
         return found
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:

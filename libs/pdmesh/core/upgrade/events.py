@@ -80,7 +80,7 @@ class GroupsObserved:
 class MemberLost:
     """An instance of this revision was lost or failed and was not asked to leave."""
 
-    cell: GroupRevision
+    group_revision: GroupRevision
     instance_id: str
 
 

@@ -17,7 +17,7 @@ from pdmesh.core.groups.desired import UpgradeLimits
 
 GroupRevision = tuple[str, str]  # group and revision
 
-MAX_CELLS: Final = 1024
+_MAX_GROUP_REVISIONS: Final = 1024
 _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
 _MIN_ANSWERS: Final = 20  # on each side, before times are compared
@@ -33,16 +33,16 @@ class RequestAnswered:
     `tpot_s`: per token after it; None: no token.
     """
 
-    cell: GroupRevision
+    group_revision: GroupRevision
     t_p_s: float
     tpot_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class LegFailureReported:
-    """An instance of the cell failed a request, whether or not the client noticed."""
+    """An instance of it failed a request, whether or not the client noticed."""
 
-    cell: GroupRevision
+    group_revision: GroupRevision
 
 
 @dataclass(slots=True)
@@ -70,17 +70,17 @@ class Tally:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of the last ten minutes, by cell.
+    """The answers of the last ten minutes, by group and revision.
 
-    Beyond the bound the cell that was silent longest is forgotten.
+    Beyond the bound those that were silent longest are forgotten.
     """
 
-    _cells: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
+    _buckets: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
         default_factory=OrderedDict
     )
 
     def handle(self, event: RequestAnswered | LegFailureReported, now: float) -> None:
-        tally = self._bucket(event.cell, now)
+        tally = self._bucket(event.group_revision, now)
         match event:
             case LegFailureReported():
                 tally.num_failed += 1
@@ -91,20 +91,20 @@ class Answers:
                     tally.num_tpot += 1
                     tally.tpot_s += tpot_s
 
-    def of(self, cells: Collection[GroupRevision], since: float, until: float) -> Tally:
+    def of(self, group_revisions: Collection[GroupRevision], since: float, until: float) -> Tally:
         """The sum over buckets that began in this time, so that nothing before `since` counts."""
         total = Tally()
-        for cell in cells:
-            for began, tally in self._cells.get(cell, ()):
+        for group_revision in group_revisions:
+            for began, tally in self._buckets.get(group_revision, ()):
                 if since <= began < until:
                     total.add(tally)
         return total
 
-    def _bucket(self, cell: GroupRevision, now: float) -> Tally:
-        buckets = self._cells.setdefault(cell, deque(maxlen=_NUM_BUCKETS))
-        self._cells.move_to_end(cell)
-        if len(self._cells) > MAX_CELLS:
-            self._cells.popitem(last=False)
+    def _bucket(self, group_revision: GroupRevision, now: float) -> Tally:
+        buckets = self._buckets.setdefault(group_revision, deque(maxlen=_NUM_BUCKETS))
+        self._buckets.move_to_end(group_revision)
+        if len(self._buckets) > _MAX_GROUP_REVISIONS:
+            self._buckets.popitem(last=False)
         if not buckets or now - buckets[-1][0] >= _BUCKET_S:
             buckets.append((now, Tally()))
         return buckets[-1][1]

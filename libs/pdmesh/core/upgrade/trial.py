@@ -23,7 +23,7 @@ _BEFORE_S: Final = 300.0  # answers before a change that it is compared with
 class Trial:
     """One group since it was given a revision."""
 
-    cell: GroupRevision
+    group_revision: GroupRevision
     since: float
     unwhole_since: float | None
     whole_since: float | None = None
@@ -56,7 +56,7 @@ class Trials:
 
     def lost(self, event: MemberLost) -> None:
         for trial in self._trials.values():
-            if trial.cell == event.cell:
+            if trial.group_revision == event.group_revision:
                 trial.incidents[event.instance_id] = "it was lost"
 
     def forget(self, scenario: str) -> None:
@@ -66,11 +66,11 @@ class Trials:
     def keep_only(self, scenarios: Iterable[str]) -> None:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
-    def trial(self, scenario: str, cell: GroupRevision, now: float) -> Trial:
+    def trial(self, scenario: str, group_revision: GroupRevision, now: float) -> Trial:
         """The present trial, or a new one if the group or its revision is another."""
         trial = self._trials.get(scenario)
-        if trial is None or trial.cell != cell:
-            trial = self._trials[scenario] = Trial(cell, now, now)
+        if trial is None or trial.group_revision != group_revision:
+            trial = self._trials[scenario] = Trial(group_revision, now, now)
         return trial
 
     def why_slow_or_failing(
@@ -82,7 +82,7 @@ class Trials:
         now: float,
     ) -> str:
         until = now + 1.0
-        new = self._answers.of([trial.cell], trial.since, until)
+        new = self._answers.of([trial.group_revision], trial.since, until)
         old = self._answers.of(list(controls), trial.since, until)
         if not old.num:
             old = self._answers.of([before], trial.since - _BEFORE_S, trial.since)
