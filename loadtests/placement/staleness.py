@@ -24,9 +24,10 @@ from typing import Final
 
 from loadtests.harness.processes import ProcessSet, cpu_between
 from loadtests.harness.results import quantile, write
+from loadtests.harness.server import running
 from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixIndex
 from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
-from pdmesh.embedded.servers import NatsServer, running
+from pdmesh.embedded.servers import NatsServer
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.instance.legs.load_book import LoadBook
 from pdmesh.instance.legs.publishing import KvBlocksPublisher, LoadPublisher

@@ -19,7 +19,6 @@ from pdmesh.core.kv.tiers.load_plan import (
     Source,
     Tier,
     plan_load,
-    positions_of,
 )
 
 
@@ -85,7 +84,7 @@ class HostPools:
 
     def _source(self, worker: str, name: str, hashes: Sequence[bytes]) -> Source:
         tier = Tier.HOST if name == worker else Tier.PEER
-        held = positions_of(h in self._pools[name].held for h in hashes)
+        held = sum((h in self._pools[name].held) << i for i, h in enumerate(hashes))
         return Source(tier, held, self.costs.costs[tier], name)
 
     def _seconds(self, plan: LoadPlan) -> float:

@@ -20,11 +20,11 @@ from typing import Final
 
 from loadtests.harness.results import spread_table, write
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
+from loadtests.sim.profile import profile
 from loadtests.traffic.workloads import Arrival, poisson, prefixed_scenarios
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
-from pdmesh.engine.profile import profile
 
 
 @dataclass(frozen=True, slots=True)

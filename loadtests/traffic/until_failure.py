@@ -23,6 +23,7 @@ from typing import Final
 
 from loadtests.harness.progress import Progress
 from loadtests.harness.results import quantile, write
+from loadtests.sim.profile import profile
 from loadtests.traffic.loops import Answer, Target, closed_loop
 from loadtests.traffic.services import (
     DECODE_SLOTS,
@@ -34,7 +35,6 @@ from loadtests.traffic.services import (
 )
 from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import LAWS
-from pdmesh.engine.profile import profile
 from pdmesh.launcher.mesh import Mesh
 
 _MAX_LEVELS: Final = 12

@@ -9,23 +9,20 @@ its URL holds, and a file that only this user can read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Final, Protocol
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.embedded import child
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
 
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
-_STOP_S: Final = 5.0
 _NATS_USER: Final = "pdmesh"
 
 _NATS_CONFIG: Final = """\
@@ -121,32 +118,6 @@ class ValkeyServer:
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
-
-
-@contextlib.asynccontextmanager
-async def running(server: Server, log_file: Path, timeout_s: float = 10.0) -> AsyncIterator[str]:
-    """The server's URL, for as long as the block runs.
-
-    For tests and tools; a mesh supervises its own.
-    """
-    process = child.start(server.command(), os.environ, log_file)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await server.is_ready():
-                if process.poll() is not None:
-                    raise RuntimeError(
-                        f"{server.name} ended with {process.returncode}; see {log_file}"
-                    )
-                await asyncio.sleep(0.01)
-        yield server.url
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        finally:
-            process.kill()
-            process.wait()
-            server.close()
 
 
 async def _says(

@@ -13,10 +13,10 @@ from typing import Final
 
 from loadtests.sim.load import Lengths, poisson
 from loadtests.sim.mesh import MeshShape, VirtualMesh
+from loadtests.sim.profile import profile
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Split, splits
 from pdmesh.engine.laws import MOCKER
-from pdmesh.engine.profile import profile
 
 TOTAL: Final = 8
 TTFT_S: Final = 2.0

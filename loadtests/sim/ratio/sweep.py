@@ -10,11 +10,11 @@ from typing import Final
 
 from loadtests.sim.load import Lengths
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
+from loadtests.sim.profile import profile
 from loadtests.traffic.workloads import Arrival
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Profile, Split
 from pdmesh.engine.laws import SMOLLM2_CPU, Law
-from pdmesh.engine.profile import profile
 
 TOTAL: Final = 8
 PREFILL_SLOTS: Final = 2

@@ -15,9 +15,10 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from loadtests.harness.server import running
 from pdmesh.embedded import binaries, child
 from pdmesh.embedded.ports import PortReservation, PortTaken
-from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer, running
+from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from tests.support.sites.processes import is_alive
 from tests.support.waiting import until
 

@@ -111,10 +111,6 @@ class HostPool:
             self._owners[slot] = owner
         return self._view(slot)
 
-    def is_writing(self, name: bytes) -> bool:
-        with self._lock:
-            return self._book.is_writing(name)
-
     def commit(
         self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
     ) -> None:

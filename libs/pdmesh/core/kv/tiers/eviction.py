@@ -172,10 +172,6 @@ class PoolBook:
             self._idle_of[self._entries[name].owner].move_to_end(name)
 
     @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
-    @property
     def num_fixed(self) -> int:
         return self._num_fixed
 
@@ -248,9 +244,6 @@ class PoolBook:
         self._writing[name] = slot, owner
         self._num_of[owner] = self._num_of.get(owner, 0) + 1
         return slot
-
-    def is_writing(self, name: bytes) -> bool:
-        return name in self._writing
 
     def commit(self, name: bytes) -> None:
         """The block is written and can be found from now on."""

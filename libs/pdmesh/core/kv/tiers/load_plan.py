@@ -24,14 +24,6 @@ class Tier(StrEnum):
 _ORDER = {tier: rank for rank, tier in enumerate(Tier)}
 
 
-def positions_of(held: Iterable[bool]) -> int:
-    """Positions in a chain as a bit mask: bit i is block i."""
-    mask = 0
-    for position, is_held in enumerate(held):
-        mask |= is_held << position
-    return mask
-
-
 def prefix_length(mask: int, first: int = 0) -> int:
     """How many positions from `first` on are in the mask without a hole."""
     mask >>= first
