@@ -1,7 +1,7 @@
 """What keeps the tree readable, checked: `python -m tools.rooms`.
 
 Folders of at most 15 files, each saying what it is for; names once; the tests of a decision in the
-file of its name.
+file of its name; constructors that a reader can call without counting.
 
 `make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 15
+MAX_PARAMETERS = 6  # of a constructor, `self` apart
 CODE = ("libs", "services", "tools", "loadtests")
 TESTS = ("tests",)
 CORE, CORE_TESTS = "libs/pdmesh/core", "tests/unit/core"
@@ -75,9 +76,30 @@ def untested(root: Path) -> Iterator[str]:
             yield f"{path.relative_to(root)}: decides, and {mirror} is not there"
 
 
+def unwieldy(root: Path) -> Iterator[str]:
+    """Constructors with many parameters, which a dataclass would name, and lambdas that assign."""
+    for path in modules(root, *SERVICES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                        count = len(method.args.args) - 1 + len(method.args.kwonlyargs)
+                        if count > MAX_PARAMETERS:
+                            where = f"{path.relative_to(root)}: {node.name}"
+                            yield f"{where} takes {count} parameters, more than {MAX_PARAMETERS}"
+            elif isinstance(node, ast.Lambda) and any(
+                isinstance(inner, ast.Name) and inner.id == "setattr"
+                for inner in ast.walk(node.body)
+            ):
+                yield f"{path.relative_to(root)}:{node.lineno}: a lambda calls setattr"
+
+
+def check(root: Path) -> list[str]:
+    return [*crowded(root), *silent(root), *namesakes(root), *untested(root), *unwieldy(root)]
+
+
 def main() -> int:
-    root = Path(__file__).parents[1]
-    found = [*crowded(root), *silent(root), *namesakes(root), *untested(root)]
+    found = check(Path(__file__).parents[1])
     print(*found, sep="\n", end="\n" * bool(found))
     return int(bool(found))
 

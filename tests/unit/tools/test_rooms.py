@@ -16,13 +16,7 @@ def write(root: Path, path: str, text: str = '"""Here."""\n') -> None:
 
 
 def test_the_tree_is_as_it_should_be() -> None:
-    found = [
-        *rooms.crowded(ROOT),
-        *rooms.silent(ROOT),
-        *rooms.namesakes(ROOT),
-        *rooms.untested(ROOT),
-    ]
-    assert found == []
+    assert rooms.check(ROOT) == []
 
 
 def test_a_crowded_folder_is_named_with_its_number(tmp_path: Path) -> None:
@@ -67,3 +61,25 @@ def test_a_module_of_the_core_that_decides_has_its_tests_beside_it(tmp_path: Pat
     write(tmp_path, "tests/unit/core/a/test_judged.py")
     (found,) = rooms.untested(tmp_path)
     assert found.startswith("libs/pdmesh/core/a/unjudged.py: decides, and tests/unit/core/a/")
+
+
+def test_a_constructor_with_too_many_parameters_is_named(tmp_path: Path) -> None:
+    most = ", ".join(f"p{n}" for n in range(rooms.MAX_PARAMETERS))
+    classes = f"""\"\"\"Here.\"\"\"
+
+
+class Fits:
+    def __init__(self, {most}): ...
+
+
+class Wide:
+    def __init__(self, {most}, *, more): ...
+"""
+    write(tmp_path, "services/a.py", classes)
+    assert list(rooms.unwieldy(tmp_path)) == ["services/a.py: Wide takes 7 parameters, more than 6"]
+
+
+def test_a_lambda_that_assigns_is_named(tmp_path: Path) -> None:
+    text = '"""Here."""\n\nf = lambda x: setattr(x, "y", 1)\ng = lambda x: x.y\n'
+    write(tmp_path, "libs/pdmesh/a.py", text)
+    assert list(rooms.unwieldy(tmp_path)) == ["libs/pdmesh/a.py:3: a lambda calls setattr"]
