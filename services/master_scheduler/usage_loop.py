@@ -1,4 +1,4 @@
-"""Counts how long instances are used, and for whom, while this master leads (S22).
+"""Counts how long instances are used, and for which groups, while this master leads (S22).
 
 A successor continues from what is stored.
 """

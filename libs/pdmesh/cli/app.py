@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help=where)
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
-    down = commands.add_parser("down", parents=[common], help="stop it")
+    down = commands.add_parser("down", parents=[common], help="stop the mesh")
     down.add_argument(
         "--timeout", type=values.positive, default=40.0, help="seconds until it is killed"
     )
@@ -118,7 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--engine", choices=["vllm", "sim"], default="vllm", help="default: %(default)s")
+    add("--engine", choices=["vllm", "sim"], default="vllm", help="default: vllm")
     add(
         "--prefill", type=values.count, metavar="N", help="prefill instances (default: 1; 2 on sim)"
     )
@@ -175,10 +175,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
             type=values.port,
             default=os.environ.get(f"PDMESH_{port.upper()}_PORT", default),
             metavar="PORT",
-            help="port of the gateways; 0 picks a free one (default: %(default)s)",
+            help=f"{port.upper()} port of the gateways; 0 picks a free one (default: %(default)s)",
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format")
     add("--nats-url", default=_nats_url(), help="use this NATS server instead of starting one")
     add(
         "--redis-url",
@@ -186,7 +186,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="use this Redis or Valkey server instead of starting one",
     )
     add("--keys", type=Path, metavar="FILE", help="require API keys of this file (pdmesh keys)")
-    add("--allow-anonymous", action="store_true", help="admit all callers, even from elsewhere")
+    add("--allow-anonymous", action="store_true", help="admit callers without keys")
     add("--timeout", type=values.positive, default=300.0, help="longest wait until ready, in s")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
 
@@ -202,7 +202,7 @@ def _add_admin(
 
     groups = add("groups", "show the groups and their members")
     shown = groups.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="for programs")
+    shown.add_argument("--json", action="store_true", help="print JSON")
     groups.add_argument("--usage", action="store_true", help="show how long instances were used")
     shown.add_argument(
         "--text",
@@ -212,7 +212,7 @@ def _add_admin(
         metavar="VERSION",
         help="print the file of a version of the desired state (default: the current version)",
     )
-    add("diff", "show a file's changes").add_argument("file", type=Path, help="- reads stdin")
+    add("diff", "show what a file changes").add_argument("file", type=Path, help="- reads stdin")
     apply = add("apply", "make a file the new desired state")
     apply.add_argument("file", type=Path, help="- reads stdin")
     apply.add_argument(
@@ -266,7 +266,7 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
         help="default: $PDMESH_ADMIN_TOKEN",
     )
     admin.add_argument(
-        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="its file"
+        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="file with it"
     )
     return admin
 
@@ -294,7 +294,7 @@ def _add_ratio(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="even if the remaining instances become too busy"
     )
     parser.add_argument("--reason", default="", help="recorded with the change")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -> None:
@@ -324,15 +324,15 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
         "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
     )
     shown = actions.add_parser("list", parents=[admin], help="show pins and their holders")
-    shown.add_argument("--json", action="store_true", help="for programs")
-    remove = actions.add_parser("remove", parents=[admin], help="end a pin")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    remove = actions.add_parser("remove", parents=[admin], help="remove a pin")
     remove.add_argument("pin", help="its name")
     for each in (add, shown, remove):
         each.set_defaults(module="pins")
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--nats-url", default=_nats_url(), help="NATS of a mesh started elsewhere")
 
 
@@ -372,7 +372,7 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         "--tokens-per-min", type=values.positive, metavar="N", help="of prompts and answers"
     )
     add.add_argument(
-        "--max-concurrent", type=values.positive_int, metavar="N", help="open requests"
+        "--max-concurrent", type=values.positive_int, metavar="N", help="of open requests"
     )
     add.add_argument("--tokens-per-day", type=values.positive_int, metavar="N", help="per UTC day")
     add.add_argument(
@@ -386,7 +386,7 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     )
     add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
     actions.add_parser("list", parents=[common], help="list key ids, tenants and limits")
-    revoke = actions.add_parser("revoke", parents=[common], help="end a key")
+    revoke = actions.add_parser("revoke", parents=[common], help="revoke a key")
     revoke.add_argument("key_id", help="its id in `pdmesh keys list`")
 
 

@@ -92,7 +92,7 @@ def _holds_socket(process: Path, inodes: set[str]) -> bool:
     try:
         return any(str(fd.readlink()) in wanted for fd in (process / "fd").iterdir())
     except OSError:
-        return False  # gone, or somebody else's
+        return False  # gone, or another user's
 
 
 def _command_of(process: Path) -> str:

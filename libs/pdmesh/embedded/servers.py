@@ -1,9 +1,9 @@
-"""How to run NATS and Valkey for one mesh, and how to know that they serve.
+"""Runs NATS and Valkey for one mesh, and checks that they serve.
 
 Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket
-that only this user can open (no TCP port, so no password is needed). Every user of the machine
-reaches the port, and whoever writes to NATS is an admin of the mesh: it asks for a password that
-its URL holds, and a file that only this user can read.
+that only this user can open (no TCP port, so no password is needed). Every user of the machine can
+reach the port, and write access to NATS is admin access to the mesh. So NATS asks for a password,
+which its URL has, and a file that only this user can read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a process takes part in the mesh: what it hears, whom it sees, and as whom it publishes."""
+"""A process's part in the mesh: the events that it gets, the view, and its publisher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.net.registry import RegistryView
 
 @dataclass(frozen=True, slots=True)
 class MeshLink:
-    """One for each process; all its parts share it."""
+    """One per process; all its parts share it."""
 
     bus: NatsBus
     view: RegistryView

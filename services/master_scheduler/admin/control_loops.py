@@ -1,4 +1,4 @@
-"""The loops of the control plane: all run at every master, and act at the leader alone."""
+"""The loops of the control plane: they run at every master, and act at the leader only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 
 @dataclass(frozen=True, slots=True)
 class ControlLoops:
-    """What operators see and change goes through them."""
+    """Operators see and change the mesh through them."""
 
     groups: GroupReconciler
     plans: PlanLoop

@@ -1,5 +1,4 @@
-"""The cluster as this master knows it: instances, assignments, the desired state, and who is out
-of service.
+"""The cluster as this master knows it: instances, assignments, desired state, out-of-service list.
 
 It only reads. Every master follows it, not only the leader: any of them may lead the next moment.
 """
@@ -125,7 +124,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """All of it, as the group controller takes it. `desired` is that version's."""
+        """The input of the group controller. `desired` is the current version's."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

@@ -86,7 +86,7 @@ class GroupReconciler:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """As the view's; None while this leader can act on nothing."""
+        """As the view's; None while this leader cannot act."""
         return None if self.paused else self.view.current
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:

@@ -13,7 +13,7 @@ from pdmesh.net.events import EventPublisher
 
 
 class GroupAnnouncer:
-    """`wake` it after each change. `is_leader` says whether this process may announce."""
+    """Call `wake` after each change. `is_leader` says whether this process may announce."""
 
     def __init__(
         self,

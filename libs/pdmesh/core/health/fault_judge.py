@@ -207,7 +207,7 @@ class FaultJudge:
                 assert instance.instance_id in self._cap.out(instance.peers)
         for instance in self._instances.values():
             if instance.level > Level.TRANSIENT:
-                assert instance.signals, "nobody is judged without a reason"
+                assert instance.signals, "a verdict needs a reason"
 
     # -- what is heard ----------------------------------------------------------------------------
 

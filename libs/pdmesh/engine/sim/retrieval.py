@@ -1,8 +1,7 @@
-"""Retrieving KV at the sim engine's decode half: pull, scatter into fresh blocks, read the digest
-back.
+"""Receives KV at the sim engine's decode half: pulls, scatters into new blocks, reads the digest.
 
 `core.kv.transfer.incoming_blocks` decides, as it does for vLLM's workers. Pulls run beside the step
-loop, so that running sequences go on drawing (S52).
+loop, so that running sequences keep drawing (S52).
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ from pdmesh.net.tasks import watched
 
 T = TypeVar("T")
 
-_TICK_S: Final = 0.01  # more than a loop's timers may be early
-_QUICK_BYTES: Final = 1 << 20  # of KV: read within the loop's turn, a thread would cost more
+_TICK_S: Final = 0.01  # the loop's timers may be early by less than this
+_QUICK_BYTES: Final = 1 << 20  # of KV: read at once, since a thread would cost more
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,8 @@ class _Retrieval:
     job: DecodeJob
     first_token: int | None
     blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
-    pull: asyncio.Task[LoadFailure | None] | None = None  # from its turn on
-    has_landing: bool = True  # it is ours: nothing was asked for yet, or all of it came
+    pull: asyncio.Task[LoadFailure | None] | None = None  # once its turn has come
+    has_landing: bool = True  # it is ours: nothing was asked for yet, or all of it arrived
     digest: int | None = None  # of its KV, once that was read
     is_complete: bool = False
 
@@ -130,7 +129,7 @@ class Retriever:
             self._tell(FirstTokenKnown(leg))
 
     def abort(self, leg: int) -> None:
-        """What was pulled is dropped; a pull under way is cancelled, and the agent frees its landing range."""
+        """Drop what was pulled; cancel a pull under way, whose landing range the agent frees."""
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.is_complete:  # its KV is being read
             self._release(leg)
@@ -175,7 +174,7 @@ class Retriever:
     def _start(self, retrieval: _Retrieval, awaits_prefill: bool) -> None:
         job, params = retrieval.job, self._memory.model.params
         self._emit(KvPulling(job.leg))
-        # Admission has reserved as much.
+        # Admission has reserved this much.
         last = min(len(job.prompt) + 1 + job.sampling.max_tokens, params.max_model_len)
         retrieval.blocks = self._pool.allocate(-(-last // params.block_size))
         pull = self._spawn(self._pull(retrieval, awaits_prefill), f"pull-{job.leg}")
@@ -184,7 +183,7 @@ class Retriever:
 
     async def _pull(self, retrieval: _Retrieval, awaits_prefill: bool) -> LoadFailure | None:
         job, blocks = retrieval.job, self._prompt_blocks(retrieval)
-        retrieval.has_landing = False  # from now on the agent says when it is free
+        retrieval.has_landing = False  # from now on the agent reports when it is free
         try:
             await self._agent.pull(
                 job.ticket,
@@ -214,7 +213,7 @@ class Retriever:
         self._tell(PullEnded(job.leg, failure, landings))
 
     def _land(self, leg: int, offset: int, data: ByteArray, blocks: list[int]) -> None:
-        """A verified range goes into its blocks while the next ones are on their way."""
+        """Scatter a verified range while the next ones are on their way."""
         for _ in self._loads.handle(RangeVerified(leg), time.monotonic()):
             try:
                 self._memory.blocks.scatter_part(data, offset, blocks)
@@ -223,7 +222,7 @@ class Retriever:
         failpoints.hit("decode.range")
 
     async def _keep(self, job: DecodeJob) -> None:
-        """Its lease is renewed while it waits its turn; should that not work, its pull will say why."""
+        """Renew the lease during the wait for a turn; if that fails, the pull reports why."""
         with contextlib.suppress(KvTransferFailed):
             await self._agent.keep(job.ticket, job.deadline_s)
 

@@ -43,7 +43,7 @@ for _name, _help, _read, _unit in (
     ),
     (
         names.KV_CONNECTIONS,
-        "Open KV connections of all ranks, whoever opened them",
+        "Open KV connections of all ranks, opened by either side",
         lambda h: h.num_kv_connections,
         "1",
     ),

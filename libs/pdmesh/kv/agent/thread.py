@@ -268,7 +268,7 @@ class AgentThread:
         def run() -> None:
             try:
                 what()
-            except Exception as exc:  # noqa: BLE001  handed over to whoever called
+            except Exception as exc:  # noqa: BLE001  handed to the caller
                 done.set_exception(exc)
             else:
                 done.set_result(None)

@@ -116,7 +116,7 @@ class DiskThreads:
             self._progress[me] = self._clock()
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  whoever submitted it gets it
+        except BaseException as error:  # noqa: BLE001  its submitter gets it
             self._returned(me)
             future.set_exception(error)
         else:

@@ -72,7 +72,7 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class LoadCancelled:
-    """The request ended: nobody waits for its KV."""
+    """The request ended: its KV is no longer wanted."""
 
     leg: int
 

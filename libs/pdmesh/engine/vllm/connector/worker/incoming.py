@@ -1,11 +1,10 @@
-"""One rank's KV on its way in: pulls, and scatters what lands into the blocks that vLLM holds for
-the waiting request.
+"""One rank's KV on its way in: pulls it and scatters it into the waiting request's blocks.
 
-`core.kv.transfer.incoming_blocks` decides; this carries it out. vLLM keeps the blocks until it has
-been told that the load is over, also if the request was aborted. Ranges are scattered as they land,
-on the agent's thread and outside of the lock, which all other effects hold so that they keep the
-order of the decisions. A sender of another number of ranks is pulled from in pieces, which take no
-turns: only the lease at a rank's like is kept while it waits.
+`core.kv.transfer.incoming_blocks` decides; this module carries it out. vLLM keeps the blocks until
+the load is reported as over, even if the request was aborted. Ranges are scattered as they land, on
+the agent's thread and outside of the lock. All other effects hold the lock, so that they keep the
+order of the decisions. A sender with another number of ranks is pulled from in pieces, which take
+no turns: while they wait, only the lease at the rank of the same number is renewed.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ from pdmesh.kv.transport.base import ByteArray
 class _Loading:
     load: KvLoad
     pieces: tuple[PiecePull, ...]
-    pull: TogetherPull | None = None  # from its turn on
+    pull: TogetherPull | None = None  # once its turn has come
 
 
 class IncomingKv:
@@ -89,7 +88,7 @@ class IncomingKv:
     ) -> None:
         self._share, self._rank = share, share.rank
         self._caches, self._agent, self._send = caches, agent, send
-        self._lock = threading.RLock()  # an effect may bring the next event with it
+        self._lock = threading.RLock()  # an effect may cause the next event
         self._blocks = IncomingBlocks(max_pulls)
         self._loading: dict[int, _Loading] = {}  # by leg, until its blocks are done
         self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg; whether it is complete
@@ -113,11 +112,11 @@ class IncomingKv:
         with self._lock:
             self._loading[load.leg] = _Loading(load, pieces)
             self._tell(started)
-            if not load.block_ids:  # its pull acknowledges, and nothing waits for it
+            if not load.block_ids:  # its pull only acknowledges, and nothing waits for it
                 del self._loading[load.leg]
 
     def cancel(self, load: KvLoad) -> None:
-        """The load is no longer wanted; `take_results` says when its blocks may go."""
+        """The load is no longer wanted; `take_results` reports when its blocks may go."""
         with self._lock:
             self._arrived.pop(load.leg, None)
             if load.leg in self._over:
@@ -125,7 +124,7 @@ class IncomingKv:
             self._tell(LoadCancelled(load.leg))
 
     def forget(self, leg: int) -> None:
-        """Its request ended before its load began."""
+        """The request ended before its load began."""
         self._tell(LoadCancelled(leg))
 
     def take_results(self) -> tuple[set[str], set[str]]:
@@ -148,7 +147,7 @@ class IncomingKv:
         self._send(Received(self._rank, entered.leg, num_bytes, duration_s, num_computed, waited_s))
 
     def take_first_tokens(self) -> dict[int, int]:
-        """By leg; what the scheduler has not been told yet."""
+        """By leg; those that the scheduler has not been told yet."""
         with self._lock:
             news, self._first_tokens = self._first_tokens, {}
         return news
@@ -227,7 +226,7 @@ class IncomingKv:
         failpoints.hit("decode.range")
 
     def _report(self, report: ReportLoad) -> None:
-        """At once: the step that is under way may take longer than a pull."""
+        """At once: the current step may take longer than a pull."""
         leg, failure = report.leg, report.failure
         if failure is None:
             num_bytes = self._num_bytes(self._loading[leg].load)
