@@ -392,7 +392,9 @@ async def test_a_redis_without_memory_costs_no_request_and_no_queue(world: World
 
 
 @pytest.mark.fault("F21")
-async def test_a_wiped_jetstream_store_is_filled_again_and_nobody_restarts(world: World) -> None:
+async def test_a_wiped_jetstream_store_is_filled_again_and_no_process_restarts(
+    world: World,
+) -> None:
     await settled(world)
     pids = {name: world.mesh.pid(name) for name in world.mesh.names}
     async with Traffic(world) as traffic:

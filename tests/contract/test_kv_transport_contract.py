@@ -235,7 +235,9 @@ async def test_a_lost_answer_fails_at_the_deadline_and_frees_the_landing(
 
 
 @pytest.mark.fault("F35")
-async def test_the_end_of_the_lease_frees_a_ticket_nobody_pulls(transport: MakeTransport) -> None:
+async def test_the_end_of_the_lease_frees_a_ticket_that_is_never_pulled(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
         staged = loop_time()
         pair.stage(SMALL, lease_s=0.1)

@@ -154,7 +154,7 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
 
 
 @pytest.mark.fault("F18")
-async def test_nobody_is_declared_dead_because_the_store_was_away(world: World) -> None:
+async def test_no_process_is_declared_dead_because_the_store_was_away(world: World) -> None:
     """Longer than a lease, so that each lease ends in the store; the owners live and come back."""
     owner, dying, other = [await world.registry() for _ in range(3)]
     lease = await owner.register(record())

@@ -61,7 +61,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "short chats" in page([run], {})
 
 
-def test_the_page_says_what_scheduling_is_worth_and_who_is_best() -> None:
+def test_the_page_says_what_scheduling_is_worth_and_which_policy_is_best() -> None:
     runs = [
         ran(OURS, ttft_ms_p95=180.0, reused_tokens=138.0, goodput_per_s=9.0,
             twin_within_slo_percent=98.0),

@@ -262,7 +262,7 @@ def test_local_queues_put_a_short_prompt_behind_the_long_one(policy: str) -> Non
 # --- workloads ------------------------------------------------------------------------------------
 
 
-def test_scaling_keeps_who_shares_with_whom() -> None:
+def test_scaling_keeps_which_prompts_share_prefixes() -> None:
     arrivals = load(1, count=5)
     small = scaled(arrivals, time=0.5, lengths=0.25, block_size=16)
     for before, after in zip(arrivals, small, strict=True):

@@ -34,7 +34,7 @@ async def staged(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, Ticket]:
 
 @pytest.mark.req("S49")
 @pytest.mark.fault("F27")
-async def test_aborts_at_any_moment_free_everything_and_harm_nobody(
+async def test_aborts_at_any_moment_free_everything_and_harm_no_other_request(
     pair: Pair, reference: Reference
 ) -> None:
     """Aborted loads overlap healthy ones, whose blocks they would spoil if they wrote late."""

@@ -78,7 +78,7 @@ async def test_a_stop_token_ends_the_output_at_either_side(
 
 
 @pytest.mark.fault("F27")
-async def test_requests_given_up_at_any_moment_free_everything_and_harm_nobody(
+async def test_requests_given_up_at_any_moment_free_everything_and_harm_no_other(
     pair: Pair, reference: Reference
 ) -> None:
     """The prefill, the decode or both are aborted after a random time, while others go on."""

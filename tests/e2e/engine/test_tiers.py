@@ -297,9 +297,7 @@ async def test_a_local_job_is_served_and_so_is_its_answer(
 
 
 @pytest.mark.req("S49")
-async def test_staged_blocks_are_the_engines_again_before_anybody_pulls(
-    pair: Pair, small: Host
-) -> None:
+async def test_staged_blocks_are_the_engines_again_before_any_pull(pair: Pair, small: Host) -> None:
     """Prompts of twice the cache wait in the staging arena, and the next one is computed as if
     there were none.
     """

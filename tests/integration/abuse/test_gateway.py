@@ -216,7 +216,7 @@ GOOD_BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.fault("F31", "F32")
-async def test_what_is_malformed_gets_its_status_and_stops_nobody(mesh: Mesh) -> None:
+async def test_a_malformed_request_gets_its_status_and_disturbs_no_other(mesh: Mesh) -> None:
     async with served_meanwhile(mesh):
         for case, (body, status) in BAD_BODIES.items():
             ended = await attack(mesh, post(body))

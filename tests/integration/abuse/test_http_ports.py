@@ -158,7 +158,7 @@ async def test_every_port_holds_a_head_to_the_rfc(mesh: Mesh) -> None:
 
 
 @pytest.mark.fault("F29")
-async def test_whoever_fills_a_port_for_operators_does_not_silence_the_process(mesh: Mesh) -> None:
+async def test_a_flood_on_the_ops_port_does_not_silence_the_process(mesh: Mesh) -> None:
     """300 half heads stayed for ever.
 
     A supervisor that gets no answer kills the process, so that a full port lets it in.

@@ -95,7 +95,7 @@ async def test_the_token_is_shown_to_the_leader_of_the_last_epoch_alone(bus: Nat
         assert not former.tokens
 
 
-async def test_while_no_master_leads_the_token_is_shown_to_nobody(bus: NatsBus) -> None:
+async def test_while_no_master_leads_the_token_is_sent_to_no_process(bus: NatsBus) -> None:
     follower = Master(0)
     async with registered(bus, "master-a", follower, 0):
         with pytest.raises(Unavailable, match="no master leads"):

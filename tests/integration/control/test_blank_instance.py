@@ -258,7 +258,7 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
 
 
 @pytest.mark.req("S18")
-async def test_health_is_told_at_once_and_whoever_has_a_role_of_its_own_follows_too(
+async def test_health_is_told_at_once_and_an_instance_with_a_fixed_role_follows_too(
     site: Site, master: Master
 ) -> None:
     beats: list[InstanceHealth] = []

@@ -164,7 +164,7 @@ async def test_a_new_incarnation_begins_without_the_old_ones_faults(site: Site) 
 
 
 @pytest.mark.req("S34")
-async def test_reports_outlive_the_monitor_and_the_next_one_clears_what_nobody_says(
+async def test_reports_outlive_the_monitor_and_the_next_one_clears_those_that_no_source_repeats(
     site: Site,
 ) -> None:
     await site.until_level("decode-0", 2, HANGS)

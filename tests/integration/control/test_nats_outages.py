@@ -33,7 +33,9 @@ def record(name: str) -> InstanceRecord:
 
 
 @pytest.mark.fault("F18")
-async def test_a_paused_server_is_noticed_and_kills_nobody(server: servers.TestServer) -> None:
+async def test_a_paused_server_is_noticed_and_makes_no_process_dead(
+    server: servers.TestServer,
+) -> None:
     """On SIGCONT the server ends every lease at once, before any owner can renew."""
     await server.start()
     bus = await NatsBus.connect(server.url, "test")

@@ -213,7 +213,7 @@ async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_limit_that_nobody_gave_is_what_the_context_leaves(
+async def test_an_absent_limit_is_what_the_context_leaves(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     prompt = "a" * 4093
@@ -373,7 +373,7 @@ async def test_fusion_gives_the_same_answer(tmp_path: Path) -> None:
         assert not fusion.starts
 
 
-async def test_a_request_with_nobody_to_serve_it_fails_at_once(tmp_path: Path) -> None:
+async def test_a_request_that_no_instance_can_serve_fails_at_once(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path, 0, 0, model="tiny") as mesh,
         httpx.AsyncClient() as client,

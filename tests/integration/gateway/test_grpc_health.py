@@ -109,7 +109,7 @@ class Caller:
 
 
 @pytest.mark.fault("F29", "F30")
-async def test_watches_are_bounded_and_whoever_has_most_makes_room() -> None:
+async def test_watches_are_bounded_and_the_address_with_most_makes_room() -> None:
     servicer = HealthServicer((SERVICE,), max_watches=4)
     told: dict[str, list[int]] = {}
 

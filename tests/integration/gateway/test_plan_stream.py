@@ -50,7 +50,7 @@ async def test_an_answer_that_came_too_late_never_answers_the_next_question(
         await stream.close()
 
 
-async def test_what_the_master_raises_reaches_who_asked_and_the_stream_opens_again(
+async def test_the_masters_error_reaches_the_caller_and_the_stream_opens_again(
     master: FakeMaster,
 ) -> None:
     async with serving(master) as port:
@@ -144,7 +144,7 @@ async def test_why_the_master_ranks_nothing_reaches_the_client(
         assert ("retry-after" in response.headers) == (status == 503)
 
 
-async def test_a_scenario_that_nobody_serves_is_named(tmp_path: Path) -> None:
+async def test_a_scenario_without_instances_is_named(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path) as mesh,
         serving(RefusingMaster("SCENARIO_NOT_FOUND")) as port,

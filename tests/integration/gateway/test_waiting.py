@@ -109,7 +109,7 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("S90", "S91")
-async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) -> None:
+async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) -> None:
     """Room for one is no room for a batch of two; then the two long ones go, though a short one
     came between.
     """
@@ -277,7 +277,7 @@ async def test_one_death_is_one_for_all_choices_and_clients_that_saw_it(tmp_path
         assert not mesh.gateway.frontend.shared.poison, "it was answered"
 
 
-async def test_an_idle_mesh_makes_nobody_wait(
+async def test_an_idle_mesh_makes_no_request_wait(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The uncontended path never enters the room."""

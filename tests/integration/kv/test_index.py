@@ -296,7 +296,7 @@ async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
     await store.close()
 
 
-async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhile(
+async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_died(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     left = StoredInstance(1, 1, frozenset(chain(4)))  # by an index

@@ -276,7 +276,7 @@ async def test_a_receiver_that_dies_leaves_the_ticket_to_another() -> None:
 
 
 @pytest.mark.fault("F6", "F35")
-async def test_tickets_nobody_pulls_are_freed_at_the_end_of_their_lease() -> None:
+async def test_tickets_that_are_never_pulled_are_freed_at_the_end_of_their_lease() -> None:
     async with sender(SMALL, lease_s=0.2) as prefill:
         await prefill.stage(3)
         for name in ("t0", "t1", "t2"):

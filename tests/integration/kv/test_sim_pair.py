@@ -321,7 +321,7 @@ async def test_a_ticket_of_an_earlier_incarnation_is_refused() -> None:
         await d.until_idle()
 
 
-async def test_staged_kv_that_nobody_pulls_is_freed_when_its_lease_ends() -> None:
+async def test_staged_kv_that_is_never_pulled_is_freed_when_its_lease_ends() -> None:
     async with pair(ticket_lease_s=0.2) as (p, _, to_p, _):
         leg = await to_p.prefill(prompt_of(300), Sampling(max_tokens=5, ignore_eos=True))
         await leg.until("first_token")

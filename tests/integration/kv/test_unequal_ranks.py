@@ -250,7 +250,7 @@ def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> Non
     ],
     ids=["another dtype", "other scales", "another place for the scales"],
 )
-def test_int8_is_refused_by_who_would_read_it_otherwise(other: Kind) -> None:
+def test_int8_is_refused_if_the_receiver_would_read_it_differently(other: Kind) -> None:
     """At the handshake, and by a pull for all that: the bytes would fit, or nearly, and be
     wrong.
     """

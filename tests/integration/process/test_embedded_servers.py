@@ -39,7 +39,7 @@ async def test_a_server_starts_in_its_private_directory_and_stops(
     assert (tmp_path / kind).stat().st_mode & 0o777 == 0o700
 
 
-async def test_nats_lets_nobody_in_who_cannot_read_its_file(tmp_path: Path) -> None:
+async def test_nats_admits_only_users_who_can_read_its_file(tmp_path: Path) -> None:
     """Found by a stranger on the machine: whoever writes to its buckets is an admin of the mesh."""
     server = NatsServer(tmp_path / "nats")
     command = server.command()
@@ -123,7 +123,7 @@ async def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
     await until(lambda: not is_alive(pid))
 
 
-def test_a_taken_port_is_refused_with_the_name_of_who_has_it_and_the_remedy() -> None:
+def test_a_taken_port_is_refused_with_the_name_of_its_owner_and_the_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortTaken) as caught:

@@ -287,7 +287,7 @@ async def test_an_offered_upgrade_is_ignored_and_nothing_behind_it_is_lost() -> 
 
 
 @pytest.mark.fault("F29")
-async def test_a_full_listener_that_makes_room_drops_who_waited_longest() -> None:
+async def test_a_full_listener_that_makes_room_drops_the_connection_that_waited_longest() -> None:
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         reader, writer = await site.open()
         writer.write(GET % b"slow")
@@ -304,7 +304,7 @@ async def test_a_full_listener_that_makes_room_drops_who_waited_longest() -> Non
 
 
 @pytest.mark.fault("F29")
-async def test_refused_requests_that_never_end_keep_nobody_out_where_room_is_made() -> None:
+async def test_refused_requests_that_never_end_do_not_fill_a_port_that_makes_room() -> None:
     """Their connections linger, so that the answers arrive."""
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
@@ -319,7 +319,7 @@ async def test_refused_requests_that_never_end_keep_nobody_out_where_room_is_mad
 
 
 @pytest.mark.fault("F28", "F29")
-async def test_who_does_not_read_keeps_nobody_out_where_room_is_made() -> None:
+async def test_clients_that_do_not_read_do_not_fill_a_port_that_makes_room() -> None:
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         others = [await site.open() for _ in range(10)]
         for reader, writer in others:

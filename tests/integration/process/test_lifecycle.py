@@ -174,9 +174,7 @@ def test_an_ops_file_that_cannot_be_written_is_written_later(
     assert process.stop() == 0
 
 
-def test_every_line_is_json_whoever_had_something_to_say(
-    tmp_path: Path, processes: list[Process]
-) -> None:
+def test_every_line_is_json_whatever_logged_it(tmp_path: Path, processes: list[Process]) -> None:
     """gRPC's library, the warnings module, a thread and a finalizer all wrote text of their own."""
     settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
     processes.append(process := Process(tmp_path, **settings))

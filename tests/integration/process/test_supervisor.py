@@ -65,7 +65,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
         await supervised.supervisor.stop(name)
 
 
-async def test_whoever_cannot_be_told_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
+async def test_a_failing_report_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
     """Found with a launcher whose terminal had gone: a killed decode stayed dead, and stopping it
     was a KeyError.
     """

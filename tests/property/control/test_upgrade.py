@@ -177,7 +177,7 @@ def test_a_version_before_that_is_not_kept_any_more_is_named() -> None:
 
 
 @pytest.mark.req("S24")
-def test_what_somebody_changed_besides_is_not_taken_back() -> None:
+def test_what_an_operator_changed_besides_is_not_taken_back() -> None:
     """Groups go back by themselves; the desired state is left to people if more than one version
     asked for something.
     """

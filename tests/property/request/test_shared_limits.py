@@ -273,7 +273,7 @@ def test_a_limit_is_granted_once_whatever_the_number_of_gateways(
         assert admitted == [concurrent]
 
 
-def test_a_gateway_that_nobody_calls_leaves_all_of_it_to_one_that_is_called() -> None:
+def test_an_idle_gateway_leaves_the_whole_limit_to_a_busy_one() -> None:
     tenant = Tenant("acme", TenantLimits(max_concurrent=4))
     store = Store()
     fleet = [Gateway(f"g{i}", tenant, store) for i in range(3)]

@@ -336,7 +336,7 @@ def test_a_stdin_that_is_closed_is_one_clear_line(
     assert "-: stdin is closed" in capsys.readouterr().err
 
 
-def test_an_answer_for_nobody_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_reader_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `>&-`: Python then has no stdout at all."""
     monkeypatch.setattr(sys, "stdout", None)
     with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(SystemExit) as ended:

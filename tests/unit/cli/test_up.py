@@ -104,7 +104,7 @@ def test_a_door_that_would_not_open_is_said_before_anything_starts(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_nobody_needs_a_key_where_nobody_else_comes(host: str) -> None:
+def test_no_key_is_needed_on_a_loopback_address(host: str) -> None:
     spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
     assert (spec.host, spec.keys_file) == (host, None)
 

@@ -31,6 +31,6 @@ def test_what_looks_equal_is_equal() -> None:
     assert "equal" in verdicts({"default": [10.01], "a": [10.02]}, [HIT])
 
 
-def test_alone_there_is_nobody_to_beat() -> None:
+def test_without_rivals_there_is_nothing_to_beat() -> None:
     assert verdicts({"default": [1.0]}, [HIT]) == ""
     assert verdicts({"a": [1.0], "b": [2.0]}, [HIT]) == ""

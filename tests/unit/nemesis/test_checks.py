@@ -52,7 +52,7 @@ def test_another_text_and_silence_are_not(reference: Reference) -> None:
     assert judged(Asked(PROMPT, NUM_TOKENS, None, gave_up=True), reference) == []
 
 
-def test_an_error_is_one_only_where_nobody_could_take_over(reference: Reference) -> None:
+def test_an_error_counts_only_if_no_instance_could_take_over(reference: Reference) -> None:
     refused = ended("", is_done=False, finish_reason=None, error=REFUSED)
     assert judged(refused, reference) == ["I1"]
     assert judged(refused, reference, num_lost=2) == []

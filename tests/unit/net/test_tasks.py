@@ -51,7 +51,7 @@ async def test_the_failure_of_one_ends_the_others_and_is_raised() -> None:
     assert ended.is_set()
 
 
-async def test_one_that_somebody_else_cancelled_has_failed() -> None:
+async def test_a_task_cancelled_from_elsewhere_has_failed() -> None:
     """grpc.aio cancels whoever reads from a channel that is closed: the others must not go on as if
     nothing were.
     """

@@ -43,7 +43,7 @@ def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
     assert traces.current_traceparent() == ""
 
 
-def test_a_request_has_ids_though_nobody_records_it_and_keeps_those_of_its_caller() -> None:
+def test_a_request_has_ids_without_a_recorder_and_keeps_those_of_its_caller() -> None:
     first, second = (traces.start_root("chat", "").get_span_context() for _ in range(2))
     assert first.is_valid
     assert first.trace_id != second.trace_id

@@ -42,7 +42,7 @@ def test_a_group_that_loses_an_instance_while_it_forms_gives_the_others_back() -
 
 
 @pytest.mark.req("S35", "S36")
-def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched() -> None:
+def test_a_lost_instance_is_replaced_by_exactly_one_and_no_other_is_touched() -> None:
     world = World(TWO_BY_TWO)
     world.settle()
     before = {i: p.life.incarnation for i, p in world.processes.items()}
@@ -62,7 +62,7 @@ def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched()
 
 
 @pytest.mark.req("S15", "S35")
-def test_an_assignment_that_kills_whoever_takes_it_is_a_set_up_that_fails() -> None:
+def test_an_assignment_that_kills_each_instance_is_a_set_up_that_fails() -> None:
     """An engine that dies of its model takes the process with it; without an end, every blank
     instance would die of it in turn.
     """

@@ -64,7 +64,7 @@ def test_one_blank_instance_repairs_a_group_that_lost_all_of_a_role(role: Role) 
     assert world.counts() == {"chat": (1, 2, 0) if role is Role.PREFILL else (2, 1, 0)}
 
 
-def test_the_first_substitute_gets_the_role_that_nobody_has() -> None:
+def test_the_first_substitute_gets_the_missing_role() -> None:
     world = World(TWO_BY_TWO, num=4)
     world.settle()
     for instance_id in [world.ready("chat", Role.PREFILL)[0], *world.ready("chat", Role.DECODE)]:

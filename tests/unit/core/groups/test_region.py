@@ -182,7 +182,7 @@ def test_a_region_whose_processes_are_asked_to_stop_makes_no_room() -> None:
     assert given == {"us"}, world.describe()
 
 
-def test_an_instance_that_hangs_keeps_nobody_from_the_failover() -> None:
+def test_an_instance_that_hangs_keeps_no_group_from_the_failover() -> None:
     world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
     world.processes["eu-0"].is_stopping = True  # it follows no assignment
     world.settle()

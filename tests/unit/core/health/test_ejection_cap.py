@@ -66,7 +66,7 @@ def test_one_is_ejected_of_any_fleet() -> None:
 
 
 @pytest.mark.parametrize("is_ejected", [True, False])
-def test_a_worse_fault_ends_a_drain_whoever_began_it(is_ejected: bool) -> None:
+def test_a_worse_fault_ends_any_drain(is_ejected: bool) -> None:
     out = {"i0": TakenOut(is_drain=True, is_ejected=is_ejected)}
     cap = FleetEjectionCap()
     assert not cap.rule(fleet(1, i0=fault(Level.INSTANCE)), out).taken_out

@@ -87,7 +87,7 @@ def test_a_proof_decides_at_once(judge: FaultJudge) -> None:
     assert judge.current() == [judged]
 
 
-def test_a_lone_suspicion_ejects_nobody(judge: FaultJudge) -> None:
+def test_a_lone_suspicion_ejects_no_instance(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     tell(judge, "d0", CANARY)
     assert levels(tick(judge, 0.0)) == {"d0": (Level.TRANSIENT, "")}
@@ -150,7 +150,7 @@ def test_a_signal_that_is_not_told_again_is_void(judge: FaultJudge) -> None:
 
 
 @pytest.mark.fault("F18")
-def test_while_nothing_can_be_heard_nobody_is_judged(judge: FaultJudge) -> None:
+def test_while_nothing_can_be_heard_no_instance_is_judged(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     tell(judge, "d0", HANGS, ttl_s=3.0)
     tick(judge, 0.0)

@@ -101,7 +101,7 @@ def test_a_worker_cut_off_from_the_bus_is_back_when_it_registers_again(
 
 
 @pytest.mark.fault("F18")
-def test_nobody_is_judged_while_the_bus_is_away_nor_right_after(tracker: HealthTracker) -> None:
+def test_no_process_is_judged_while_the_bus_is_away_nor_right_after(tracker: HealthTracker) -> None:
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)
     tracker.handle(BusLost(), now=0.1)
     assert run(tracker, *ticks(0.1, 60.0)) == []
@@ -110,7 +110,7 @@ def test_nobody_is_judged_while_the_bus_is_away_nor_right_after(tracker: HealthT
     assert run(tracker, *ticks(61.0, 61.5)) == [(Health.SUSPECT, "heartbeat_missed")]
 
 
-def test_a_pause_of_the_monitor_itself_kills_nobody(tracker: HealthTracker) -> None:
+def test_a_pause_of_the_monitor_itself_makes_no_process_dead(tracker: HealthTracker) -> None:
     """SIGSTOP for a minute: its first tick comes before the heartbeats that waited in the
     socket.
     """

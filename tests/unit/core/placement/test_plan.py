@@ -223,9 +223,7 @@ def test_instances_of_different_revisions_never_serve_a_request_together() -> No
 
 
 @pytest.mark.req("S24")
-def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_nobody_else_is_there() -> (
-    None
-):
+def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_it_is_alone() -> None:
     canary = [
         identity("cp", Role.PREFILL, group_id="canary-default", revision="2"),
         identity("cd", Role.DECODE, group_id="canary-default", revision="2"),

@@ -45,7 +45,7 @@ def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
 
 
 @pytest.mark.req("S107")
-def test_the_remote_term_favours_no_one_who_has_the_prefix_already() -> None:
+def test_the_remote_term_favours_no_instance_that_has_the_prefix_already() -> None:
     placement = make(*pair(fetches_from_peers=True))
     plan = placement.plan(QUERY, {"prefill-1": 10}, 0.0, PeerRuns(((0, 10),)))
     assert isinstance(plan, Plan)

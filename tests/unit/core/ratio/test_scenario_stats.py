@@ -102,7 +102,7 @@ def test_what_changed_shows_within_a_few_dozen_requests() -> None:
     assert dict(scenarios.items())["chat"].t_p == pytest.approx(1.0, rel=0.06)
 
 
-def test_a_scenario_nobody_asked_for_has_no_known_bound_and_the_number_is_bounded() -> None:
+def test_a_scenario_without_requests_has_no_known_bound_and_the_number_is_bounded() -> None:
     scenarios = Scenarios()
     phi = scenarios.phi("code", fleet().instances.values(), now=0.0)
     assert (phi.prefill, phi.decode, phi.value) == (math.inf, math.inf, 0.0)

@@ -76,7 +76,7 @@ def test_who_waits_with_a_lower_priority_is_not_before_it() -> None:
     assert view.refusal("chat", {}, 1, ttft_s=1.0, now=0.1) is None
 
 
-def test_what_is_old_unknown_or_of_another_scenario_refuses_nobody() -> None:
+def test_an_old_unknown_or_foreign_report_refuses_no_request() -> None:
     view = heard({}, waiting={1: 10_000})
     assert view.refusal("other", {}, 1, ttft_s=1.0, now=0.1) is None
     assert view.refusal("chat", {}, 1, ttft_s=1.0, now=MAX_AGE_S + 0.1) is None
@@ -100,7 +100,7 @@ def test_the_rate_is_looked_up_now_and_then_and_an_unknown_one_is_said_to_be_unk
     assert master.pressure("new", 0.0).prefills_per_s == 0.0
 
 
-def test_names_that_nobody_serves_cost_served_scenarios_no_look() -> None:
+def test_unserved_names_cost_served_scenarios_no_look() -> None:
     """A client chooses them: 256 of them made the master forget the rates that it knew."""
     asked: list[str] = []
 

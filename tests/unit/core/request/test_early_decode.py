@@ -125,7 +125,7 @@ def test_a_prefill_that_dies_is_replaced_unless_the_decode_reports_that_it_has_t
         LegLost(DECODE),
     ],
 )
-def test_nor_does_anybody_wait_once_the_decode_says_that_it_has_it_not(word: Event) -> None:
+def test_the_wait_ends_once_the_decode_reports_that_it_lacks_the_kv(word: Event) -> None:
     life = Life()
     life.first_token()
     life.say(LegLost(PREFILL))

@@ -68,7 +68,7 @@ def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
     max_passed=st.integers(0, 5),
     newcomers=st.integers(0, 8),
 )
-def test_nobody_begins_much_later_than_in_order(
+def test_no_request_begins_much_later_than_in_order(
     lengths: list[int], dp_size: int, max_passed: int, newcomers: int
 ) -> None:
     """Whatever comes behind: one who has k before it goes with batch k / dp_size + max_passed + 1
@@ -105,7 +105,7 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
 
 
 @pytest.mark.req("S90")
-def test_how_often_somebody_was_passed_over_is_known_though_tenants_take_turns() -> None:
+def test_how_often_a_waiter_was_passed_over_is_known_though_tenants_take_turns() -> None:
     """Two tenants flood with short prompts; each batch of one must not begin the other's count
     anew.
     """
@@ -133,7 +133,7 @@ def test_who_left_is_not_remembered() -> None:
     room.check_invariants()
 
 
-def test_those_who_wait_for_a_decode_are_called_one_by_one() -> None:
+def test_requests_that_wait_for_a_decode_are_called_one_by_one() -> None:
     room: WaitingRoom[str] = WaitingRoom(16, window=LengthWindow(4))
     room.join("a", ["d"], 1.0)
     assert room.call("d", 1) == ["a"]

@@ -44,7 +44,7 @@ def test_a_stream_that_moves_goes_on_where_it_fits() -> None:
     assert driven.request.num_migrations == 1
 
 
-def test_a_stream_that_fits_nobody_now_waits_for_those_that_may_come_back() -> None:
+def test_a_stream_that_fits_no_instance_now_waits_for_those_that_may_return() -> None:
     driven = Driven(ttft_s=10.0)
     driven.decode(num_tokens=40)
     driven.feed(LegLost(driven.key))
@@ -62,7 +62,7 @@ def test_a_stream_that_fits_nobody_now_waits_for_those_that_may_come_back() -> N
     assert driven.request.phase is RequestPhase.PREFILLING
 
 
-def test_a_stream_that_fits_nobody_ends_with_that_reason_at_its_deadline() -> None:
+def test_a_stream_that_fits_no_instance_ends_with_that_reason_at_its_deadline() -> None:
     driven = Driven(ttft_s=10.0)
     driven.decode(num_tokens=40)
     driven.feed(LegLost(driven.key))

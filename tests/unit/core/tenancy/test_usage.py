@@ -177,7 +177,7 @@ async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> 
     assert {a.group_id: a.instance_s for a in stored.accounts}["day"] == 100 + num
 
 
-async def test_without_a_desired_state_it_is_said_that_nobody_counts() -> None:
+async def test_without_a_desired_state_usage_is_reported_as_not_counted() -> None:
     site = Site()
     site.world.version = 0
     with pytest.raises(InvalidRequest, match="before a desired state"):

@@ -48,7 +48,7 @@ def test_a_decode_that_says_all_at_once_accepted_when_its_transfer_began() -> No
     assert (timings.accepted, timings.decode_queue_s) == (2.0, pytest.approx(0.1))
 
 
-def test_a_decode_that_had_accepted_before_token_1_kept_nobody_waiting() -> None:
+def test_a_decode_that_accepted_before_token_1_caused_no_wait() -> None:
     first = FirstToken(1, 7, None, TICKET, 0)
     timings = noted(
         (1.0, LegAccepted(1)), (1.5, LegAccepted(2)), (2.0, first), (2.5, LegKvReceived(2))

@@ -85,7 +85,7 @@ async def test_the_last_word_stands_while_the_store_is_away() -> None:
     assert site.share() == pytest.approx(0.1, abs=0.03)
 
 
-async def test_a_canary_gets_all_where_nobody_else_serves_and_none_before_it_can() -> None:
+async def test_a_canary_gets_everything_if_it_serves_alone_and_nothing_before_it_can() -> None:
     site = Site()
     await site.write(Upgrade(scenario="chat", canary_share=0.1))
     others = tuple(i for i, r in site.registry.records.items() if r.group_id == "a")

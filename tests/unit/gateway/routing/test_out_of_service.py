@@ -81,7 +81,7 @@ async def test_a_cordoned_instance_gets_nothing_though_it_says_that_it_is_ready(
     assert site.ranked() == "p-0"
 
 
-async def test_one_that_is_to_leave_gets_what_nobody_else_can_take() -> None:
+async def test_a_leaving_instance_gets_what_no_other_can_take() -> None:
     site = Site()
     await site.cordon("d-0", LEAVE_MODE_DRAIN)
     assert site.ranked() == "p-0 p-1 d-1"

@@ -58,7 +58,7 @@ async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
     assert list(both.tokens.token_ids) == [2, 3]
 
 
-async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> None:
+async def test_an_event_with_a_waiter_takes_held_back_ones_along_at_once() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.flush()
@@ -70,7 +70,7 @@ async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> No
     assert [event.key for event in message.events] == [8, 7]
 
 
-async def test_an_event_nobody_waits_for_goes_by_itself_in_the_end() -> None:
+async def test_an_event_without_a_waiter_is_sent_by_itself_in_the_end() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_accepted(8)
     outbox.flush()

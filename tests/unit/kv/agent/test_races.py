@@ -147,7 +147,7 @@ def test_a_pull_cancelled_as_it_succeeds_gives_its_landing_back() -> None:
         assert events == [AgentLandingFreed(LANDING.offset)]
 
 
-def test_a_pull_nobody_cancelled_keeps_its_landing() -> None:
+def test_a_pull_that_was_not_cancelled_keeps_its_landing() -> None:
     events = Events()
     with agent_thread(events) as (thread, _):
         assert thread.pull(TICKET, LANDING, deadline_s=30).result(30).num_bytes == LANDING.length

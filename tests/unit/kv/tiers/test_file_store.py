@@ -215,7 +215,7 @@ def test_the_quota_is_kept_by_evicting_what_was_used_longest_ago(make: Make, clo
 
 
 @pytest.mark.req("S96")
-def test_kept_blocks_stay_whoever_evicts(make: Make, clock: Clock) -> None:
+def test_kept_blocks_stay_whichever_instance_evicts(make: Make, clock: Clock) -> None:
     store = make(quota=4 * FILE)
     for key in range(4):
         clock.now += 1

@@ -199,7 +199,7 @@ async def test_a_slow_tier_delays_a_request_by_a_bounded_time(tmp_path: Path, wh
 
 
 @pytest.mark.req("S77")
-async def test_nobody_waits_longer_than_computing_takes(tmp_path: Path) -> None:
+async def test_no_request_waits_longer_than_computing_takes(tmp_path: Path) -> None:
     async with running(tmp_path) as r:
         await written(r, CHAIN)
         answers = threading.Event()
@@ -429,7 +429,7 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
         await until(lambda: r.stack.num_loading == 0 and not r.files.num_waiting)
 
 
-async def test_a_question_about_peers_that_was_cancelled_cancels_nobody(tmp_path: Path) -> None:
+async def test_a_cancelled_question_about_peers_cancels_nothing_else(tmp_path: Path) -> None:
     """As when the channel to the index is closed under it: the request would never be heard of
     again.
     """

@@ -20,7 +20,7 @@ def test_without_a_token_only_this_machine_is_served() -> None:
         access.check((("authorization", f"Bearer {TOKEN}"),), ELSEWHERE)
 
 
-def test_with_a_token_everybody_must_know_it() -> None:
+def test_with_a_token_every_caller_must_know_it() -> None:
     access = AdminAccess(TOKEN)
     access.check((("authorization", f"Bearer {TOKEN}"),), ELSEWHERE)
     for value in (f"Bearer {TOKEN}x", TOKEN, "Bearer ", ""):

@@ -89,7 +89,7 @@ async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
         (JSON, "10.0.0.7", HERE, "only calls from this machine"),
     ],
 )
-async def test_nobody_elses_page_and_no_other_machine_changes_anything_without_a_token(
+async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_token(
     site: Site, headers: dict[str, str], client: str, url: str, says: str
 ) -> None:
     """A page of another site in the operator's browser, also by a name that leads here (DNS

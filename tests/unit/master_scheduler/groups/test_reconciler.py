@@ -268,7 +268,7 @@ async def test_one_that_was_uncordoned_is_ejected_again_for_what_is_judged_since
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_a_drain_that_nobody_would_carry_out_is_refused(site: Site) -> None:
+async def test_a_drain_that_no_group_would_carry_out_is_refused(site: Site) -> None:
     site.add("p-0", ROLE_PREFILL, "own")
     site.add("i-0")
     await site.start()

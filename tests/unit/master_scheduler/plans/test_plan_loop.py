@@ -211,7 +211,7 @@ async def test_an_adjustment_that_a_file_overruled_stays_gone_when_the_file_is_r
 
 
 @pytest.mark.req("S29")
-async def test_requests_for_scenarios_that_nobody_serves_switch_no_ratio_off() -> None:
+async def test_requests_for_unserved_scenarios_switch_no_ratio_off() -> None:
     desired = Desired(
         scenarios={"chat": Scenario(has_auto_ratio=True)}, groups={"a": Group("chat", 2, 4)}
     )
@@ -436,7 +436,7 @@ async def test_a_new_leader_goes_on_with_what_a_schedule_asked_of_the_old_one() 
     assert lent(site) == ["b", "c"]
 
 
-async def test_a_plan_that_nobody_led_for_hours_ends_with_the_move_under_way() -> None:
+async def test_a_plan_without_a_leader_for_hours_ends_with_the_move_under_way() -> None:
     site = Site(LEND_TWO, num=12)
     site.settle()
     await site.loop.round()

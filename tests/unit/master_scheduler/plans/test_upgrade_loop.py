@@ -84,7 +84,9 @@ async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_l
 
 
 @pytest.mark.req("S24")
-async def test_the_version_before_is_applied_again_unless_somebody_was_faster(site: Site) -> None:
+async def test_the_version_before_is_applied_again_unless_an_operator_was_faster(
+    site: Site,
+) -> None:
     await site.apply(text("2"))
     restore = RestoreVersion(1, 2, "version 2: chat: 10.0% of its requests failed")
     await site.upgrades._restore(restore)

@@ -44,7 +44,7 @@ async def test_who_waits_longest_makes_room_and_many_short_ones_pass() -> None:
     await asyncio.gather(*stuck, return_exceptions=True)
 
 
-async def test_nobody_is_hurried_while_there_is_room() -> None:
+async def test_no_caller_is_hurried_while_there_is_room() -> None:
     incoming = Incoming(3, timeout_s=3600)
     stuck = [asyncio.create_task(incoming.next(never())) for _ in range(2)]
     assert [await incoming.next(once(b"x")) for _ in range(50)] == [b"x"] * 50

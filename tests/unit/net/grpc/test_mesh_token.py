@@ -133,7 +133,7 @@ async def test_a_public_server_neither_asks_for_it_nor_minds_it() -> None:
         assert servicer.num_calls == 6
 
 
-async def test_where_the_mesh_has_none_nobody_is_asked() -> None:
+async def test_a_mesh_without_a_token_asks_for_none() -> None:
     async with serving("") as (address, _), rpc.channel(address) as channel:
         assert await ask_all_ways(channel) == ("i-0", 7, 1)
 

@@ -38,7 +38,9 @@ async def test_a_server_that_is_started_listens() -> None:
 
 
 @pytest.mark.fault("F29")
-async def test_connections_have_a_bound_whoever_opens_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_of_both_directions_have_one_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """20,000 of somebody without a token took a master's descriptors, and its lease with them."""
     monkeypatch.setattr(rpc, "_MAX_CONNECTIONS", 3, raising=False)
     server = rpc.server()

@@ -91,7 +91,7 @@ async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(nu
 
 
 @pytest.mark.fault("F20")
-async def test_a_watch_survives_a_bug_of_whom_it_tells() -> None:
+async def test_a_watch_survives_a_bug_in_its_callback() -> None:
     """Were it to end, the process would go on for ever with the view it had: nobody waits for the
     task.
     """

@@ -35,7 +35,7 @@ def test_the_longest_beginning_is_found() -> None:
 
 
 @pytest.mark.req("S104")
-def test_only_who_goes_on_at_the_watermark_may_append() -> None:
+def test_only_a_writer_at_the_watermark_may_append() -> None:
     partials = holding([1, 2, 3, 4, 5, 6])
     whole, beginning = find(partials, 1, 2, 3, 4, 5, 6), find(partials, 1, 2, 3, 4)
     assert whole is not None

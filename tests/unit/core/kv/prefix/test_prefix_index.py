@@ -168,7 +168,7 @@ def test_twice_the_blocks_take_twice_the_time() -> None:
 
 
 @pytest.mark.req("S99")
-def test_a_walk_ends_where_nobody_holds_more() -> None:
+def test_a_walk_ends_where_no_instance_holds_more() -> None:
     index = PrefixIndex()
     index.apply(IndexDelta("p0", 1, 1, stored=chain(5)))
     index.apply(IndexDelta("p1", 1, 1, stored=chain(300, start=6)))

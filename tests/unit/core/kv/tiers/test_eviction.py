@@ -63,7 +63,7 @@ def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
 
 
 @pytest.mark.req("S96")
-def test_the_kept_ones_nobody_asks_for_any_more_make_room_for_those_that_are() -> None:
+def test_kept_blocks_that_are_no_longer_asked_for_make_room_for_others() -> None:
     book = PoolBook(8, keep_after=2)
     names = stored(book, 1, 2, 3)
     for name in names:
@@ -106,7 +106,7 @@ def test_blocks_asked_for_again_do_not_keep_new_ones_out() -> None:
 
 
 @pytest.mark.req("S78", "S96")
-def test_a_prefix_that_is_fixed_stays_though_nobody_asks_for_it() -> None:
+def test_a_fixed_prefix_stays_even_if_it_is_never_asked_for() -> None:
     book = PoolBook(8, keep_after=2)
     book.fix([bytes([n]) * 16 for n in (1, 2, 3)])
     here = stored(book, 1, 2)

@@ -116,7 +116,7 @@ def test_a_sender_that_answers_in_time_keeps_its_connection() -> None:
 
 
 @pytest.mark.fault("F27")
-def test_a_pull_nobody_waits_for_is_drained_before_its_bytes_are_reused() -> None:
+def test_an_abandoned_pull_is_drained_before_its_bytes_are_reused() -> None:
     book = requested()
     book.handle(meta(), now=0.1)
     assert book.handle(rx.CallerLeft(1), now=0.2) == [rx.SendAck(1, False)]
@@ -192,7 +192,7 @@ def test_a_connection_that_was_retired_is_closed_though_everything_came_in_the_e
 
 
 @pytest.mark.fault("F4", "F27")
-def test_a_sender_of_whom_nothing_at_all_was_heard_loses_all_its_pulls() -> None:
+def test_a_sender_that_was_never_heard_loses_all_its_pulls() -> None:
     """It is frozen or the link is cut: the neighbours need not wait for their own deadlines."""
     book = with_neighbour()
     assert book.handle(rx.Tick(), now=OVER) == [rx.AbortPeer(5)]

@@ -147,7 +147,7 @@ def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
 
 
 @pytest.mark.fault("F27")
-def test_an_open_ticket_that_is_released_tells_those_who_wait() -> None:
+def test_releasing_an_open_ticket_tells_the_pulls_that_wait() -> None:
     book = book_with_ticket(num_ready=0)
     book.handle(ask(), now=1.0)
     assert book.handle(tx.Released("t"), now=1.1) == [

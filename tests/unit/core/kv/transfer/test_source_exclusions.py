@@ -111,7 +111,7 @@ def test_a_slow_pair_is_avoided_as_a_pair() -> None:
     assert (exchange.fit("d0", "p0"), exchange.fit("d1", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
-def test_failures_that_are_nobodys_fault_are_not_counted() -> None:
+def test_failures_that_blame_no_source_are_not_counted() -> None:
     record = sources()
     for reason in ("KV_TOO_MANY_PULLS", "KV_AGENT_CLOSING", "KV_REFUSED_LEASE_ENDED", ""):
         assert [record.failed(P0, reason, 0.0) for _ in range(4)] == [None] * 4
@@ -139,7 +139,9 @@ def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
 
 
 @pytest.mark.fault("F23", "F34")
-def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoids_it() -> None:
+def test_decodes_for_a_prefill_exclude_those_that_eject_it_and_end_with_those_that_avoid_it() -> (
+    None
+):
     exchange = KvExchange.of(
         {"d0": [ExcludedSource(P0, UNREACHABLE)], "d1": [ExcludedSource(P0, CORRUPT)]},
         {"p0": 1, "p1": 1},

@@ -82,7 +82,7 @@ def host_of(
 
 
 @pytest.mark.req("S16", "S26", "S57")
-async def test_a_rank_meets_its_like_and_nobody_else_until_the_peer_leaves() -> None:
+async def test_a_rank_probes_only_the_rank_of_its_number_until_the_peer_leaves() -> None:
     with ranks(2, INCARNATION) as senders, ranks(2, INCARNATION + 1) as receivers:
         checks, heard = host_of(receivers, num_heads=4)
         peer = KvPeer("prefill-0", INCARNATION, tuple(address for _, address in senders))
@@ -157,7 +157,7 @@ async def staged(prefill: list[tuple[AgentThread, str]], layout: KvLayout) -> Ti
 
 @pytest.mark.req("S16")
 @pytest.mark.fault("F5")
-async def test_one_rank_that_is_somebody_else_fails_the_peer() -> None:
+async def test_one_rank_of_another_instance_fails_the_peer() -> None:
     with (
         ranks(1, INCARNATION) as old,
         ranks(1, INCARNATION + 5) as new,

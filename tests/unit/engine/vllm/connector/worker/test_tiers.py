@@ -280,7 +280,7 @@ def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
     assert len(encode_frame(longest)) <= MAX_FRAME
 
 
-def test_a_lease_nobody_needs_is_closed(rank: Rank) -> None:
+def test_a_lease_that_is_not_needed_is_closed(rank: Rank) -> None:
     rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
     assert rank.fetch(1, NAMES) == 3
     rank.worker.load(TierPlan(loads=[TierLoad(1)]))
