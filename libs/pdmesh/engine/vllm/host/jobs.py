@@ -93,7 +93,7 @@ class _Taking:
     arrived: set[int] = field(default_factory=set)  # ranks that have all bytes
     received: dict[int, Received] = field(default_factory=dict)
     held: list[Drawn] = field(default_factory=list)
-    cleared: set[int] = field(default_factory=set)
+    freed: set[int] = field(default_factory=set)
     is_over: bool = False
 
 
@@ -286,9 +286,9 @@ class Jobs:
                     return []
                 return self._fail_taking(taking, fact.reason, fact.message, fact.cause)
             case RankLandingFreed():
-                taking.cleared.add(fact.rank)
+                taking.freed.add(fact.rank)
                 self._forget_taken(fact.leg, taking)
-                return [LandingFreed(fact.leg)] if len(taking.cleared) == self._num_ranks else []
+                return [LandingFreed(fact.leg)] if len(taking.freed) == self._num_ranks else []
 
     def _on_received(self, taking: _Taking) -> list[Effect]:
         ranks = list(taking.received.values())
@@ -319,7 +319,7 @@ class Jobs:
         self._forget_taken(leg, taking)
 
     def _forget_taken(self, leg: int, taking: _Taking) -> None:
-        if taking.is_over and len(taking.cleared) == self._num_ranks:
+        if taking.is_over and len(taking.freed) == self._num_ranks:
             del self._taking[leg]
 
     def check_invariants(self) -> None:
@@ -327,7 +327,7 @@ class Jobs:
         self._whole.check_invariants()
         assert not any(self._whole.owns(leg) for leg in self._taking)
         for taking in self._taking.values():
-            assert not (taking.is_over and len(taking.cleared) == self._num_ranks)
+            assert not (taking.is_over and len(taking.freed) == self._num_ranks)
 
 
 def _tokens(

@@ -165,8 +165,8 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
     rank.agent.pulls["t1"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1"}, set())
     rank.incoming.entered(Entered(1, 0))
-    pulling, arrived, cleared, received = rank.heard()
-    assert (pulling, arrived, cleared) == (Pulling(0, 1), Arrived(0, 1), RankLandingFreed(0, 1))
+    pulling, arrived, freed, received = rank.heard()
+    assert (pulling, arrived, freed) == (Pulling(0, 1), Arrived(0, 1), RankLandingFreed(0, 1))
     assert isinstance(received, Received)
     assert received.kv_bytes == 2 * NUM_LAYERS * WIDTH
 
@@ -200,8 +200,8 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
     rank.incoming.pull(load(1))
     rank.incoming.pull(replace(load(2), timeout_s=0.0))
     assert rank.incoming.take_results() == (set(), {"k2"})
-    pulling, failed, cleared = rank.heard()
-    assert (pulling, cleared) == (Pulling(0, 1), RankLandingFreed(0, 2))
+    pulling, failed, freed = rank.heard()
+    assert (pulling, freed) == (Pulling(0, 1), RankLandingFreed(0, 2))
     assert isinstance(failed, PullFailed)
     assert failed.cause == PullFailure.OVERDUE
     assert rank.agent.said[-1] == ("let_go", "t2")
@@ -225,8 +225,8 @@ def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() 
     assert rank.incoming.take_results() == (set(), {"k2", "k3"})
     assert list(rank.agent.pulls) == ["t1", "t4"]
     heard = [message for message in rank.heard() if not isinstance(message, PullFailed)]
-    cleared = [RankLandingFreed(0, 2), RankLandingFreed(0, 3)]
-    assert heard == [Pulling(0, 1), *cleared, Pulling(0, 4)]
+    freed = [RankLandingFreed(0, 2), RankLandingFreed(0, 3)]
+    assert heard == [Pulling(0, 1), *freed, Pulling(0, 4)]
     for ticket_id in ("t1", "t4"):
         rank.agent.pulls[ticket_id].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1", "k4"}, set())
@@ -388,3 +388,40 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
     may_leave.set()
     landing.join(60)
     assert rank.incoming.take_results() == (set(), {"k1"})
+
+
+@pytest.mark.fault("F27")
+def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks() -> None:
+    """The agent's thread delivers until after the cancel, which meets it at any point of a copy."""
+    rank, num_loads = Rank(max_pulls=30), 30
+    begun = [threading.Event() for _ in range(num_loads)]
+    released: set[int] = set()
+    misplaced: list[int] = []
+
+    def scatter_part(data: Any, offset: int, block_ids: Any, heads: Any) -> None:
+        misplaced.extend(released.intersection(block_ids))
+        begun[block_ids[0]].set()
+        misplaced.extend(released.intersection(block_ids))
+
+    rank.caches.scatter_part = scatter_part  # type: ignore[method-assign]
+    for n in range(num_loads):
+        rank.incoming.pull(load(n, block_ids=(n,)))
+    data = np.zeros(16, np.uint8)
+
+    def deliver() -> None:
+        for n in range(num_loads):
+            while n not in released:
+                rank.agent.on_range[f"t{n}"](0, data)
+            rank.agent.on_range[f"t{n}"](0, data)
+
+    agent = threading.Thread(target=deliver)
+    agent.start()
+    for n in range(num_loads):
+        assert begun[n].wait(60)
+        rank.incoming.cancel(load(n, block_ids=(n,)))
+        while n not in released:  # a copy under way holds them
+            received, failed = rank.incoming.take_results()
+            assert not received
+            released.update(int(key[1:]) for key in failed)
+    agent.join(60)
+    assert misplaced == []
