@@ -29,7 +29,7 @@ groups:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.req("S10", "S15", "S19", "S23", "S25", "S26", "S28", "S35", "S36")
+@pytest.mark.req("S10", "S15", "S19", "S23", "S25", "S26", "S28", "S35", "S36", "S73")
 @pytest.mark.fault("F1", "F11")
 async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_serves(
     tmp_path: Path,

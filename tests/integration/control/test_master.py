@@ -44,6 +44,7 @@ from pdmesh.v1.common_pb2 import (
 from pdmesh.v1.groups_pb2 import Assignment
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
+    InstanceState,
     ListGroupsRequest,
     PlanQuery,
     PlanRequest,
@@ -150,6 +151,37 @@ async def test_loads_and_verdicts_reach_the_plan(leader: Running, bus: NatsBus) 
     await until(lambda: not fleet.instances["prefill-1"].is_usable)
     prefills = (await leader.plan(query())).results[0].prefills
     assert [c.instance_id for c in prefills] == ["prefill-0"]
+
+
+@pytest.mark.req("S92")
+async def test_what_an_instance_reports_is_shown_with_its_age(
+    leader: Running, bus: NatsBus
+) -> None:
+    publisher = EventPublisher(bus, "decode-0", 5)
+
+    async def shown() -> InstanceState:
+        groups = (await leader.stub.ListGroups(ListGroupsRequest())).groups
+        states = (i for group in groups for i in group.instances)
+        return next(i for i in states if i.record.instance_id == "decode-0")
+
+    async def report(num_used: int, num_free: int) -> None:
+        load = InstanceLoad(num_slots=8, num_slots_used=num_used, num_kv_blocks_free=num_free)
+        await publisher.publish(subjects.instance_load("decode-0"), load)
+
+        async def is_shown() -> bool:
+            state = await shown()
+            return (state.num_slots_used, state.num_kv_blocks_free) == (num_used, num_free)
+
+        await until(is_shown)
+
+    async def is_old() -> bool:
+        return (await shown()).load_age_ms > 1500
+
+    await report(5, 77)
+    await until(is_old)
+    old_ms = (await shown()).load_age_ms
+    await report(6, 70)
+    assert (await shown()).load_age_ms < old_ms
 
 
 @pytest.mark.req("S34")

@@ -158,23 +158,22 @@ async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
     tmp_path: Path, client: httpx.AsyncClient, text: str
 ) -> None:
     """Both phases, and legs that go on after a death, take the tokens of the first encoding."""
-    async with gateway_mesh(tmp_path, 2, 2) as mesh:
+    async with gateway_mesh(tmp_path, num_prefills=2) as mesh:
         tokenizer = mesh.tokenizer
         encoder = tokenizer._inner = CountingEncoder(tokenizer._inner)  # type: ignore[assignment]  # counts
         mesh.instances["prefill-0"].reject_with = pb.REJECT_REASON_BUSY
         mesh.instances["decode-0"].breaks_at = 10
-        mesh.instances["decode-1"].breaks_at = 20
         body = {**PLAIN, "prompt": text, "n": 3, "max_tokens": 40}
         answer = await client.post(f"{mesh.url}/v1/completions", json=body)
         assert answer.status_code == 200
         assert encoder.texts == [text]
-        tokens = array("I", encoder.inner.encode(text).ids)
+        begin = tokens_to_bytes(array("I", encoder.inner.encode(text).ids))
         prompts = [
             *(leg.prompt_token_ids for i in mesh.instances.values() for leg in i.prefills),
             *(leg.prompt_token_ids for i in mesh.instances.values() for leg in i.starts),
         ]
-        assert len(prompts) > 6, "some choices went on elsewhere"
-        assert all(prompt.startswith(tokens_to_bytes(tokens)) for prompt in prompts)
+        assert all(prompt.startswith(begin) for prompt in prompts)
+        assert max(map(len, prompts)) > len(begin) + 4, "one went on with what it had drawn"
         expected = mesh.expected_text(text, 40)
         assert [choice["text"] for choice in answer.json()["choices"]] == [expected] * 3
 
@@ -190,7 +189,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
     loadtests/results/overhead-2026-11-22.md.
     """
     num_tokens = 24
-    async with gateway_mesh(tmp_path, num_decodes=0) as mesh:
+    async with gateway_mesh(tmp_path, num_decodes=0, stall_s=600.0) as mesh:
         decode = await mesh.add(FakeInstance(ROLE_DECODE, "decode-0", step_s=1e6))
         asked = (
             {"messages": [{"role": "user", "content": SHORT}]}
@@ -211,6 +210,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
         prompt = mesh.chat_prompt(SHORT) if "chat" in path else SHORT
         assert "".join(shown) == mesh.expected_text(prompt, num_tokens)
         assert all(shown)
+        assert len(mesh.instances["prefill-0"].prefills) == 1, "nobody else went on with it"
 
 
 async def next_text(lines: AsyncIterator[str]) -> str:

@@ -135,6 +135,22 @@ async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) 
         await asyncio.gather(*asks, return_exceptions=True)
 
 
+@pytest.mark.req("S46", "S90")
+async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
+    """A prefill takes four in lockstep, and one asks."""
+    async with (
+        gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0, prefill_batch=4) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        assert (await ask(client)).status_code == 200, "an idle prefill"
+        prefill.reject_with = REJECT_REASON_BUSY
+        asked = asyncio.create_task(ask(client))
+        await until(lambda: room(mesh) == 1)
+        prefill.free_slots(1)
+        assert (await asked).status_code == 200, "a prefill that comes free"
+
+
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_and_in_their_order(tmp_path: Path) -> None:
     """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and

@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -70,7 +72,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield running
 
 
-@pytest.mark.req("S1", "S13", "S47", "S49", "S73", "S79")
+@pytest.mark.req("S1", "S13", "S47", "S49")
 async def test_every_length_and_pair_gives_the_text_of_one_model(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
@@ -330,6 +332,91 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     assert len(logs) >= 10
     assert not [p for p in places if CANARY.encode() in p]
     await bus.close()
+
+
+@pytest.mark.req("S138")
+async def test_the_numbers_of_a_request_are_in_the_metrics_of_who_served_it(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    """TTFT, tokens, time per token, and how full memory and batch are: each by what was asked."""
+    asked, num_tokens, prompt = 6, 9, prompt_of(333)
+    prefills, decodes = (("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
+
+    def counted() -> dict[str, float]:
+        gateway = {
+            "ttft": "gen_ai_server_time_to_first_token_seconds_count",
+            "per token": "gen_ai_server_time_per_output_token_seconds_count",
+            "whole": "gen_ai_server_request_duration_seconds_count",
+        }
+        tokens = "pdmesh_gateway_tokens_total"
+        found = {name: fleet.counted(mesh, ["gateway-0"], m) for name, m in gateway.items()}
+        for way in ("input", "output"):
+            found[way] = fleet.counted(mesh, ["gateway-0"], tokens, direction=way)
+        return found
+
+    await until(lambda: _nothing_held(mesh))
+    before = counted()
+    for _ in range(asked):
+        outcome = await stream_completion(
+            client, mesh.http_url, prompt, num_tokens, ignore_eos=True
+        )
+        assert outcome.is_complete
+    await until(lambda: counted()["whole"] == before["whole"] + asked)
+    grown = {name: value - before[name] for name, value in counted().items()}
+    assert grown == {
+        "ttft": asked,
+        "per token": asked,
+        "whole": asked,
+        "input": asked * len(prompt),
+        "output": asked * num_tokens,
+    }
+    drawn = fleet.counted(mesh, [*prefills, *decodes], "pdmesh_instance_tokens_total")
+    assert drawn >= asked * num_tokens
+    for name in (*prefills, *decodes):
+        seen = {metric: value for metric, _, value in fleet.samples(mesh, name)}
+        assert seen["pdmesh_kv_blocks_free"] > 0
+        assert seen["pdmesh_slots_used"] == 0
+    batches = fleet.counted(mesh, decodes, "pdmesh_instance_batch_size_count")
+    assert batches >= num_tokens - 1
+
+
+@pytest.mark.req("S79")
+async def test_running_streams_end_while_no_master_runs(
+    mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
+) -> None:
+    """It stands still from the first token of each stream on, until the last has ended."""
+    (master,) = (name for name in mesh.names if name.startswith("master"))
+    num_tokens, lines = 400, []
+    body = {"model": "default", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+
+    async def read(prompt: list[int]) -> str:
+        text = ""
+        url = f"{mesh.http_url}/v1/completions"
+        asked = {**body, "prompt": prompt, "temperature": 0}
+        async with client.stream("POST", url, json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    if text:
+                        started.add(prompt[0] + 1000 * len(prompt))
+                elif line:
+                    lines.append(line)
+        return text
+
+    started: set[int] = set()
+    prompts = [prompt_of(100 + n) for n in range(8)]
+    streams = [asyncio.create_task(read(prompt)) for prompt in prompts]
+    await until(lambda: len(started) == len(prompts))
+    pid = mesh.pid(master)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not lines, "all are under way"
+        texts = await asyncio.wait_for(asyncio.gather(*streams), 300)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert texts == [reference.text(prompt, num_tokens) for prompt in prompts]
+    assert lines == ["data: [DONE]"] * len(prompts)
+    assert mesh.pid(master) == pid, "none was started in its place"
 
 
 async def test_accepted_is_completed_plus_failed_plus_cancelled(

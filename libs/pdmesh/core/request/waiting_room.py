@@ -145,15 +145,18 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """The next of this group: one, or a batch. Empty while there is no room for a batch."""
+        """The next of this group: one, or a batch. Empty while there is no room for a batch.
+
+        Fewer than a batch wait for no others: they go when there is room for them (S46).
+        """
         heap = self._heaps[instance_id][group]
         first = heap[0][1]
         if self.window is None or not self._entries[first].num_tokens:
             return [first]
-        if num_free < self.window.dp_size:
+        waiting = [entry for entry in heap if entry[1] in self._entries]
+        if num_free < min(self.window.dp_size, len(waiting)):
             return []
-        waiting = (number for _, number in sorted(heap) if number in self._entries)
-        return self.window.take([Place(n, self._entries[n].num_tokens) for n in waiting])
+        return self.window.take([Place(n, self._entries[n].num_tokens) for _, n in sorted(waiting)])
 
     def _next_group(self, instance_id: str) -> _Group | None:
         """Of the groups that wait for it: in the first priority, the tenant whose turn is next."""

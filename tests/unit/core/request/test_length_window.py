@@ -104,6 +104,21 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
     assert len(room) == 0
 
 
+@pytest.mark.req("S46", "S90")
+def test_fewer_than_a_batch_wait_for_room_but_for_no_others() -> None:
+    room: WaitingRoom[str] = WaitingRoom(16, window=LengthWindow(4))
+    for until, name in enumerate("abc"):
+        room.join(name, ["p"], float(until), num_tokens=100)
+    assert room.call("p", 2) == []
+    assert room.call("p", 3) == ["a", "b", "c"]
+    number = room.join("d", ["p"], 0.0, num_tokens=100)
+    room.join("e", ["p"], 1.0, num_tokens=100)
+    assert number is not None
+    room.leave(number.number)
+    assert room.call("p", 1) == ["e"], "d is gone and fills no batch"
+    room.check_invariants()
+
+
 @pytest.mark.req("S90")
 def test_how_often_a_waiter_was_passed_over_is_known_though_tenants_take_turns() -> None:
     """Two tenants flood with short prompts; each batch of one must not begin the other's count
