@@ -30,6 +30,7 @@ from pdmesh.v1.common_pb2 import (
 
 log = structlog.get_logger(__name__)
 
+_TIMEOUT_S: Final = 5.0  # of one canary
 _TICK_S: Final = 1.0
 _SERVES: Final = (INSTANCE_PHASE_UNSPECIFIED, INSTANCE_PHASE_READY)
 _ROLES: Final = {
@@ -50,11 +51,10 @@ class CanaryRunner:
         monitor_id: str,
         *,
         period_s: float,
-        timeout_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._faults, self._view, self._monitor_id = faults, view, monitor_id
-        self._timeout_s, self._clock = timeout_s, clock
+        self._clock = clock
         self._rota = CanaryRota(period_s)
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class CanaryRunner:
             subject = _subject(record)
             if subject is not None:
                 signals = self._rota.signals(subject)
-                self._faults.tell("canary", record, signals, 3 * self._timeout_s)
+                self._faults.tell("canary", record, signals, 3 * _TIMEOUT_S)
 
     async def _try(self, probe: CanaryProbe) -> None:
         guilty: list[ProbeTarget] = []
@@ -100,7 +100,7 @@ class CanaryRunner:
         records = self._view.records
         decode = None if probe.decode is None else records[probe.decode.instance_id]
         prefill = records[probe.prefill.instance_id]
-        return Canary(prefill, decode, self._monitor_id, self._timeout_s)
+        return Canary(prefill, decode, self._monitor_id, _TIMEOUT_S)
 
 
 def _subject(record: InstanceRecord) -> ProbeTarget | None:

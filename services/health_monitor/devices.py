@@ -17,6 +17,7 @@ from pdmesh.core.health.fault_levels import Level, level_of
 from pdmesh.core.health.node_status import DEVICE_UNKNOWN, DeviceStatus, merged
 
 _MAX_FILE_BYTES: Final = 65_536
+_TIMEOUT_S: Final = 5.0
 
 
 class DeviceSource(Protocol):
@@ -29,10 +30,10 @@ class DeviceSource(Protocol):
 
 
 class DeviceReader:
-    """Asks all sources at once, and each no longer than `timeout_s`."""
+    """Asks all sources at once, and each no longer than `_TIMEOUT_S`."""
 
-    def __init__(self, sources: Sequence[DeviceSource], timeout_s: float = 5.0) -> None:
-        self._sources, self._timeout_s = sources, timeout_s
+    def __init__(self, sources: Sequence[DeviceSource]) -> None:
+        self._sources = sources
         self._asked: dict[str, asyncio.Future[Sequence[DeviceStatus]]] = {}
         self._known: tuple[DeviceStatus, ...] = ()
 
@@ -46,9 +47,9 @@ class DeviceReader:
         asked = self._asked.get(source.name)
         if asked is None:
             asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
-        await asyncio.wait([asked], timeout=self._timeout_s)
+        await asyncio.wait([asked], timeout=_TIMEOUT_S)
         if not asked.done():
-            return self._unknown(source, f"no answer for {self._timeout_s:g} s")
+            return self._unknown(source, f"no answer for {_TIMEOUT_S:g} s")
         del self._asked[source.name]
         error = asked.exception()
         return asked.result() if error is None else self._unknown(source, type(error).__name__)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 MAX_BYTES: Final = 16 * 1024 * 1024
+_LAST_LINES: Final = 5
 _TAIL_BYTES: Final = 16 * 1024
 _MAX_CHARS: Final = 300
 
@@ -48,14 +49,14 @@ def last_word(path: Path) -> str:
     return f"{_reason(lines[-1]) if lines else 'it logged nothing'} (log: {path})"
 
 
-def last_lines(path: Path, num_lines: int = 5) -> list[str]:
+def last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-num_lines:]
+    return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
 
 
 def _reason(line: str) -> str:

@@ -60,11 +60,9 @@ class Mesh:
         *,
         report: Report = lambda _: None,
         policy: RestartPolicy | None = None,
-        liveness_timeout_s: float | None = 20.0,
     ) -> None:
         self.spec, self.state_dir = spec, state_dir.absolute()
         self._given_report, self._policy = report, policy
-        self._liveness_timeout_s = liveness_timeout_s
         self._cleanup = contextlib.AsyncExitStack()
         self._servers: dict[str, Server] = {}
         self._wiring: Wiring | None = None
@@ -220,9 +218,7 @@ class Mesh:
         state.forget_run(self.state_dir)
         self._wiring = self._wire()
         self._supervisor = Supervisor(self.state_dir / "logs", self._on_notice, self._policy)
-        self._health = ProcessHealth(
-            self._supervisor, self._servers, self._liveness_timeout_s, self._report
-        )
+        self._health = ProcessHealth(self._supervisor, self._servers, self._report)
         self._cleanup.push_async_callback(self._stop_processes)
         self._write_state()
         await self._check_external()

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from pdmesh.embedded.servers import Server
 from pdmesh.launcher import probe
 from pdmesh.launcher.supervisor import Supervisor
 
+SILENCE_S: Final = 20.0
+
 
 class ProcessHealth:
-    """`silence_s`: how long a process may not answer, None for ever.
-
-    Its supervisor restarts what is killed (S74).
-    """
+    """What does not answer for `SILENCE_S` is killed, and its supervisor restarts it (S74)."""
 
     def __init__(
         self,
         supervisor: Supervisor,
         servers: Mapping[str, Server],
-        silence_s: float | None,
         report: Callable[[str], None],
     ) -> None:
         self._supervisor, self._servers = supervisor, servers
-        self._silence_s, self._report = silence_s, report
+        self._report = report
         self._silent_since: dict[str, float] = {}
 
     def ops_address(self, name: str) -> str:
@@ -59,8 +58,6 @@ class ProcessHealth:
                 self._supervisor.ready(name)
 
     async def kill_silent(self) -> None:
-        if self._silence_s is None:
-            return
         for name in list(self._supervisor.specs):
             if self._supervisor.pid(name) is None:
                 continue
@@ -68,9 +65,9 @@ class ProcessHealth:
                 self._silent_since.pop(name, None)
                 continue
             since = self._silent_since.setdefault(name, time.monotonic())
-            if time.monotonic() - since > self._silence_s:
+            if time.monotonic() - since > SILENCE_S:
                 del self._silent_since[name]
-                self._report(f"{name} has not answered for {self._silence_s:g} s; killing it")
+                self._report(f"{name} has not answered for {SILENCE_S:g} s; killing it")
                 self._supervisor.kill(name)
 
     async def _is_live(self, name: str) -> bool:

@@ -34,14 +34,13 @@ _TYPES: Final = {
 Json = dict[str, Any]
 
 
-def error_body(error: MeshError, status: int | None = None) -> bytes:
+def error_body(error: MeshError) -> bytes:
     """{"error": {message, type, param, code}}"""
-    status = error.http_status if status is None else status
     return _encode(
         {
             "error": {
                 "message": error.message,
-                "type": _TYPES.get(status, "server_error"),
+                "type": _TYPES.get(error.http_status, "server_error"),
                 "param": error.field,
                 "code": error.reason.lower(),
             }

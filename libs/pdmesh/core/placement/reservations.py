@@ -98,11 +98,11 @@ class Reservations:
             del self._prefills[request_id]
             self._remove(booking, now)
 
-    def drop(self, request_id: str, now: float | None = None) -> None:
+    def drop(self, request_id: str) -> None:
         for bookings in (self._prefills, self._decodes):
             booking = bookings.pop(request_id, None)
             if booking is not None:
-                self._remove(booking, booking.at if now is None else now)
+                self._remove(booking, booking.at)
 
     def forget_instance(self, instance: Instance) -> None:
         for bookings in (self._prefills, self._decodes):

@@ -33,6 +33,8 @@ _REASONS: Final = {
     DiskState.READ_ONLY: "KV_TIER_READ_ONLY",
     DiskState.OFF: "KV_TIER_OFF",
 }
+_NUM_READERS: Final = 4
+_MAX_WRITES: Final = 256  # that wait
 _MAX_READS: Final = 1024  # waiting for a thread
 
 
@@ -45,16 +47,13 @@ class FileTier:
         pool: HostPool,
         counts: TierCounts,
         clock: Callable[[], float],
-        *,
-        num_readers: int = 4,
-        max_waiting: int = 256,
     ) -> None:
         self._store, self._pool, self._counts, self._clock = store, pool, counts, clock
         self._health = DiskHealth()
         self._health_lock = threading.Lock()
-        self._readers = DiskThreads("kv-file-read", num_readers, _MAX_READS, clock)
+        self._readers = DiskThreads("kv-file-read", _NUM_READERS, _MAX_READS, clock)
         # What waits is pinned: a slow disk must not hold the whole pool.
-        max_waiting = min(max_waiting, pool.num_slots - pool.num_slots // 4)
+        max_waiting = min(_MAX_WRITES, pool.num_slots - pool.num_slots // 4)
         self._writer = DiskThreads("kv-file-write", 1, max_waiting, clock)
         store.on_step = self._got_on
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.tiers.eviction import PoolBook
-from pdmesh.kv.agent.arena_memory import ArenaMemory
 from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport.base import ByteArray
@@ -37,19 +36,12 @@ class HostPool:
     All methods may be called from any thread.
     """
 
-    def __init__(
-        self,
-        pool_bytes: int,
-        block_bytes: int,
-        *,
-        owner_share: float = 1.0,
-        arena: Callable[[int], ArenaMemory] = PopulatedArena,
-    ) -> None:
+    def __init__(self, pool_bytes: int, block_bytes: int, *, owner_share: float = 1.0) -> None:
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // _ALIGN) * _ALIGN
         num_slots = pool_bytes // self._stride
         self._book = PoolBook(num_slots, owner_share)
-        self._arena = arena(num_slots * self._stride)
+        self._arena = PopulatedArena(num_slots * self._stride)
         self._checksums: list[bytes] = [b""] * num_slots
         self._owners: list[bytes] = [b""] * num_slots
         self._lock = threading.Lock()

@@ -26,8 +26,8 @@ BUCKET: Final = "pdmesh-assignments"
 class NatsAssignments:
     """The adapter of `Assignments`."""
 
-    def __init__(self, bus: NatsBus, bucket: str = BUCKET) -> None:
-        self._bucket = KvBucket(bus, bucket)
+    def __init__(self, bus: NatsBus) -> None:
+        self._bucket = KvBucket(bus, BUCKET)
 
     async def book(self) -> NatsAssignmentBook:
         book = NatsAssignmentBook(self._bucket)

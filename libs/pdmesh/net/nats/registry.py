@@ -34,10 +34,10 @@ _TICK_S: Final = 0.1
 class NatsRegistry:
     """The adapter of `Registry`. `lease_s` must be the same for all processes of a mesh."""
 
-    def __init__(self, bus: NatsBus, lease_s: float, bucket: str = BUCKET) -> None:
+    def __init__(self, bus: NatsBus, lease_s: float) -> None:
         self._bus = bus
         self._lease_s = lease_s
-        self._bucket = KvBucket(bus, bucket, ttl_s=lease_s)
+        self._bucket = KvBucket(bus, BUCKET, ttl_s=lease_s)
 
     async def register(self, record: InstanceRecord) -> NatsLease:
         """Take the id, from an earlier incarnation too. Waits for the store if it is away."""
