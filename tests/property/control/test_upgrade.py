@@ -15,6 +15,10 @@ from pdmesh.core.groups.desired import (
     Group,
     Scenario,
 )
+from pdmesh.core.groups.revisions import (
+    canary_of,
+    shares,
+)
 from pdmesh.core.model import Role
 from tests.fakes.upgrading_world import (
     NEW,
@@ -284,3 +288,34 @@ def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) 
     assert is_at(world, OLD)
     assert world.version == 3
     assert world.upgrades["chat"].outcome
+
+
+@pytest.mark.req("S24")
+def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
+    world = settled()
+    world.apply(released("2"), canary_share=0.25)
+    play(world, 60)
+    assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
+    assert shares(world.upgrades.values()) == {canary_of("chat"): 0.25}
+    assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
+    world.elect()
+    promote(world)
+    play(world, 200)
+    assert is_at(world, NEW)
+
+
+@pytest.mark.req("S24")
+def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in_the_first() -> (
+    None
+):
+    world = settled()
+    world.apply(released("2"))
+    while "proved a" not in told(world):
+        play(world, 1)
+    while "changing b" not in told(world):
+        play(world, 1)
+    play(world, 120, sick=NEW)
+    assert is_at(world, OLD)
+    assert [s for s in told(world) if s.startswith(("turned", "back", "went"))] == [
+        "turned_back b", "back b", "back a", "went_back",
+    ]  # fmt: skip

@@ -86,45 +86,6 @@ def test_an_assignment_that_kills_each_instance_is_a_set_up_that_fails() -> None
     assert world.counts() == {"chat": (2, 2, 0)}
 
 
-@pytest.mark.fault("F41")
-def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> None:
-    """They drain by themselves, longer than one that came to nothing may take."""
-    world = World(TWO_BY_TWO, num=5)
-    world.settle()
-    world.steps.clear()
-    for role in (Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE):
-        going = world.ready("chat", role)[0]
-        world.stop(going)
-        for _ in range(int(LIMITS.serve_s) + 5):
-            world.work_round()
-        assert world.counts()["chat"] == (2, 2, 0), "its place is filled while it drains"
-        world.kill(going)
-        world.start(going)
-        world.settle()
-    told = {s.step for s in world.steps}
-    assert told.isdisjoint({"failed", "lost", "setup_failed"})
-    assert world.counts() == {"chat": (2, 2, 0)}
-
-
-@pytest.mark.fault("F11", "F13")
-@pytest.mark.parametrize("num_rounds", range(12))
-def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None:
-    """In whatever round the old one stops: no instance is assigned twice, none is left over."""
-    world = World(TWO_BY_TWO)
-    for _ in range(num_rounds):
-        world.now += 1
-        world.round(num_written=2)
-        for instance_id in list(world.processes):
-            world.hear(instance_id)
-            world.work(instance_id)
-            world.tell(instance_id)
-    world.elect()
-    world.settle()
-    assert world.counts() == {"chat": (2, 2, 0)}
-    assert len(world.given) == 4
-    assert {a.epoch for a in world.given.values()} == {2}
-
-
 @pytest.mark.fault("F21")
 def test_lost_assignments_are_written_anew_from_the_records() -> None:
     world = World(TWO_BY_TWO)
@@ -151,21 +112,6 @@ def test_one_taken_out_at_once_is_erased_replaced_and_not_chosen_until_it_is_put
     world.out_at_once.clear()
     world.settle()
     assert world.counts() == {"chat": (2, 2, 0)}
-
-
-def released(release: str, *counts: tuple[int, int]) -> Desired:
-    """Groups a, b... of one scenario, all of one revision."""
-    groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
-    return Desired(services={"default": Service(release=release)}, groups=groups)
-
-
-def ready_of(world: World, revision: str) -> list[str]:
-    lives = {i: p.life for i, p in world.processes.items()}
-    return [
-        i
-        for i, life in lives.items()
-        if life.phase is Phase.READY and life.role_spec and life.role_spec.revision == revision
-    ]
 
 
 def of_scenario(name: str, prefill: int = 2, decode: int = 2) -> Desired:
@@ -206,31 +152,6 @@ def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost(
     world.settle()
     assert scenarios_of(world) == {"summaries"}
     assert {a.role_spec.scenario for a in world.given.values()} == {"summaries"}
-
-
-@pytest.mark.req("S24")
-def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
-    """Three groups, and not one blank instance: the first one's leave, and the others carry its
-    traffic until its place is taken.
-    """
-    world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
-    world.settle()
-    (old,) = {a.role_spec.revision for a in world.given.values()}
-    world.apply(released("2", (2, 2), (2, 2), (2, 2)))
-    fewest = 12
-    for _ in range(200):
-        world.now += 1
-        world.round()
-        going = {a.role_spec.group_id for a in world.given.values() if a.stage is Stage.DRAIN}
-        assert len(going) <= 1
-        for instance_id in list(world.processes):
-            for act in (world.hear, world.work, world.tell):
-                act(instance_id)
-        ready = sum(p.life.phase is Phase.READY for p in world.processes.values())
-        fewest = min(fewest, ready)
-    assert fewest == 8
-    assert world.counts() == dict.fromkeys("abc", (2, 2, 0))
-    assert not ready_of(world, old)
 
 
 @pytest.mark.req("S10")

@@ -35,23 +35,6 @@ def test_a_revision_that_cannot_be_loaded_goes_back_and_the_desired_state_with_i
 
 
 @pytest.mark.req("S24")
-def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in_the_first() -> (
-    None
-):
-    world = settled()
-    world.apply(released("2"))
-    while "proved a" not in told(world):
-        play(world, 1)
-    while "changing b" not in told(world):
-        play(world, 1)
-    play(world, 120, sick=NEW)
-    assert is_at(world, OLD)
-    assert [s for s in told(world) if s.startswith(("turned", "back", "went"))] == [
-        "turned_back b", "back b", "back a", "went_back",
-    ]  # fmt: skip
-
-
-@pytest.mark.req("S24")
 def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does_not() -> None:
     world = settled()
     world.apply(released("2"))

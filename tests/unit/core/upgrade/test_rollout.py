@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.groups.revisions import (
-    canary_of,
-    shares,
-)
 from tests.fakes.group_world import World
 from tests.fakes.upgrading_world import (
     NEW,
     OLD,
     is_at,
     play,
-    promote,
     released,
-    running,
     settled,
     told,
 )
@@ -33,20 +27,6 @@ def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itse
     assert is_at(world, NEW)
     each = [f"{step} {group}" for group in "abc" for step in ("changing", "proved")]
     assert told(world) == ["begun", *each, "done"]
-
-
-@pytest.mark.req("S24")
-def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
-    world = settled()
-    world.apply(released("2"), canary_share=0.25)
-    play(world, 60)
-    assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
-    assert shares(world.upgrades.values()) == {canary_of("chat"): 0.25}
-    assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
-    world.elect()
-    promote(world)
-    play(world, 200)
-    assert is_at(world, NEW)
 
 
 @pytest.mark.req("S24")
