@@ -13,6 +13,7 @@ from pdmesh.core.request.events import RequestLimits
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.instance.legs.host import HostConfig
+from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.services.gateway.settings import Settings as GatewaySettings
 
@@ -64,8 +65,9 @@ def default(kind: Any, name: str) -> object:
         (InstanceSettings, "stall_s", d.OUTBOX_STALL_S),
         (InstanceSettings, "ticket_lease_s", d.TICKET_LEASE_S),
         (InstanceSettings, "engine_hung_s", d.ENGINE_HUNG_S),
-        (HostConfig, "transfer_timeout_s", d.TRANSFER_TIMEOUT_S),
-        (HostConfig, "transfer_stall_s", d.TRANSFER_STALL_S),
+        (HostConfig, "stall_s", d.OUTBOX_STALL_S),
+        (PullLimits, "timeout_s", d.TRANSFER_TIMEOUT_S),
+        (PullLimits, "stall_s", d.TRANSFER_STALL_S),
         (SimConfig, "ticket_lease_s", d.TICKET_LEASE_S),
         (VllmConfig, "lease_s", d.TICKET_LEASE_S),
     ],

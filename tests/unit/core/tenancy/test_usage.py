@@ -180,7 +180,7 @@ async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> 
 async def test_without_a_desired_state_usage_is_reported_as_not_counted() -> None:
     site = Site()
     site.world.version = 0
-    with pytest.raises(InvalidRequest, match="before a desired state"):
+    with pytest.raises(InvalidRequest, match="until a desired state is applied"):
         site.loop.message()
 
 
