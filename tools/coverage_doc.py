@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -143,6 +143,11 @@ def page(
     explained = not_proved.by_number(reasons)
     if unclear := [n for n in numbers if n not in marks and n not in explained]:
         raise ValueError(f"no test marks them, tools/not_proved.py says nothing: {unclear}")
+
+    def remarks(number: str, first: str = "") -> str:
+        found = [first, *_not_passed(results.get(number, {})), explained.get(number, "")]
+        return "; ".join(filter(None, found))
+
     proved: dict[str, str] = {}
     for number in numbers:
         levels = (at for at in LEVELS if at in marks.get(number, ()))
@@ -150,19 +155,18 @@ def page(
         if strongest := next(passed, None):
             proved[number] = strongest
     rows = [
-        f"| {n} | {level} | {results[n][level]['passed']} "
-        f"| {_remarks(results[n], explained.get(n, ''))} |"
+        f"| {n} | {level} | {results[n][level]['passed']} | {remarks(n)} |"
         for n, level in proved.items()
     ]
     others = {n for n in numbers if n not in proved}
     why = [
-        f"| {n} | {_remarks(results.get(n, {})) or 'not run'} ({', '.join(sorted(marks[n]))}) |"
+        f"| {n} | {remarks(n, f'no test passed ({where})')} |"
         for n in numbers
-        if n in others - explained.keys()
+        if n in others and (where := ", ".join(at for at in LEVELS if at in marks.get(n, ())))
     ] + [
         f"| {key.replace('-', ' to ')} | {reason} |"
         for key, reason in reasons.items()
-        if not others.isdisjoint(not_proved.numbers(key))
+        if not (others - marks.keys()).isdisjoint(not_proved.numbers(key))
     ]
     counts = Counter(proved.values())
     intro = _INTRO.format(
@@ -175,14 +179,12 @@ def page(
     return intro + "\n".join([*rows, _OTHERS]) + "\n".join([*why, ""])
 
 
-def _remarks(levels: Mapping[str, Mapping[str, str | int]], more: str = "") -> str:
-    said = []
+def _not_passed(levels: Mapping[str, Mapping[str, str | int]]) -> Iterator[str]:
     for level in (at for at in LEVELS if at in levels):
         if "failed" in levels[level]:
-            said.append(f"{level} failed on {levels[level]['failed']}")
+            yield f"{level} failed on {levels[level]['failed']}"
         if "skipped" in levels[level]:
-            said.append(f"{level}: {levels[level]['skipped']} skipped")
-    return "; ".join([*said, *filter(None, [more])])
+            yield f"{level}: {levels[level]['skipped']} skipped"
 
 
 def _list(found: Sequence[Outcome]) -> str:

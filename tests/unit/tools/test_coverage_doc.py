@@ -43,7 +43,7 @@ def test_the_strongest_level_that_passed_counts_and_one_that_never_ran_proves_no
     results = taken(junit(tmp_path, "2026-01-02", case("unit.a", "S1")))
     assert rows(results) == [
         "| S1 | unit | 2026-01-02 |  |",
-        "| F1 | not run (mesh) |",
+        "| F1 | no test passed (mesh) |",
     ]
     results = taken(junit(tmp_path, "2026-01-03", case("e2e", "S1"), case("chaos", "F1")))
     assert rows(results) == ["| S1 | vLLM | 2026-01-03 |  |", "| F1 | mesh | 2026-01-03 |  |"]
@@ -51,7 +51,7 @@ def test_the_strongest_level_that_passed_counts_and_one_that_never_ran_proves_no
 
 def test_what_was_skipped_proves_nothing_and_is_told_beside_what_passed(tmp_path: Path) -> None:
     only = taken(junit(tmp_path, "2026-01-02", case("e2e", "S1", "skipped")))
-    assert rows(only)[0] == "| S1 | vLLM: 1 skipped (unit, vLLM) |"
+    assert rows(only)[0] == "| S1 | no test passed (vLLM, unit); vLLM: 1 skipped |"
     both = taken(junit(tmp_path, "2026-01-02", case("unit", "S1")))
     assert rows(both)[0] == "| S1 | unit | 2026-01-02 | vLLM: 1 skipped |"
 
@@ -61,8 +61,8 @@ def test_what_failed_proves_nothing_until_it_passes(tmp_path: Path) -> None:
     junit(tmp_path, "2026-01-03", case("unit.b", "S1", "failure"), case("chaos", "F1", "error"))
     failed = taken(tmp_path, before)
     assert rows(failed) == [
-        "| S1 | unit failed on 2026-01-03 (unit, vLLM) |",
-        "| F1 | mesh failed on 2026-01-03 (mesh) |",
+        "| S1 | no test passed (vLLM, unit); unit failed on 2026-01-03 |",
+        "| F1 | no test passed (mesh); mesh failed on 2026-01-03 |",
     ]
     mended = taken(junit(tmp_path, "2026-01-04", case("unit.b", "S1")), failed)
     assert rows(mended)[0] == "| S1 | unit | 2026-01-04 |  |"
@@ -81,7 +81,7 @@ def test_a_level_that_did_not_run_keeps_its_day_and_a_test_skipped_elsewhere_has
 
 def test_results_of_a_level_that_no_test_claims_any_more_do_not_count() -> None:
     results: coverage_doc.Results = {"S1": {"simulation": {"passed": "2026-01-01"}}}
-    assert rows(results)[0] == "| S1 | not run (unit, vLLM) |"
+    assert rows(results)[0] == "| S1 | no test passed (vLLM, unit) |"
 
 
 def test_a_number_that_no_test_bears_needs_a_reason() -> None:
@@ -94,6 +94,7 @@ def test_a_number_that_no_test_bears_needs_a_reason() -> None:
 def test_the_page_says_what_a_passed_test_does_not_show() -> None:
     results: coverage_doc.Results = {"S1": {"unit": {"passed": "2026-01-01"}}}
     assert rows(results, {"S1": "in parts"})[0] == "| S1 | unit | 2026-01-01 | in parts |"
+    assert rows({}, {"S1": "in parts"})[0] == "| S1 | no test passed (vLLM, unit); in parts |"
 
 
 def test_every_number_of_the_requirements_is_on_the_page() -> None:
