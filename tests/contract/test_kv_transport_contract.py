@@ -257,7 +257,7 @@ async def test_a_receiver_that_waits_keeps_the_lease_alive_until_it_lets_go(
         await pair.receiver.keep(ticket, for_s=60)
         await until(lambda: pair.sender.num_tickets == 0 or loop_time() - staged > 6.0)
         assert pair.sender.num_tickets == 1, "three leases later it is there"
-        pair.receiver.let_go("t")
+        pair.receiver.stop_renewing("t")
         await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
 
 

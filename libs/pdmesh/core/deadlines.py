@@ -39,7 +39,7 @@ PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/l
 
 STOP_S: Final = 0.5  # after the deadline, for a live sender's answer and its last bytes
 SILENT_S: Final = 0.25  # without any bytes: long for a working link, short beside any stall
-LET_GO_S: Final = 5.0  # for a pull that was given up to be drained
+PULL_DRAIN_S: Final = 5.0  # for a pull that was given up to be drained
 
 # --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
 

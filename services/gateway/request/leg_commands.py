@@ -64,9 +64,9 @@ class LegCommands:
         )
         if reference is not None and reference.kv_tail_step and not emitted:
             query.block_size = reference.block_size
-            for tail in prompt.tails(reference, self._stop_token_ids):
+            for partial in prompt.partial_blocks(reference, self._stop_token_ids):
                 query.tails.add(
-                    num_blocks=tail.num_blocks, num_tokens=tail.num_tokens, name=tail.name
+                    num_blocks=partial.num_blocks, num_tokens=partial.num_tokens, name=partial.name
                 )
         return query
 

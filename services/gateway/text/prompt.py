@@ -68,7 +68,7 @@ class Prompt:
             self._hashes[key] = found
         return found
 
-    def tails(
+    def partial_blocks(
         self, record: InstanceRecord, stop_token_ids: Collection[int]
     ) -> list[partial_names.PartialBlockName]:
         """Names of the few partial blocks that earlier turns of this conversation may have left."""
@@ -77,7 +77,7 @@ class Prompt:
         if not (sampling and size and stop_token_ids):
             return []
         root, hashes = self.root(record.model_fingerprint), self.hashes(record)
-        tails = []
+        blocks = []
         for end in partial_names.turn_ends(self.data, stop_token_ids):
             num_blocks, within = divmod(end, size)
             if not (positions := sampling.positions(within)):
@@ -85,10 +85,10 @@ class Prompt:
             data = self.data[4 * num_blocks * size : 4 * end]
             parent = hashes[num_blocks - 1] if num_blocks else b""
             names = partial_names.partial_names(root, parent, data, positions[-1:])
-            tails += [
+            blocks += [
                 partial_names.PartialBlockName(num_blocks, p, name) for p, name in names.items()
             ]
-        return tails
+        return blocks
 
     def with_replayed(self, replayed: Sequence[int]) -> bytes:
         """`data` of prompt + replayed tokens."""

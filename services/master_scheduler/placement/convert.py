@@ -87,11 +87,11 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
-    tails = [
+    partials = [
         PartialBlockName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_PARTIALS]
     ]
-    if any(not 0 < t.num_tokens < query.block_size for t in tails):
-        raise InvalidRequest("a tail is shorter than a block", field="queries.tails")
+    if any(not 0 < t.num_tokens < query.block_size for t in partials):
+        raise InvalidRequest("a partial block is shorter than a block", field="queries.tails")
     return Query(
         model=query.model,
         scenario=query.scenario,
@@ -101,7 +101,7 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
         chat_id=query.chat_id,
         excluded=frozenset(query.excluded_instance_ids),
         request_id=query.request_id,
-        tails=tails,
+        partials=partials,
         block_size=query.block_size,
         region=region,
     )

@@ -120,8 +120,8 @@ class SchedulerServicer:
         query = convert.query_from(message, region)
         with step(names.SPAN_PLAN_MATCH) as span:
             matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
-            if query.tails:
-                matches = self._index.with_partials(blocks, query.tails, query.block_size)
+            if query.partials:
+                matches = self._index.with_partials(blocks, query.partials, query.block_size)
             peers = self._index.peer_runs(query.block_hashes)
             span.set_attribute(names.ATTR_PLAN_HOLDERS, len(matches))
         with step(names.SPAN_PLAN_DECIDE) as span:

@@ -40,7 +40,7 @@ class Query:
     excluded: frozenset[str] = frozenset()
     request_id: str = ""  # settles its bookings; empty: they expire
     # Names of beginnings of blocks, of `block_size` tokens, that instances may hold.
-    tails: Sequence[PartialBlockName] = ()
+    partials: Sequence[PartialBlockName] = ()
     block_size: int = 0
     region: str = ""  # where it came in: instances there are preferred
 

@@ -20,7 +20,7 @@ from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
-    tails: PartialBlockLane,
+    partial_blocks: PartialBlockLane,
     job: PrefillJob,
     blocks: list[int],
     answer: list[int],
@@ -52,5 +52,5 @@ def keep_answer(
     for block, block_hash in zip(blocks[num_hashed:], hashes, strict=False):
         pool.store(block, block_hash)
     names = (*job.block_hashes, *hashes)
-    tails.keep(job, blocks, tokens, names)
+    partial_blocks.keep(job, blocks, tokens, names)
     return names if hashes else ()

@@ -157,7 +157,7 @@ class Retriever:
             case KeepLease(leg):
                 self._spawn(self._keep(self._retrievals[leg].job), f"keep-{leg}")
             case StopRenewing(leg):
-                self._agent.let_go(self._retrievals[leg].job.ticket.ticket_id)
+                self._agent.stop_renewing(self._retrievals[leg].job.ticket.ticket_id)
             case BoundSilence(leg):
                 job = self._retrievals[leg].job
                 self._agent.expect(job.ticket.ticket_id, job.stall_s)

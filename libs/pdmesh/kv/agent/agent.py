@@ -191,17 +191,17 @@ class KvAgent:
     async def keep(self, ticket: Ticket, for_s: float) -> None:
         """Renew a ticket's lease while it waits here for its turn.
 
-        It is renewed until its pull, until `let_go`, or for `for_s`. The connection is opened too,
-        so that the pull finds it. Raises KvTransferFailed.
+        It is renewed until its pull, until `stop_renewing`, or for `for_s`. The connection is
+        opened too, so that the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
         self._receiver.keep(ticket, connection, for_s)
         self._ticker.keep_going()
 
-    def let_go(self, ticket_id: str) -> None:
+    def stop_renewing(self, ticket_id: str) -> None:
         """Stop renewing a ticket's lease."""
-        self._receiver.let_go(ticket_id)
+        self._receiver.stop_renewing(ticket_id)
 
     async def pull(
         self,

@@ -146,7 +146,7 @@ class ReceiverHalf:
         pull = self._pulls[pull_id] = _Pull(order, message, question, connection, done, started)
         lease_s = 0.0
         if order.ticket is not None:
-            self.let_go(order.ticket.ticket_id)
+            self.stop_renewing(order.ticket.ticket_id)
             lease_s = order.ticket.lease_ms / 1000
             stall_s = self._stall_s(order, stall_s)
         key, least, most = connection.key, order.min_bytes, order.max_bytes
@@ -221,9 +221,9 @@ class ReceiverHalf:
             self._kept[ticket.ticket_id] = (ticket, connection)
             self._tell_renewal(ticket, connection)
 
-    def let_go(self, ticket_id: str) -> None:
+    def stop_renewing(self, ticket_id: str) -> None:
         if self._kept.pop(ticket_id, None) is not None:
-            self._leases.let_go(ticket_id)
+            self._leases.stop_renewing(ticket_id)
 
     def _tell_renewal(self, ticket: Ticket, connection: KvConnection) -> None:
         message = wire.Renew(ticket.ticket_id, ticket.attempt, ticket.incarnation)
@@ -241,7 +241,7 @@ class ReceiverHalf:
     async def close(self, within_s: float) -> None:
         """All connections are gone: no write lands any more."""
         for ticket_id in list(self._kept):
-            self.let_go(ticket_id)
+            self.stop_renewing(ticket_id)
         if self._checks:
             await asyncio.wait(self._checks, timeout=within_s)
 

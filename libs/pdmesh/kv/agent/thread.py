@@ -116,9 +116,9 @@ class AgentThread:
     def keep(self, ticket: Ticket, for_s: float) -> Future[None]:
         return self._submit(self._running().keep(ticket, for_s))
 
-    def let_go(self, ticket_id: str) -> None:
+    def stop_renewing(self, ticket_id: str) -> None:
         agent = self._running()
-        agent.post(lambda: agent.let_go(ticket_id))
+        agent.post(lambda: agent.stop_renewing(ticket_id))
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
         agent = self._running()

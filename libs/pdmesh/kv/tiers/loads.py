@@ -157,13 +157,13 @@ class Loads:
         assert load.task is not None
         if not load.task.cancelled() and (error := load.task.exception()) is not None:
             log.error("kv.tier.load_died", tier=load.tier.value, exc_info=error)
-        self._let_go(load)
+        self._release_waiter(load)
 
     def leave(self, load: BlockLoad) -> None:
         load.num_waiters -= 1
-        self._let_go(load)
+        self._release_waiter(load)
 
-    def _let_go(self, load: BlockLoad) -> None:
+    def _release_waiter(self, load: BlockLoad) -> None:
         assert load.task is not None
         if load.num_waiters == 0 and load.task.done() and load.pinned:
             names, load.pinned = load.pinned, []

@@ -31,7 +31,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.pulled: list[str] = []
-        self.let_gone: list[str] = []
+        self.not_renewed: list[str] = []
 
     async def pull(self, ticket: Ticket, *_: object, **__: object) -> None:
         self.pulled.append(ticket.ticket_id)
@@ -39,8 +39,8 @@ class Agent:
 
     async def keep(self, ticket: Ticket, for_s: float) -> None: ...
 
-    def let_go(self, ticket_id: str) -> None:
-        self.let_gone.append(ticket_id)
+    def stop_renewing(self, ticket_id: str) -> None:
+        self.not_renewed.append(ticket_id)
 
 
 class Half:
@@ -99,7 +99,7 @@ async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of
     assert half.agent.pulled == ["t1", "t4"]
     assert [failed.leg for failed in half.failed] == [2, 3]
     assert [output.leg for output in half.said if isinstance(output, LandingFreed)] == [2, 3]
-    assert half.agent.let_gone == ["t2", "t3"]
+    assert half.agent.not_renewed == ["t2", "t3"]
     sources = KvSources()
     for failed in half.failed:
         assert failed.cause == PullFailure.OVERDUE

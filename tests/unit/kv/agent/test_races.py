@@ -335,7 +335,7 @@ async def test_a_connection_in_use_is_not_dropped_for_another() -> None:
         with pytest.raises(KvTransferFailed) as caught:
             await receiver.connect(receiver.address)
         assert caught.value.reason == PullFailure.BUSY
-        receiver.let_go("t")
+        receiver.stop_renewing("t")
         await receiver.connect(receiver.address)
         first = asyncio.create_task(receiver.connect(pair.address))
         while pair.address not in receiver._pool._open:

@@ -252,20 +252,20 @@ class PrefixIndex:
         return PeerRuns(tuple(runs))
 
     def with_partials(
-        self, matches: Mapping[str, int], tails: Iterable[PartialBlockName], block_size: int
+        self, matches: Mapping[str, int], partials: Iterable[PartialBlockName], block_size: int
     ) -> dict[str, float]:
         """`matches`, plus the share of the next block that an instance holds the beginning of."""
         best: dict[str, float] = dict(matches)
-        for tail in tails:
-            row = self._rows.get(tail.name)
+        for partial in partials:
+            row = self._rows.get(partial.name)
             if row is None:
                 continue
             self._is_used[row] = 1
             found: dict[str, int] = {}
-            self._note(found, self._masks[row] & self._everyone, tail.num_blocks)
+            self._note(found, self._masks[row] & self._everyone, partial.num_blocks)
             for instance_id, num_blocks in found.items():
                 if matches.get(instance_id, 0) == num_blocks:
-                    share = num_blocks + tail.num_tokens / block_size
+                    share = num_blocks + partial.num_tokens / block_size
                     best[instance_id] = max(best.get(instance_id, 0), share)
         return best
 

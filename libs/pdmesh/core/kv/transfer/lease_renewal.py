@@ -30,7 +30,7 @@ class LeaseKeeper:
         return len(self._kept)
 
     def keep(self, ticket_id: str, lease_s: float, until: float, now: float) -> bool:
-        """Renew until `until` or `let_go`.
+        """Renew until `until` or `stop_renewing`.
 
         False, and no renewal, at the bound or without a lease.
         """
@@ -40,7 +40,7 @@ class LeaseKeeper:
         self._kept[ticket_id] = _Kept(every, now + every, until)
         return True
 
-    def let_go(self, ticket_id: str) -> None:
+    def stop_renewing(self, ticket_id: str) -> None:
         self._kept.pop(ticket_id, None)
 
     def due(self, now: float) -> tuple[list[str], list[str]]:

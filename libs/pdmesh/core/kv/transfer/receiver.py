@@ -7,11 +7,11 @@ asks the sender to stop and is then drained: it waits until its landing range is
 A pull also fails when nothing of it came for `stall_s`. So a cut link is known long before the
 deadline, all of which a slow link may use. If a sender does not answer within STOP_S of the
 deadline, its connection is aborted: a frozen peer looks like a slow one, and both end there. A pull
-that waits for prefill may have minutes left when it is given up; it has LET_GO_S to be drained.
+that waits for prefill may have minutes left when it is given up; it has PULL_DRAIN_S to be drained.
 
 The end of one pull costs no other. While others get their bytes on its connection, that connection
 is retired: it takes no new pull and is aborted after the last one. A sender of which nothing at all
-was heard for LET_GO_S loses all its pulls at once.
+was heard for PULL_DRAIN_S loses all its pulls at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdmesh.core.deadlines import LET_GO_S, RENEWALS_PER_LEASE, SILENT_S, STOP_S
+from pdmesh.core.deadlines import PULL_DRAIN_S, RENEWALS_PER_LEASE, SILENT_S, STOP_S
 from pdmesh.core.kv.transfer.landing import Landing
 from pdmesh.core.kv.transfer.receiver_events import (
     AbortPeer,
@@ -238,7 +238,7 @@ class PullBook:
             if not pull.landing.is_owed:
                 continue
             if pull.is_stopped:
-                pull.deadline = min(pull.deadline, now + LET_GO_S)
+                pull.deadline = min(pull.deadline, now + PULL_DRAIN_S)
             if now >= pull.renew_at and not pull.is_stopped:
                 pull.renew_at = now + pull.renew_every_s
                 effects.append(RenewLease(pull_id))
@@ -261,7 +261,7 @@ class PullBook:
             if pull.landing.is_owed and not pull.is_stopped
         }
         for peer in overdue:
-            if peer not in wanted or now >= self._heard_at.get(peer, -math.inf) + LET_GO_S:
+            if peer not in wanted or now >= self._heard_at.get(peer, -math.inf) + PULL_DRAIN_S:
                 effects.append(AbortPeer(peer))
             else:
                 self._retired[peer] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.deadlines import LET_GO_S, SILENT_S, STOP_S
+from pdmesh.core.deadlines import PULL_DRAIN_S, SILENT_S, STOP_S
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer.receiver import PullBook
 from pdmesh.core.kv.transfer.ticket import PullFailure
@@ -124,7 +124,7 @@ def test_an_abandoned_pull_is_drained_before_its_bytes_are_reused() -> None:
 
 
 @pytest.mark.fault("F27")
-def test_a_pull_given_up_before_its_first_part_is_let_go_with_the_answer() -> None:
+def test_a_pull_given_up_before_its_first_part_ends_with_the_answer() -> None:
     book = requested()
     assert book.handle(rx.CallerLeft(1), now=0.2) == [rx.SendAck(1, False)]
     assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=0.3) == [rx.FreeLanding(1)]
@@ -140,7 +140,7 @@ def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None
     assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
     assert book.handle(rx.Tick(), now=1.1) == []
     assert book.handle(rx.Tick(), now=6.0) == []
-    assert book.handle(rx.Tick(), now=1.1 + LET_GO_S + STOP_S) == [rx.AbortPeer(5)]
+    assert book.handle(rx.Tick(), now=1.1 + PULL_DRAIN_S + STOP_S) == [rx.AbortPeer(5)]
     assert book.handle(rx.PeerLost(5), now=7.0) == [rx.FreeLanding(1)]
 
 
@@ -154,7 +154,7 @@ def with_neighbour(deadline: float = 600.0) -> PullBook:
     return book
 
 
-OVER = 1.1 + LET_GO_S + STOP_S  # what a pull that was given up has to be drained
+OVER = 1.1 + PULL_DRAIN_S + STOP_S  # what a pull that was given up has to be drained
 
 
 @pytest.mark.fault("F24", "F27")

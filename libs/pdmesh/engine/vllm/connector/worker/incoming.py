@@ -181,7 +181,7 @@ class IncomingKv:
                 load = self._loading[leg].load
                 self._agent.keep(load.ticket, load.timeout_s)
             case StopRenewing(leg):
-                self._agent.let_go(self._loading[leg].load.ticket.ticket_id)
+                self._agent.stop_renewing(self._loading[leg].load.ticket.ticket_id)
             case BoundSilence(leg):
                 load = self._loading[leg].load
                 self._agent.expect(load.ticket.ticket_id, load.stall_s)

@@ -105,8 +105,8 @@ class Agent:
     def keep(self, ticket: Ticket, for_s: float) -> None:
         self.said.append(("keep", ticket.ticket_id))
 
-    def let_go(self, ticket_id: str) -> None:
-        self.said.append(("let_go", ticket_id))
+    def stop_renewing(self, ticket_id: str) -> None:
+        self.said.append(("stop_renewing", ticket_id))
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
         self.said.append(("expect", ticket_id, stall_s))
@@ -189,7 +189,7 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
     rank.incoming.cancel(load(3))
     assert rank.incoming.take_results() == (set(), {"k3"})
     assert rank.heard() == [RankLandingFreed(0, 3)]
-    assert rank.agent.said[-1] == ("let_go", "t3")
+    assert rank.agent.said[-1] == ("stop_renewing", "t3")
     rank.agent.pulls["t2"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k2"}, set())
 
@@ -204,7 +204,7 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
     assert (pulling, freed) == (Pulling(0, 1), RankLandingFreed(0, 2))
     assert isinstance(failed, PullFailed)
     assert failed.cause == PullFailure.OVERDUE
-    assert rank.agent.said[-1] == ("let_go", "t2")
+    assert rank.agent.said[-1] == ("stop_renewing", "t2")
     assert KvSources().failed(KvSource("prefill-0", 7), failed.cause, 0.0) is None
     rank.agent.pulls["t1"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1"}, set())
