@@ -237,7 +237,7 @@ def _add_admin(
             "--allow-empty", action="store_true", help="even without groups: all instances leave"
         )
     _add_ratio(add("ratio", "show decisions about P:D ratios, or change groups by hand"))
-    drain = add("drain", "cordon an instance once it has finished what runs and is replaced")
+    drain = add("drain", "take an instance out of service in order: it finishes what runs")
     cordon = add("cordon", "take an instance out of service at once: its requests move to others")
     uncordon = add("uncordon", "put a cordoned, drained or ejected instance back into service")
     for parser in (drain, cordon, uncordon):
