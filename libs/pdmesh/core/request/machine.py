@@ -604,7 +604,7 @@ class Request:
         if done is not None:
             return effects + self._end(Complete(done))
         if self.num_deaths >= self.limits.max_deaths:
-            return effects + self._end(Fail(PoisonRequest("instances died of this request")))
+            return effects + self._end(Fail(PoisonRequest("this request killed instances")))
         if self.num_migrations >= self.limits.max_migrations or not self.budget.spend():
             return effects + self._end(Fail(error))
         self.num_migrations += 1

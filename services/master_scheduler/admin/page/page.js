@@ -55,10 +55,10 @@ function readyShape(members) {
 
 function takeOut(instance, mode, verb) {
   return button(verb, async () => {
-    const reason = prompt(`Why shall ${instance} leave?`, "");
+    const reason = prompt(`Why is ${instance} taken out of service?`, "");
     if (reason === null) return "nothing was changed";
     await ask("CordonInstance", { instance_id: instance, mode, reason });
-    return `${instance} is to leave`;
+    return `${instance} leaves`;
   });
 }
 
@@ -90,11 +90,11 @@ function drawGroups(states) {
   );
   const notes = [];
   const note = (text, ...more) => notes.push(cell([text, ...more], "p"));
-  if (states.paused) note("Nothing is changed now: " + states.paused);
+  if (states.paused) note("The leader changes nothing now: " + states.paused);
   for (const u of states.upgrades) {
     const promote = button("promote", async () => {
       await ask("PromoteUpgrade", { scenario: u.scenario });
-      return "all groups get what the canary runs";
+      return "all groups get the canary's revision";
     });
     const done = u.state === "went back" ? "" : ` (${u.num_changed} of ${u.num_groups} groups)`;
     const text = `Upgrade of ${u.scenario} to version ${u.version}: ${u.state}${done}: ${u.detail} `;
@@ -187,7 +187,7 @@ async function apply() {
 async function rollback() {
   const answer = await ask("RollbackDesired", { author: "page", reason: at("reason").value });
   loadedVersion = null;
-  return changesText(answer.changes) + `\nversion ${answer.version} is that of version ${answer.restored_version}`;
+  return changesText(answer.changes) + `\nversion ${answer.version} has the content of version ${answer.restored_version}`;
 }
 
 at("load").onclick = () => run(load);
