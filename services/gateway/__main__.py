@@ -86,6 +86,7 @@ async def _load_tokenizer(settings: Settings) -> Tokenizer:
             settings.model_dir,
             max_chars=settings.max_body_bytes,
             num_threads=settings.tokenizer_threads,
+            has_defaults=settings.generation_config == "auto",
         )
     except BadModelDir as exc:
         raise StartupError(f"{exc.message}; set PDMESH_GATEWAY_MODEL_DIR") from exc

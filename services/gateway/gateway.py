@@ -20,7 +20,7 @@ from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
-from pdmesh.services.gateway.http.app import HttpApp
+from pdmesh.services.gateway.http.app import HttpApp, HttpBounds
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher
@@ -190,14 +190,13 @@ def _http_app(
     access: AccessControl,
     not_ready: Callable[[], list[str]],
 ) -> HttpApp:
-    return HttpApp(
-        frontend,
-        access,
-        not_ready,
+    bounds = HttpBounds(
         max_body_bytes=settings.max_body_bytes,
         max_incoming_bytes=max(settings.max_incoming_bytes, settings.max_body_bytes),
         write_timeout_s=settings.write_timeout_s,
+        is_strict=settings.strict_fields,
     )
+    return HttpApp(frontend, access, not_ready, bounds)
 
 
 def _bounds(settings: Settings) -> Bounds:

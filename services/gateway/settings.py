@@ -69,6 +69,15 @@ class Settings(ServiceSettings):
     default_max_tokens: int = Field(
         1024, ge=1, description="Token limit of a chat without max_tokens"
     )
+    strict_fields: bool = Field(
+        False,
+        description="Refuse requests with unknown fields; else those are ignored, and the response "
+        "header x-pdmesh-ignored names them",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: the model's generation_config.json gives defaults for sampling",
+    )
     max_calls: int = Field(4096, ge=1, description="Most open requests; more get 429 at once")
     max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
     prefill_batch: int = Field(

@@ -11,6 +11,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Sampling
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[list[int]]]
@@ -24,10 +25,16 @@ class Case:
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
+    shaping: LogitShaping = UNSHAPED
+    stop_token_ids: tuple[int, ...] = ()
 
     def sampling(self, stop_token_ids: frozenset[int] = frozenset()) -> Sampling:
         return Sampling(
-            self.max_tokens, self.temperature, seed=self.seed, stop_token_ids=stop_token_ids
+            self.max_tokens,
+            self.temperature,
+            seed=self.seed,
+            stop_token_ids=stop_token_ids | frozenset(self.stop_token_ids),
+            shaping=self.shaping,
         )
 
 

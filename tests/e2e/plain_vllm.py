@@ -36,7 +36,7 @@ def main() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     }
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(
         model,
@@ -50,17 +50,7 @@ def main() -> None:
     cases = json.loads(Path(cases_file).read_text())
     outputs = llm.generate(
         [{"prompt_token_ids": case["prompt"]} for case in cases],
-        [
-            SamplingParams(
-                max_tokens=case["max_tokens"],
-                temperature=case["temperature"],
-                seed=case["seed"],
-                detokenize=False,
-                ignore_eos=True,
-                logprobs=2,
-            )
-            for case in cases
-        ],
+        [sampling_params(case) for case in cases],
         use_tqdm=False,
     )
     drawn = [output.outputs[0] for output in outputs]
@@ -70,6 +60,28 @@ def main() -> None:
     }
     Path(tokens_file).write_text(json.dumps(answers))
     os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+
+
+def sampling_params(case: Mapping[str, Any]) -> Any:
+    """vLLM's own, as its server would make it of a client's request."""
+    from vllm import SamplingParams
+
+    shaping = dict(case["shaping"])
+    words = shaping.pop("bad_words")
+    params = SamplingParams(
+        max_tokens=case["max_tokens"],
+        temperature=case["temperature"],
+        seed=case["seed"],
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=case["stop_token_ids"],
+        logprobs=2,
+        logit_bias=dict(shaping.pop("logit_bias")) or None,
+        allowed_token_ids=shaping.pop("allowed_token_ids") or None,
+        **shaping,
+    )
+    params._bad_words_token_ids = words or None  # which it makes with its tokenizer
+    return params
 
 
 def margin(likely: Mapping[int, Any]) -> float:

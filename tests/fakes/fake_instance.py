@@ -19,6 +19,7 @@ from pdmesh.net.grpc import rpc
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     InstanceRecord,
@@ -408,7 +409,10 @@ class FakeInstance:
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))
             logprobs: list[TokenLogprob] = []
             has_logprobs = leg.sampling.HasField("num_logprobs")
-            for _ in range(min(self.tokens_per_step, leg.num_left)):
+            reason = FINISH_REASON_LENGTH
+            for _ in range(self.tokens_per_step):
+                if leg.num_left <= 0:
+                    break
                 token = leg.draw()
                 leg.tokens.append(token)
                 leg.num_left -= 1
@@ -416,11 +420,13 @@ class FakeInstance:
                 message.tokens.token_ids.append(token)
                 if has_logprobs:
                     logprobs.append(_logprob(token, leg.sampling.num_logprobs))
+                if token in leg.sampling.stop_token_ids:
+                    leg.num_left, reason = 0, FINISH_REASON_STOP
             if has_logprobs:
                 drawn = pb.LogprobsDrawn(logprobs=logprobs)
                 message.events.append(pb.SessionEvent(key=leg.key, logprobs_drawn=drawn))
             if leg.num_left <= 0:
-                finished = pb.Finished(finish_reason=FINISH_REASON_LENGTH)
+                finished = pb.Finished(finish_reason=reason)
                 message.events.append(pb.SessionEvent(key=leg.key, finished=finished))
                 del self.legs[leg.key]
         for outbox, message in messages.values():

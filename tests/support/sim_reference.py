@@ -19,7 +19,7 @@ def sim_reference(
     """All tokens after `prompt` and why they end. A sampled request needs a seed."""
     model = SimModel(params or SimParams())
     weights, gain = model.state_weights.tolist(), model.token_gain.tolist()
-    key = draw_key(sampling.temperature, sampling.seed, 0)
+    key = draw_key(sampling, 0)
     state = digest = num_tokens = 0
     tokens: list[int] = []
     pending = list(prompt)
@@ -28,9 +28,12 @@ def sim_reference(
             state = state + (token + 1) * weights[num_tokens] & MASK
             digest = digest + mix(state) * gain[num_tokens] & MASK
             num_tokens += 1
-        drawn = model.draw_one(digest, key, pending[-1], not sampling.ignore_eos)
+        is_long_enough = len(tokens) >= sampling.shaping.min_tokens
+        may_end = is_long_enough and not sampling.ignore_eos
+        drawn = model.draw_one(digest, key, pending[-1], may_end)
         tokens.append(drawn)
-        if not sampling.ignore_eos and drawn in sampling.stop_token_ids | {EOS_ID}:
+        ends = sampling.stop_token_ids | (set() if sampling.ignore_eos else {EOS_ID})
+        if is_long_enough and drawn in ends:
             return tokens, FinishReason.STOP
         if len(tokens) == sampling.max_tokens or num_tokens + 1 == model.params.max_model_len:
             return tokens, FinishReason.LENGTH

@@ -22,6 +22,7 @@ from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampli
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.kv.tiers.report import TierReport
 
 
@@ -34,8 +35,10 @@ class FinishReason(Enum):
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
 
-    A seeded draw depends on the seed and on the token's position in the answer, not on the engine:
-    `num_drawn` tokens of the answer were drawn before this job, on any engine.
+    `num_drawn` tokens of the answer were drawn before this job, wherever that was: the last ones of
+    its prompt. They count as output: a draw with a seed depends on the seed and on the token's
+    position in the answer, and `shaping` looks at all of the answer. `stop_token_ids` hold the
+    model's own unless these are ignored; `ignore_eos` tells an engine that adds its own.
     """
 
     max_tokens: int
@@ -46,6 +49,7 @@ class Sampling:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     num_drawn: int = 0
+    shaping: LogitShaping = UNSHAPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +295,7 @@ class EngineInfo:
     max_model_len: int
     num_ranks: int = 1
     supports_logprobs: bool = False
+    unsupported_shaping: tuple[str, ...] = ()  # fields of LogitShaping
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank

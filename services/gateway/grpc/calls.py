@@ -10,7 +10,12 @@ from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import check_model
-from pdmesh.services.gateway.http.calls import chat_tokens, check_logprobs, text_tokens
+from pdmesh.services.gateway.http.calls import (
+    chat_tokens,
+    check_logprobs,
+    check_shaping,
+    text_tokens,
+)
 from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     check_choices,
@@ -22,9 +27,13 @@ from pdmesh.services.gateway.request.bounds import (
     stops_of,
 )
 from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.shaping import AskedShaping, shaping_of, stop_ids_of
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 from pdmesh.v1 import inference_service_pb2 as pb
 
+_OPTIONAL: Final = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p",
+)  # fmt: skip
 _ROLES: Final = frozenset({"system", "user", "assistant"})
 
 
@@ -34,7 +43,7 @@ async def generate_spec(
     """Raises MeshError."""
     model = _check_common(request, frontend)
     check_model(tenant, model)
-    sampling = _sampling(request.params, model, frontend)
+    sampling = await _sampling(request.params, model, frontend)
     match request.WhichOneof("prompt"):
         case "text":
             check_text(text=request.text)
@@ -46,7 +55,7 @@ async def generate_spec(
     return CallSpec(
         operation="text_completion",
         model=model,
-        prompts=(tokens,),
+        prompts=(_truncated(tokens, request.params),),
         sampling=sampling,
         n=request.n or 1,
         scenario=request.scenario,
@@ -60,7 +69,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     """Raises MeshError."""
     model = _check_common(request, frontend)
     check_model(tenant, model)
-    sampling = _sampling(request.params, model, frontend)
+    sampling = await _sampling(request.params, model, frontend)
     if not 0 < len(request.messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
     for index, message in enumerate(request.messages):
@@ -73,7 +82,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     return CallSpec(
         operation="chat",
         model=model,
-        prompts=(await chat_tokens(messages, model, frontend),),
+        prompts=(_truncated(await chat_tokens(messages, model, frontend), request.params),),
         sampling=sampling,
         n=request.n or 1,
         scenario=request.scenario,
@@ -109,7 +118,17 @@ def _check_common(request: pb.GenerateRequest | pb.ChatRequest, frontend: Fronte
     return frontend.model_name(request.model)
 
 
-def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> SamplingSpec:
+def _truncated(tokens: array[int], params: pb.GenerationParams) -> array[int]:
+    if not params.HasField("truncate_prompt_tokens"):
+        return tokens
+    if not params.truncate_prompt_tokens:
+        raise InvalidRequest("no token of the prompt is left", field="truncate_prompt_tokens")
+    return tokens[-params.truncate_prompt_tokens :]
+
+
+async def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> SamplingSpec:
+    tokenizer = frontend.shared.tokenizer
+    defaults = tokenizer.defaults
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     temperature = params.temperature if params.HasField("temperature") else None
     top_p = params.top_p if params.HasField("top_p") else None
@@ -121,12 +140,28 @@ def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> Sa
     if num_logprobs is not None and num_logprobs > 20:
         raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
     check_logprobs(frontend, model, num_logprobs)
+    for word in params.bad_words:
+        check_text(bad_words=word)
+    asked = AskedShaping(
+        **{f: getattr(params, f) for f in _OPTIONAL if params.HasField(f)},
+        min_tokens=params.min_tokens,
+        logit_bias=dict(params.logit_bias),
+        bad_words=params.bad_words,
+        allowed_token_ids=params.allowed_token_ids or None,
+    )
+    shaping = await shaping_of(asked, tokenizer, max_tokens)
+    check_shaping(frontend, model, shaping)
     return SamplingSpec(
         max_tokens=max_tokens,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
+        default_max_tokens=defaults.max_tokens,
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_p=defaults.top_p if top_p is None else top_p,
         seed=params.seed if params.HasField("seed") else None,
         stop=stops,
         ignore_eos=params.ignore_eos,
         num_logprobs=num_logprobs,
+        shaping=shaping,
+        stop_token_ids=stop_ids_of(params.stop_token_ids, tokenizer.vocab_size),
+        is_stop_shown=params.include_stop_in_output,
+        are_special_shown=params.show_special_tokens,
     )

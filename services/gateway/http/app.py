@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import unquote
 
@@ -64,23 +64,34 @@ class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
 
 
+@dataclass(frozen=True, slots=True)
+class HttpBounds:
+    """What clients may send at most, and how slowly they may read.
+
+    `is_strict`: unknown fields are refused.
+    """
+
+    max_body_bytes: int
+    max_incoming_bytes: int
+    write_timeout_s: float
+    is_strict: bool = False
+
+
 class HttpApp:
     def __init__(
         self,
         frontend: Frontend,
         access: AccessControl,
         not_ready: Callable[[], list[str]],
-        *,
-        max_body_bytes: int,
-        max_incoming_bytes: int,
-        write_timeout_s: float,
+        bounds: HttpBounds,
     ) -> None:
-        self.body_room = BodyRoom(max_incoming_bytes)
+        self._is_strict = bounds.is_strict
+        self.body_room = BodyRoom(bounds.max_incoming_bytes)
         self._frontend = frontend
         self._access = access
         self._not_ready = not_ready
-        self._max_body_bytes = max_body_bytes
-        self._write_timeout_s = write_timeout_s
+        self._max_body_bytes = bounds.max_body_bytes
+        self._write_timeout_s = bounds.write_timeout_s
         self._writing: dict[HttpExchange, None] = {}
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
@@ -144,7 +155,8 @@ class HttpApp:
     async def _chat(self, exchange: HttpExchange) -> None:
         permit = await self._enter(exchange)
         try:
-            request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
+            body = await exchange.body(self._max_body_bytes, self.body_room)
+            request = parse_chat(body, self._ignored(exchange))
             spec = await chat_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)
         finally:
@@ -153,11 +165,16 @@ class HttpApp:
     async def _completion(self, exchange: HttpExchange) -> None:
         permit = await self._enter(exchange)
         try:
-            request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
+            body = await exchange.body(self._max_body_bytes, self.body_room)
+            request = parse_completion(body, self._ignored(exchange))
             spec = await completion_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)
         finally:
             permit.leave()
+
+    def _ignored(self, exchange: HttpExchange) -> list[str] | None:
+        """Where the names of unknown fields are put; None where they are refused."""
+        return None if self._is_strict else exchange.ignored_fields
 
     async def _enter(self, exchange: HttpExchange) -> Permit:
         """Raises MeshError, before anything is read."""
@@ -187,7 +204,10 @@ class HttpApp:
             if request.stream:
                 options = request.stream_options
                 include_usage = bool(options and options.include_usage)
-                await self._stream(exchange, call, include_usage)
+                counts_each = include_usage and bool(options and options.continuous_usage_stats)
+                await self._stream(
+                    exchange, call, include_usage=include_usage, counts_each=counts_each
+                )
             else:
                 await self._whole(exchange, call)
         except MeshError as exc:
@@ -216,12 +236,15 @@ class HttpApp:
             body = await asyncio.to_thread(whole_body, call, deltas, tokenizer)
         await exchange.json(body)
 
-    async def _stream(self, exchange: HttpExchange, call: Call, include_usage: bool) -> None:
+    async def _stream(
+        self, exchange: HttpExchange, call: Call, *, include_usage: bool, counts_each: bool
+    ) -> None:
         chunks = ChunkWriter(
             call,
             self._frontend.shared.tokenizer,
             include_usage=include_usage,
             has_logprobs=call.spec.sampling.num_logprobs is not None,
+            counts_each=counts_each,
         )
         num_open = len(call.generations)
         pending: list[bytes] = [chunks.opening()]
@@ -277,7 +300,8 @@ class HttpApp:
     async def _tokenize(self, exchange: HttpExchange) -> None:
         permit = await self._enter(exchange)
         try:
-            request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
+            body = await exchange.body(self._max_body_bytes, self.body_room)
+            request = parse_tokenize(body, self._ignored(exchange))
             tokens, context = await tokenized(request, self._frontend, permit.tenant)
             await charged(permit, lambda: permit.charge(len(tokens)))
             permit.settle(len(tokens))

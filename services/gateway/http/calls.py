@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pdmesh.core.kv.prefix.block_hash import token_array
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import check_model
@@ -20,6 +21,12 @@ from pdmesh.services.gateway.http.schema import (
 )
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
 from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.shaping import (
+    AskedShaping,
+    biases_by_id,
+    shaping_of,
+    stop_ids_of,
+)
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 from pdmesh.services.gateway.text.chat_template import Message as ChatMessage
 
@@ -34,11 +41,13 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
     tokens = await chat_tokens(messages_of(request.messages), model, frontend)
+    sampling = await _sampling(request, max_tokens, num_logprobs, frontend)
+    check_shaping(frontend, model, sampling.shaping)
     return CallSpec(
         operation="chat",
         model=model,
-        prompts=(tokens,),
-        sampling=_sampling(request, max_tokens, num_logprobs),
+        prompts=(_truncated(tokens, request, frontend.context_length(model)),),
+        sampling=sampling,
         n=request.n or 1,
         scenario=request.scenario,
         chat_id=request.chat_id,
@@ -47,6 +56,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         field_of_max_tokens="max_completion_tokens"
         if request.max_completion_tokens
         else "max_tokens",
+        has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
     )
 
@@ -59,26 +69,35 @@ async def completion_spec(
     check_model(tenant, model)
     check_logprobs(frontend, model, request.logprobs)
     vocab_size = frontend.shared.tokenizer.vocab_size
-    asked = prompts_of(request.prompt, vocab_size, frontend.context_length(model))
+    context = frontend.context_length(model)
+    asked = prompts_of(request.prompt, vocab_size, context)
     n = request.n or 1
     if n * len(asked) > MAX_CHOICES:
         raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
     prompts = [
-        await text_tokens(p, model, frontend) if isinstance(p, str) else token_array(p)
+        _truncated(
+            await text_tokens(p, model, frontend) if isinstance(p, str) else token_array(p),
+            request,
+            context,
+        )
         for p in asked
     ]
+    sampling = await _sampling(request, request.max_tokens, request.logprobs, frontend)
+    check_shaping(frontend, model, sampling.shaping)
     return CallSpec(
         operation="text_completion",
         model=model,
         prompts=tuple(prompts),
         sampling=replace(
-            _sampling(request, request.max_tokens, request.logprobs),
-            default_max_tokens=_COMPLETION_DEFAULT_TOKENS,
+            sampling,
+            default_max_tokens=sampling.default_max_tokens or _COMPLETION_DEFAULT_TOKENS,
         ),
         n=n,
         scenario=request.scenario,
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
+        echoed=await _echoed(asked, prompts, frontend) if request.echo else (),
+        has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
     )
 
@@ -134,17 +153,68 @@ def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> 
         )
 
 
-def _sampling(
+def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None:
+    """Refuse what the model's engine cannot do beside its other settings (speculation)."""
+    if shaping is UNSHAPED:
+        return
+    for field in sorted(frontend.shared.fleet.unsupported_shaping(model)):
+        if getattr(shaping, field) != getattr(UNSHAPED, field):
+            message = f"{field} is not supported by this model's engine as it is set up"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+
+
+def _truncated(
+    tokens: array[int], request: ChatCompletionRequest | CompletionRequest, context: int
+) -> array[int]:
+    asked = request.truncate_prompt_tokens
+    if asked is None:
+        return tokens
+    num = context if asked == -1 else asked
+    if num == 0:
+        raise InvalidRequest("no token of the prompt is left", field="truncate_prompt_tokens")
+    return tokens[:num] if request.truncation_side == "right" else tokens[-num:]
+
+
+async def _echoed(
+    asked: Sequence[str | list[int]], prompts: Sequence[array[int]], frontend: Frontend
+) -> tuple[str, ...]:
+    tokenizer = frontend.shared.tokenizer
+    pairs = zip(asked, prompts, strict=True)
+    return tuple(
+        [p if isinstance(p, str) else await tokenizer.decode_prompt(tokens) for p, tokens in pairs]
+    )
+
+
+async def _sampling(
     request: ChatCompletionRequest | CompletionRequest,
     max_tokens: int | None,
     num_logprobs: int | None,
+    frontend: Frontend,
 ) -> SamplingSpec:
+    tokenizer = frontend.shared.tokenizer
+    defaults = tokenizer.defaults
+    asked = AskedShaping(
+        request.presence_penalty,
+        request.frequency_penalty,
+        request.repetition_penalty,
+        request.top_k,
+        request.min_p,
+        request.min_tokens or 0,
+        biases_by_id(request.logit_bias) if request.logit_bias else None,
+        request.bad_words,
+        request.allowed_token_ids,
+    )
     return SamplingSpec(
         max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        default_max_tokens=defaults.max_tokens,
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
         seed=request.seed,
         stop=stops_of(request.stop),
         ignore_eos=request.ignore_eos,
         num_logprobs=num_logprobs,
+        shaping=await shaping_of(asked, tokenizer, max_tokens),
+        stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
+        is_stop_shown=bool(request.include_stop_str_in_output),
+        are_special_shown=request.skip_special_tokens is False,
     )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
 from pdmesh.services.gateway.http.format import error_body
+from pdmesh.services.gateway.http.unknown_fields import header_of
 from pdmesh.services.gateway.request.frontend import new_request_id
 
 # Any: ASGI's messages and scopes are plain dicts.
@@ -78,6 +79,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
         self.has_started = False
+        self.ignored_fields: list[str] = []  # of the request; the response names them
         self.blocked_since = math.inf
         self._scope = scope
         self._receive = receive
@@ -123,6 +125,8 @@ class HttpExchange:
     async def start(self, status: int, headers: Headers) -> None:
         self.has_started = True
         headers.append((b"x-request-id", self.request_id.encode()))
+        if self.ignored_fields:
+            headers.append(header_of(self.ignored_fields))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:

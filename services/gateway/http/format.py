@@ -69,9 +69,19 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, call: Call, tokenizer: Tokenizer, *, include_usage: bool, has_logprobs: bool
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        *,
+        include_usage: bool,
+        has_logprobs: bool,
+        counts_each: bool = False,
     ) -> None:
+        """`counts_each`: each chunk says how much was used so far."""
         self._call = call
+        self._counts_each = counts_each
+        self._has_token_ids = call.spec.has_token_ids
+        self._told_prompts: set[int] = set()  # choices whose prompt was told of
         self._is_chat = call.spec.operation == "chat"
         self._include_usage = include_usage
         self._logprobs = [
@@ -103,16 +113,24 @@ class ChunkWriter:
     def opening(self) -> bytes:
         """The role of each choice, as OpenAI sends it before any content."""
         if not self._is_chat:
-            return b""
+            return self._echoes()
         return b"".join(
             b'%b,"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
             b'"finish_reason":null}]%b}\n\n' % (self._head, index, self._usage)
             for index in range(len(self._before))
         )
 
+    def _echoes(self) -> bytes:
+        echoed, num = self._call.spec.echoed, self._call.spec.n
+        return b"".join(
+            before + _encode(echoed[index // num]) + self._after[None]
+            for index, before in enumerate(self._before)
+            if echoed
+        )
+
     def chunk(self, delta: TextDelta) -> bytes:
-        if self._logprobs:
-            return self._logprob_chunk(delta)
+        if self._logprobs or self._counts_each or self._has_token_ids:
+            return self._full_chunk(delta)
         if not delta.is_last:
             if not delta.text:
                 return b""  # the tokens have not completed a character yet
@@ -129,16 +147,30 @@ class ChunkWriter:
             % (content, self._head, delta.index, _encode(delta.finish_reason), self._usage)
         )
 
-    def _logprob_chunk(self, delta: TextDelta) -> bytes:
-        writer = self._logprobs[delta.index]
-        choice: Json = {"index": delta.index, "finish_reason": delta.finish_reason}
+    def _full_chunk(self, delta: TextDelta) -> bytes:
+        choice: Json = {"index": delta.index, "logprobs": None}
+        choice["finish_reason"] = delta.finish_reason
         if self._is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
-            choice["logprobs"] = writer.chat(delta.logprobs)
         else:
             choice["text"] = delta.text
-            choice["logprobs"] = writer.completion(delta.logprobs)
-        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _encode(choice), self._usage)
+        if self._logprobs:
+            writer = self._logprobs[delta.index]
+            write = writer.chat if self._is_chat else writer.completion
+            choice["logprobs"] = write(delta.logprobs)
+        rest = self._usage
+        if self._counts_each:
+            rest = b',"usage":' + _encode(usage(self._call))
+        if self._has_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if delta.index not in self._told_prompts:
+                self._told_prompts.add(delta.index)
+                prompt = self._call.generations[delta.index].prompt.tokens.tolist()
+                if self._is_chat:
+                    rest += b',"prompt_token_ids":' + _encode(prompt)
+                else:
+                    choice["prompt_token_ids"] = prompt
+        return b'%b,"choices":[%b]%b}\n\n' % (self._head, _encode(choice), rest)
 
     def closing(self) -> bytes:
         if not self._include_usage:
@@ -157,13 +189,21 @@ def whole_body(call: Call, deltas: Sequence[TextDelta], tokenizer: Tokenizer) ->
         if is_chat:
             choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
         else:
-            choice["text"] = delta.text
+            echo = call.spec.echoed[delta.index // call.spec.n] if call.spec.echoed else ""
+            choice["text"] = echo + delta.text
+        if call.spec.has_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if not is_chat:
+                choice["prompt_token_ids"] = generation.prompt.tokens.tolist()
         if has_logprobs:
             writer = LogprobWriter(tokenizer, generation.prompt.tokens)
             write = writer.chat if is_chat else writer.completion
             choice["logprobs"] = write(delta.logprobs)
         choice["finish_reason"] = delta.finish_reason
         choices.append(choice)
+    further: Json = {}
+    if is_chat and call.spec.has_token_ids:
+        further["prompt_token_ids"] = call.generations[0].prompt.tokens.tolist()
     return _encode(
         {
             "id": _id(call),
@@ -172,6 +212,7 @@ def whole_body(call: Call, deltas: Sequence[TextDelta], tokenizer: Tokenizer) ->
             "model": call.spec.model,
             "choices": choices,
             "usage": usage(call),
+            **further,
         }
     )
 

@@ -1,21 +1,21 @@
-"""The OpenAI requests that we take, as typed structs.
+"""The OpenAI requests that we take, with vLLM's further fields, as typed structs.
 
-What we do not know or cannot do gets a 400 that names the field. `_NEUTRAL` lists fields that
-OpenAI defines and we do not support, with the values that ask for nothing. Any other value is
-refused, so that no client believes that a setting had an effect. Every number, string and list has
-a bound.
+A field that would change the answer and that we cannot do gets a 400 that names it: `_NEUTRAL`
+lists those fields with the values that ask for nothing. A field that no API we know has is ignored
+(`unknown_fields`) or refused, as the gateway is set up. Every number, string and list has a bound.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.http.json_bounds import SMALL_BYTES, outline
+from pdmesh.services.gateway.http.unknown_fields import Nested, without_unknown
 from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     check_choices,
@@ -64,11 +64,12 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take. The last four are pdmesh's own."""
+    """What both endpoints take: OpenAI's fields, then vLLM's, then three of pdmesh's own."""
 
     model: str
     max_tokens: int | None = None
@@ -82,7 +83,39 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: _Anything = None
+    logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # of slow tokenizers; ours puts none there
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None  # ours names the request
+    session_id: str | None = None
+    priority: _Anything = None
+    use_beam_search: _Anything = None
+    length_penalty: _Anything = None
+    prompt_logprobs: _Anything = None
+    logprob_token_ids: _Anything = None
+    thinking_token_budget: _Anything = None
+    structured_outputs: _Anything = None
+    return_tokens_as_token_ids: _Anything = None
+    return_token_offsets: _Anything = None
+    repetition_detection: _Anything = None
+    watermarking: _Anything = None
+    kv_transfer_params: _Anything = None
+    ec_transfer_params: _Anything = None
+    vllm_xargs: _Anything = None
+    mm_payload: _Anything = None
+    response_format: _Anything = None
+    add_special_tokens: _Anything = None
     ignore_eos: bool = False
     cache_salt: str = ""
     chat_id: str = ""
@@ -104,7 +137,15 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: _Anything = None
     functions: _Anything = None
     function_call: _Anything = None
-    response_format: _Anything = None
+    chat_template: _Anything = None
+    chat_template_kwargs: _Anything = None
+    add_generation_prompt: _Anything = None
+    continue_final_message: _Anything = None
+    documents: _Anything = None
+    echo: _Anything = None
+    include_reasoning: _Anything = None
+    mm_processor_kwargs: _Anything = None
+    media_io_kwargs: _Anything = None
     modalities: _Anything = None
     audio: _Anything = None
     prediction: _Anything = None
@@ -119,7 +160,8 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
         str | list[_Anything]
     )  # msgspec cannot tell list[str], list[int] and list[list[int]] apart
     logprobs: int | None = None
-    echo: _Anything = None
+    echo: bool | None = None
+    prompt_embeds: _Anything = None
     suffix: _Anything = None
     best_of: int | None = None
 
@@ -134,9 +176,30 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 # The values of unsupported fields that ask for nothing. None always does.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "thinking_token_budget": (-1,),
+    "structured_outputs": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "mm_payload": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "include_reasoning": (True, False),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "prompt_embeds": ([],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -151,28 +214,45 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "web_search_options": (),
     "prompt_cache_retention": (),
     "service_tier": ("auto", "default"),
-    "echo": (False,),
     "suffix": ("",),
 }
-_NEUTRAL_CHAT: Final = tuple(f for f in _NEUTRAL if f in ChatCompletionRequest.__struct_fields__)
-_NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest.__struct_fields__)
+# What each endpoint adds of its own to the prompt, which a client may leave to it only.
+_NEUTRAL_CHAT: Final = {
+    **{f: v for f, v in _NEUTRAL.items() if f in ChatCompletionRequest.__struct_fields__},
+    "add_special_tokens": (False,),
+    "echo": (False,),
+}
+_NEUTRAL_COMPLETION: Final = {
+    **{f: v for f, v in _NEUTRAL.items() if f in CompletionRequest.__struct_fields__},
+    "add_special_tokens": (True,),
+}
 
+_NESTED: Final[Nested] = {
+    ChatCompletionRequest: {"messages": ChatMessage, "stream_options": StreamOptions},
+    CompletionRequest: {"stream_options": StreamOptions},
+    TokenizeRequest: {"messages": ChatMessage},
+    ChatMessage: {"content": ContentPart},
+}
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
 # How those of msgspec's messages begin that name a field.
+_UNKNOWN: Final = "Object contains unknown field `"
 _NAMES_A_FIELD: Final = {
-    "Object contains unknown field `": "UNKNOWN_FIELD",
+    _UNKNOWN: "UNKNOWN_FIELD",
     "Object missing required field `": "MISSING_FIELD",
 }
 _MAX_EXPLAINED: Final = 256
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse_chat(body: bytes) -> ChatCompletionRequest:
-    """Raises InvalidRequest with the field."""
-    request = _decode(_chat_decoder, body)
+def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionRequest:
+    """Raises InvalidRequest with the field.
+
+    An unknown field is refused, or added to `ignored` by its path.
+    """
+    request = _decode(_chat_decoder, body, ignored)
     _check_common(request, _NEUTRAL_CHAT)
     _check_messages(request.messages)
     in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
@@ -182,19 +262,22 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     return request
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest with the field."""
-    request = _decode(_completion_decoder, body)
+def parse_completion(body: bytes, ignored: list[str] | None = None) -> CompletionRequest:
+    """As `parse_chat`."""
+    request = _decode(_completion_decoder, body, ignored)
     _check_common(request, _NEUTRAL_COMPLETION)
     in_range("logprobs", request.logprobs, 0, 5)
+    if request.echo and request.logprobs is not None:
+        message = "echo with logprobs is not supported: prompts have no log probabilities here"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="echo")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of other than n is not supported", field="best_of")
     return request
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Raises InvalidRequest with the field."""
-    request = _decode(_tokenize_decoder, body)
+def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeRequest:
+    """As `parse_chat`."""
+    request = _decode(_tokenize_decoder, body, ignored)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
     if request.messages is not None:
@@ -258,10 +341,10 @@ def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list
     return ids
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes, ignored: list[str] | None) -> T:
     outlined = outline(body)
     try:
-        request = decoder.decode(body)
+        request = _parsed(decoder, body, ignored)
         _check_duplicates(outlined, body)
     except msgspec.ValidationError as exc:
         refusal = _explain(str(exc))
@@ -274,6 +357,15 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             _check_no_nul(request)
         return request
     raise refusal  # without the parser's error, which may hold all of the body
+
+
+def _parsed(decoder: msgspec.json.Decoder[T], body: bytes, ignored: list[str] | None) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as exc:
+        if ignored is None or not str(exc).startswith(_UNKNOWN):
+            raise
+    return msgspec.convert(without_unknown(body, decoder.type, _NESTED, ignored), decoder.type)
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
@@ -346,12 +438,16 @@ def _check_no_nul(request: object) -> None:
             ][::-1]
 
 
-def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
-    for field in neutral:
-        _check_neutral(field, getattr(request, field))
+def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    for field, values in neutral.items():
+        if (value := getattr(request, field)) is not None and value not in values:
+            message = f"{field} is not supported"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     check_sampling(
         max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
     )
+    in_range("min_tokens", request.min_tokens, 0, 1 << 31)
+    in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 1 << 31)
     check_choices(n=request.n, seed=request.seed)
     stops_of(request.stop)
     check_names(
@@ -360,12 +456,6 @@ def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
         chat_id=request.chat_id,
         scenario=request.scenario,
     )
-
-
-def _check_neutral(field: str, value: object) -> None:
-    if value is None or any(value == v for v in _NEUTRAL[field]):
-        return
-    raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:

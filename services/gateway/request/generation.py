@@ -103,14 +103,14 @@ class Generation:
         on_end: Callable[[], None],
     ) -> None:
         sampling = spec.sampling
-        stop_ids = frozenset() if sampling.ignore_eos else shared.tokenizer.eos_token_ids
+        end_ids = sampling.end_ids(shared.tokenizer.eos_token_ids)
         self.core = Request(
             identity.max_tokens,
             limits=shared.slos.limits_for(spec.scenario, len(prompt.tokens)),
             budget=shared.budget,
             next_key=shared.next_key,
             num_prompt_tokens=len(prompt.tokens),
-            stop_token_ids=stop_ids,
+            stop_token_ids=end_ids,
         )
         self.index = identity.index
         self.timings = Timings()
@@ -119,13 +119,13 @@ class Generation:
         self._spec = spec
         self.prompt = prompt
         self._identity = identity
-        self._commands = LegCommands(spec, prompt, identity, sorted(stop_ids))
+        self._commands = LegCommands(spec, prompt, identity, sorted(end_ids))
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
         self._text = ChoiceText(
             identity.index,
-            shared.tokenizer.text_stream(prompt.tokens, sampling.stop),
+            shared.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
             has_logprobs=sampling.num_logprobs is not None,
             default_text=shared.slos.default_text(spec.scenario),
         )

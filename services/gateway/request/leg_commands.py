@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket
+from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
 from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 
@@ -29,7 +31,7 @@ class ChoiceIdentity:
 class LegCommands:
     """The messages of one choice. `emitted` is always all that it has emitted so far."""
 
-    __slots__ = ("_identity", "_prompt", "_spec", "_stop_token_ids")
+    __slots__ = ("_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids")
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class LegCommands:
     ) -> None:
         self._spec, self._prompt, self._identity = spec, prompt, identity
         self._stop_token_ids = stop_token_ids
+        self._shaping = shaping_to_proto(spec.sampling.shaping)
 
     def plan_query(
         self,
@@ -136,7 +139,26 @@ class LegCommands:
             ignore_eos=asked.ignore_eos,
             num_logprobs=asked.num_logprobs,
             num_drawn=num_drawn,
+            shaping=self._shaping,
         )
 
     def _remaining_ms(self) -> int:
         return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
+
+
+def shaping_to_proto(shaping: LogitShaping) -> LogitShapingMessage | None:
+    if shaping is UNSHAPED:
+        return None
+    message = LogitShapingMessage(
+        presence_penalty=shaping.presence_penalty,
+        frequency_penalty=shaping.frequency_penalty,
+        repetition_penalty=shaping.repetition_penalty,
+        top_k=shaping.top_k,
+        min_p=shaping.min_p,
+        min_tokens=shaping.min_tokens,
+        logit_bias=dict(shaping.logit_bias),
+        allowed_token_ids=shaping.allowed_token_ids,
+    )
+    for word in shaping.bad_words:
+        message.bad_words.add(token_ids=word)
+    return message

@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
+from pdmesh.services.gateway.text.text_stream import TextRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,19 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    shaping: LogitShaping = UNSHAPED
+    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own
+    is_stop_shown: bool = False
+    are_special_shown: bool = False
+
+    def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer of a model with these of its own."""
+        own = frozenset[int]() if self.ignore_eos else eos_token_ids
+        return own | self.stop_token_ids if self.stop_token_ids else own
+
+    def text_rules(self, end_ids: frozenset[int]) -> TextRules:
+        min_tokens = self.shaping.min_tokens
+        return TextRules(self.stop, min_tokens, self.is_stop_shown, self.are_special_shown, end_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +53,6 @@ class CallSpec:
     cache_salt: str = ""
     field_of_prompt: str = "prompt"  # these two are named in errors about length
     field_of_max_tokens: str = "max_tokens"
+    echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
+    has_token_ids: bool = False  # the answer holds token ids beside its text
     tenant: Tenant = ANYONE

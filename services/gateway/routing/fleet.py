@@ -165,6 +165,11 @@ class FleetView:
                     return record
         return self._known_models.get(model)
 
+    def unsupported_shaping(self, model: str) -> frozenset[str]:
+        """Fields of `LogitShaping` that some instance of the model cannot take."""
+        serving = (*self._prefills, *self._fusions, *self._decodes)
+        return frozenset(f for r in serving if r.model == model for f in r.unsupported_shaping)
+
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance ever served it: then it is away, and not unknown."""
         return (model, scenario or DEFAULT_SCENARIO) in self._served

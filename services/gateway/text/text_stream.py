@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from pdmesh.core.request.stop_strings import StopText
+from pdmesh.core.sampling.stop_strings import StopText
 
 _INCOMPLETE: Final = "\ufffd"
 _AT_ONCE: Final = 64  # tokens that are decoded together
@@ -32,13 +33,33 @@ _BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
 }
 
 
-class Detokenizer:
-    """Decodes without special tokens, for an answer's text shows none. All streams share it."""
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What of an answer is text. `end_ids`: tokens that end it.
 
-    def __init__(self, tokenizer: HfTokenizer) -> None:
-        self._decode = tokenizer.decode
+    No stop string ends one of up to `min_tokens` tokens. A stop string or a token of `end_ids` is
+    part of the text if `is_stop_shown`.
+    """
+
+    stops: Sequence[str] = ()
+    min_tokens: int = 0
+    is_stop_shown: bool = False
+    are_special_shown: bool = False
+    end_ids: frozenset[int] = frozenset()
+
+
+PLAIN: Final = TextRules()
+
+
+class Detokenizer:
+    """Decodes without special tokens unless they are shown. All streams share it."""
+
+    def __init__(self, tokenizer: HfTokenizer, *, are_special_shown: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=not are_special_shown)
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset()  # which have no text
+        if not are_special_shown:
+            self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.lone_text = lru_cache(maxsize=16_384)(self._decode_lone)
         self.own_bytes = lru_cache(maxsize=16_384)(self._own_bytes)
         self._tokenizer = tokenizer
@@ -77,16 +98,20 @@ class TextStream:
     """`prompt_ids`: the tokens that it continues. `num_tokens` were used when a stop was found."""
 
     __slots__ = (
-        "_context", "_decoder", "_known", "_pending", "_prompt_ids", "_shown", "_stops",
-        "num_tokens",
+        "_context", "_decoder", "_hidden_ids", "_known", "_min_tokens", "_pending", "_prompt_ids",
+        "_shown", "_stops", "num_tokens",
     )  # fmt: skip
 
     def __init__(
-        self, decoder: Detokenizer, prompt_ids: Sequence[int], stops: Sequence[str]
+        self, decoder: Detokenizer, prompt_ids: Sequence[int], rules: TextRules = PLAIN
     ) -> None:
         self._decoder = decoder
+        self._hidden_ids = decoder.special_ids
+        if not (rules.is_stop_shown or rules.end_ids <= decoder.special_ids):
+            self._hidden_ids = decoder.special_ids | rules.end_ids
+        self._min_tokens = rules.min_tokens
         self._prompt_ids: Sequence[int] | None = prompt_ids  # until the first token
-        self._stops = StopText(stops) if stops else None
+        self._stops = StopText(rules.stops, is_shown=rules.is_stop_shown) if rules.stops else None
         self._context: list[int] = []  # the last tokens whose text was shown, or the prompt's last
         self._shown = ""  # their text
         self._pending: list[int] = []  # tokens whose text is incomplete
@@ -118,7 +143,8 @@ class TextStream:
                 break
             self.num_tokens += 1
             if text := self._add_one(token_id):
-                parts.append(self._stops.feed(text))
+                may_stop = self.num_tokens > self._min_tokens
+                parts.append(self._stops.feed(text, may_stop=may_stop))
         return "".join(parts)
 
     def finish(self) -> str:
@@ -131,7 +157,10 @@ class TextStream:
             text = self._decoder.decode(self._context + self._pending)
             known = self._known or self._shown
             rest = text[len(known) :].rstrip(_INCOMPLETE) if text.startswith(known) else ""
-        return rest if self._stops is None else self._stops.feed(rest) + self._stops.flush()
+        if self._stops is None:
+            return rest
+        may_stop = self.num_tokens > self._min_tokens
+        return self._stops.feed(rest, may_stop=may_stop) + self._stops.flush()
 
     def _begin_after(self, prompt_ids: Sequence[int]) -> None:
         tail: list[int] = []
@@ -155,8 +184,8 @@ class TextStream:
 
         So it does not matter how they were cut into pieces.
         """
-        special_ids = self._decoder.special_ids
-        ids = [i for i in token_ids if i not in special_ids]
+        hidden_ids = self._hidden_ids
+        ids = [i for i in token_ids if i not in hidden_ids]
         text = self._decoder.decode([*self._context, *self._pending, *ids])
         if self._known or _INCOMPLETE in text or not text.startswith(self._shown):
             return "".join(map(self._add_one, ids))
@@ -166,7 +195,7 @@ class TextStream:
         return added
 
     def _add_one(self, token_id: int) -> str:
-        if token_id in self._decoder.special_ids:
+        if token_id in self._hidden_ids:
             return ""
         pending = self._pending
         pending.append(token_id)

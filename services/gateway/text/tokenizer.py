@@ -8,9 +8,11 @@ come.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +23,8 @@ from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.text.chat_template import ChatTemplate, Message
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
-from pdmesh.services.gateway.text.text_stream import Detokenizer, TextStream
+from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from pdmesh.services.gateway.text.text_stream import PLAIN, Detokenizer, TextRules, TextStream
 
 _INLINE_CHARS: Final = 2048
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
@@ -43,7 +46,9 @@ class Tokenizer:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         num_threads: int = 1,
+        defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:
+        self.defaults = defaults
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self._inner = inner
@@ -53,7 +58,9 @@ class Tokenizer:
         self._lanes = EncodingLanes(self._encode_all, num_threads)
 
     @classmethod
-    def load(cls, model_dir: Path, *, max_chars: int, num_threads: int = 1) -> Tokenizer:
+    def load(
+        cls, model_dir: Path, *, max_chars: int, num_threads: int = 1, has_defaults: bool = True
+    ) -> Tokenizer:
         """Raises BadModelDir with a cause that a person can act on."""
         try:
             inner = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -74,7 +81,8 @@ class Tokenizer:
         if (token_id := inner.token_to_id(special.get("eos_token", ""))) is not None:
             eos |= {token_id}
         vocab_size = int(model_config.get("vocab_size") or inner.get_vocab_size())
-        return cls(inner, template, eos, vocab_size, num_threads)
+        defaults = GenerationDefaults.of(generation) if has_defaults else NO_DEFAULTS
+        return cls(inner, template, eos, vocab_size, num_threads, defaults)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,9 +113,26 @@ class Tokenizer:
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
-    def text_stream(self, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream:
+    async def encode_words(self, words: Sequence[str]) -> list[array[int]]:
+        """Each by itself, without special tokens."""
+        if sum(map(len, words)) <= _INLINE_CHARS:
+            return self._encode_all(words, False)
+        return await asyncio.to_thread(self._encode_all, words, False)
+
+    def text_stream(self, prompt_ids: Sequence[int], rules: TextRules = PLAIN) -> TextStream:
         """The text of an answer to `prompt_ids`."""
-        return TextStream(self._decoder, prompt_ids, stops)
+        decoder = self._showing_decoder if rules.are_special_shown else self._decoder
+        return TextStream(decoder, prompt_ids, rules)
+
+    @cached_property
+    def _showing_decoder(self) -> Detokenizer:
+        return Detokenizer(self._inner, are_special_shown=True)
+
+    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """All of its text, special tokens as well."""
+        if len(token_ids) <= _INLINE_CHARS:
+            return self._showing_decoder.decode(list(token_ids))
+        return await asyncio.to_thread(self._showing_decoder.decode, list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes, special or not; they need not make whole characters."""

@@ -17,7 +17,7 @@ from pdmesh.engine.base import FinishReason
 from pdmesh.engine.sim.model import MASK, SimModel, Words, mix, mix_words
 from pdmesh.engine.sim.vocabulary import EOS_ID
 
-_STATE, _DIGEST, _KEY, _LAST, _NUM, _LEFT, _MAY_END, _DRAWN = range(8)
+_STATE, _DIGEST, _KEY, _LAST, _NUM, _LEFT, _MAY_END, _DRAWN, _MIN_LEFT = range(9)
 _ONE: Final = np.uint64(1)
 
 
@@ -37,6 +37,7 @@ class Running:
     max_tokens: int
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0  # to draw before anything may end it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class BatchStep:
 class DecodeBatch:
     def __init__(self, model: SimModel, capacity: int) -> None:
         self._model = model
-        self._columns: Words = np.zeros((8, capacity), np.uint64)
+        self._columns: Words = np.zeros((9, capacity), np.uint64)
         self._history = np.zeros((capacity, model.params.max_model_len), np.uint32)
         self._legs: list[int] = []
         self._column_of: dict[int, int] = {}
@@ -81,6 +82,7 @@ class DecodeBatch:
                 min(sequence.max_tokens, limit),
                 not sequence.ignore_eos,
                 0,
+                sequence.min_tokens,
             ],
             np.uint64,
         )
@@ -88,7 +90,7 @@ class DecodeBatch:
         self._column_of[sequence.leg] = column
         self._snapshot = tuple(self._legs)
         stops = sequence.stop_token_ids - {EOS_ID}
-        if stops and not sequence.ignore_eos:
+        if stops:
             self._stops[sequence.leg] = stops
 
     def leave(self, leg: int) -> npt.NDArray[np.uint32]:
@@ -113,12 +115,18 @@ class DecodeBatch:
         """Draw one token for each sequence. A finished sequence stays until `leave`."""
         count = len(self._legs)
         columns = self._columns[:, :count]
-        tokens = self._model.draw(
-            columns[_DIGEST], columns[_KEY], columns[_LAST], columns[_MAY_END] > 0
-        )
+        is_long_enough = columns[_MIN_LEFT] == 0
+        may_end = is_long_enough & (columns[_MAY_END] > 0)
+        tokens = self._model.draw(columns[_DIGEST], columns[_KEY], columns[_LAST], may_end)
         self._append(columns, tokens)
+        columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        return BatchStep(self._snapshot, token_ids, self._finished(columns, tokens, token_ids))
+        stops = (tokens == EOS_ID) & may_end
+        for leg, stop_ids in self._stops.items():
+            column = self._column_of[leg]
+            if is_long_enough[column] and token_ids[column] in stop_ids:
+                stops[column] = True
+        return BatchStep(self._snapshot, token_ids, self._finished(columns, stops))
 
     def _append(self, columns: Words, tokens: Words) -> None:
         """Add the drawn tokens' KV to the digests, as if it were computed and right."""
@@ -133,13 +141,8 @@ class DecodeBatch:
         columns[_LEFT] -= _ONE
 
     def _finished(
-        self, columns: Words, tokens: Words, token_ids: list[int]
+        self, columns: Words, stops: npt.NDArray[np.bool_]
     ) -> list[tuple[int, FinishReason]]:
-        stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
-        for leg, stop_ids in self._stops.items():
-            column = self._column_of[leg]
-            if token_ids[column] in stop_ids:
-                stops[column] = True
         ended = stops | (columns[_LEFT] == 0)
         if not ended.any():
             return []

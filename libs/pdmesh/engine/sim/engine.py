@@ -31,6 +31,7 @@ from pdmesh.engine.base import (
     Output,
     Prefilled,
     PrefillJob,
+    Sampling,
     TicketClosed,
     TicketOpened,
     TokenBatch,
@@ -339,8 +340,9 @@ class SimEngine:
             self._tiers.save(job.cache_salt, job.block_hashes, blocks)
         digest = self._memory.digest(blocks, num_tokens)
         sampling = job.sampling
-        key = draw_key(sampling.temperature, sampling.seed, self._random.getrandbits(64))
-        token = self._model.draw_one(digest, key, job.prompt[-1], not sampling.ignore_eos)
+        key = draw_key(sampling, self._random.getrandbits(64))
+        may_end = not sampling.ignore_eos and _min_left(sampling) == 0
+        token = self._model.draw_one(digest, key, job.prompt[-1], may_end)
         reason = self._first_finish(job, token)
         ticket = None
         if reason is None and job.staging is not None:
@@ -359,6 +361,7 @@ class SimEngine:
                 sampling.max_tokens - 1,
                 sampling.ignore_eos,
                 sampling.stop_token_ids,
+                max(0, _min_left(sampling) - 1),
             )
             self._add(running, _Sequence(blocks, token, job))
         else:
@@ -366,7 +369,8 @@ class SimEngine:
 
     def _first_finish(self, job: PrefillJob, token: int) -> FinishReason | None:
         sampling = job.sampling
-        if not sampling.ignore_eos and (token == EOS_ID or token in sampling.stop_token_ids):
+        is_stop = token in sampling.stop_token_ids or (token == EOS_ID and not sampling.ignore_eos)
+        if is_stop and _min_left(sampling) == 0:
             return FinishReason.STOP
         if sampling.max_tokens == 1 or len(job.prompt) + 1 >= self._config.params.max_model_len:
             return FinishReason.LENGTH
@@ -376,7 +380,7 @@ class SimEngine:
 
     def _on_retrieved(self, got: Retrieved) -> None:
         job, sampling = got.job, got.job.sampling
-        key = draw_key(sampling.temperature, sampling.seed, self._random.getrandbits(64))
+        key = draw_key(sampling, self._random.getrandbits(64))
         running = Running(
             job.leg,
             got.state,
@@ -387,6 +391,7 @@ class SimEngine:
             sampling.max_tokens,
             sampling.ignore_eos,
             sampling.stop_token_ids,
+            _min_left(sampling),
         )
         self._add(running, _Sequence(got.blocks, got.first_token))
 
@@ -431,3 +436,8 @@ class SimEngine:
     def _die(self, error: BaseException) -> None:
         self._error = self._error or error
         self._has_output.set()
+
+
+def _min_left(sampling: Sampling) -> int:
+    """Tokens to draw before a stop token may end the answer."""
+    return max(0, sampling.shaping.min_tokens - sampling.num_drawn)

@@ -8,13 +8,16 @@ updates it in O(1).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.vocabulary import EOS_ID, Vocabulary, build_vocabulary
 
 Words = npt.NDArray[np.uint64]
@@ -62,11 +65,24 @@ def mix_words(x: Words) -> Words:
     return x ^ (x >> _S31)
 
 
-def draw_key(temperature: float, seed: int | None, random_seed: int) -> int:
-    """The sampling parameters that enter a draw: none when greedy."""
-    if temperature == 0:
+def draw_key(sampling: Sampling, random_seed: int) -> int:
+    """What of the sampling parameters enters a draw: nothing when greedy and unshaped.
+
+    The sim model has no logits to shape. A shaped draw is another one, so that a leg which loses
+    the shaping gives another text.
+    """
+    key = 0 if sampling.shaping is UNSHAPED else _shaping_key(sampling.shaping)
+    if sampling.temperature == 0:
+        return key
+    seed = random_seed if sampling.seed is None else sampling.seed
+    return key ^ mix(seed * 2 + 1 & MASK) ^ mix(int(sampling.temperature * 1e6))
+
+
+def _shaping_key(shaping: LogitShaping) -> int:
+    unlimited = replace(shaping, min_tokens=0)  # which is kept, not drawn
+    if unlimited == UNSHAPED:
         return 0
-    return mix((random_seed if seed is None else seed) * 2 + 1 & MASK) ^ mix(int(temperature * 1e6))
+    return int.from_bytes(hashlib.blake2b(repr(unlimited).encode(), digest_size=8).digest())
 
 
 @dataclass(frozen=True)

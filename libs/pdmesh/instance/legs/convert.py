@@ -10,6 +10,7 @@ from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import common_pb2, instance_service_pb2
@@ -20,6 +21,7 @@ _FINISH = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+_ANY_TOKEN = 1 << 32
 _REJECT = {r: RejectReason.Value(f"REJECT_REASON_{r.name}") for r in RefusalReason}
 
 
@@ -40,7 +42,25 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         ignore_eos=m.ignore_eos,
         num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
         num_drawn=m.num_drawn,
+        shaping=shaping_from_proto(m.shaping) if m.HasField("shaping") else UNSHAPED,
     )
+
+
+def shaping_from_proto(m: common_pb2.LogitShaping) -> LogitShaping:
+    """Raises InvalidRequest with the field's name. The engine knows its vocabulary's size."""
+    shaping = LogitShaping(
+        presence_penalty=m.presence_penalty,
+        frequency_penalty=m.frequency_penalty,
+        repetition_penalty=m.repetition_penalty if m.HasField("repetition_penalty") else 1.0,
+        top_k=m.top_k,
+        min_p=m.min_p,
+        min_tokens=m.min_tokens,
+        logit_bias=tuple(sorted(m.logit_bias.items())),
+        bad_words=tuple(tuple(word.token_ids) for word in m.bad_words),
+        allowed_token_ids=tuple(m.allowed_token_ids),
+    )
+    shaping.check(_ANY_TOKEN)
+    return shaping
 
 
 def prompt_from_bytes(data: bytes) -> array[int]:

@@ -95,7 +95,7 @@ def test_writing_from_a_block_boundary_leaves_the_cached_prefix_alone() -> None:
 def running(leg: int, prompt: list[int], first: int, sampling: Sampling) -> Running:
     states = MODEL.states(np.array(prompt, np.uint32))
     _, _, digest = written(prompt)
-    key = draw_key(sampling.temperature, sampling.seed, 0)
+    key = draw_key(sampling, 0)
     return Running(
         leg, int(states[-1]), digest, len(prompt), first, key,
         sampling.max_tokens - 1, sampling.ignore_eos, sampling.stop_token_ids,

@@ -27,7 +27,7 @@ def test_every_http_field_is_in_the_page(struct: type) -> None:
 
 
 def test_every_field_that_is_refused_stands_among_the_refused() -> None:
-    refused = _TEXT.partition("### Refused")[2].partition("### Answers")[0]
+    refused = _TEXT.partition("### Unsupported fields")[2].partition("### Answers")[0]
     assert [f for f in openai_schema._NEUTRAL if f"`{f}`" not in refused] == []
 
 

@@ -54,8 +54,11 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
             "messages[0].content[0].text"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"echo": True}, "echo"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_id": "x" * 1000}, "chat_id"),
@@ -217,7 +220,12 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 
 
 def test_completions_refuse_what_they_do_not_do() -> None:
-    for field, value in (("echo", True), ("suffix", "x"), ("best_of", 3), ("logprobs", 6)):
+    for field, value in (
+        ("suffix", "x"),
+        ("use_beam_search", True),
+        ("best_of", 3),
+        ("logprobs", 6),
+    ):
         body = json.dumps({"model": "m", "prompt": "a", field: value}).encode()
         assert refused(parse_completion, body).field == field
 

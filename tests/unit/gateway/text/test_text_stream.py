@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from pdmesh.services.gateway.text.text_stream import Detokenizer, TextStream
+from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, TextStream
 from tests.fakes.tokenizers import BYTE_LEVEL, END, PIECES, TOKENIZERS
 
 CHARACTERS = ("é", "€", "日", "🚀", "a", " ")
@@ -24,7 +24,7 @@ def ids(text: str) -> list[int]:
 
 
 def stream_after(name: str, prompt: Sequence[int], stops: tuple[str, ...] = ()) -> TextStream:
-    return TextStream(Detokenizer(TOKENIZERS[name]), prompt, stops)
+    return TextStream(Detokenizer(TOKENIZERS[name]), prompt, TextRules(stops))
 
 
 def streamed(name: str, prompt: Sequence[int], tokens: Sequence[int], sizes: Sequence[int]) -> str:
@@ -140,7 +140,7 @@ def test_tokens_without_a_text_are_not_decoded_again_with_each_that_follows() ->
             return super().decode(ids)
 
     for token in (END, len(PIECES) + 0x82):
-        stream = TextStream(Counting(tokenizer), [1], ("stop",))
+        stream = TextStream(Counting(tokenizer), [1], TextRules(("stop",)))
         for _ in range(1000):
             stream.feed([token])
         assert max(lengths, default=0) <= 80

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.text.chat_template import ChatTemplate
+from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from tests.fakes.tiny_model import EOS, write_tiny_model
 
@@ -52,7 +53,7 @@ async def test_a_stop_string_over_several_tokens_is_cut_and_its_tokens_counted(
     tokenizer: Tokenizer,
 ) -> None:
     ids = list(await tokenizer.encode("one END two", add_special_tokens=False))
-    stream = tokenizer.text_stream((), ("END", "two"))
+    stream = tokenizer.text_stream((), TextRules(("END", "two")))
     assert stream.feed(ids[:5]) == "one "
     assert not stream.is_stopped
     assert stream.feed(ids[5:]) == ""

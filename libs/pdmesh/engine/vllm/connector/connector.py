@@ -22,6 +22,7 @@ from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
+from pdmesh.engine.vllm.connector.worker.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 
@@ -63,6 +64,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)
             self._early = EarlyRequests(vllm_config.cache_config.block_size)
         else:
+            count_drawn_as_output()
             draw_by_position()
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(

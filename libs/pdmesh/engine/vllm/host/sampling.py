@@ -25,24 +25,35 @@ def sampling_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    stops = () if sampling.ignore_eos else sorted(sampling.stop_token_ids)
     extra: dict[str, Any] = (
         {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
     )
     if sampling.num_drawn:
         extra[NUM_DRAWN] = sampling.num_drawn
-    return SamplingParams(
+    shaping = sampling.shaping
+    params = SamplingParams(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
         seed=honoured(sampling.seed),
-        stop_token_ids=list(stops),
-        ignore_eos=True,  # the job's stop tokens include the EOS tokens
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        ignore_eos=True,  # the job's stop tokens hold the EOS tokens
+        presence_penalty=shaping.presence_penalty,
+        frequency_penalty=shaping.frequency_penalty,
+        repetition_penalty=shaping.repetition_penalty,
+        top_k=shaping.top_k,
+        min_p=shaping.min_p,
+        min_tokens=max(0, min(shaping.min_tokens - sampling.num_drawn, max_tokens)),
+        logit_bias=dict(shaping.logit_bias) or None,
+        allowed_token_ids=list(shaping.allowed_token_ids) or None,
         logprobs=sampling.num_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=extra or None,
     )
+    if shaping.bad_words:  # vLLM makes token ids of words itself, with the tokenizer it has not
+        params._bad_words_token_ids = [list(word) for word in shaping.bad_words]
+    return params
 
 
 def honoured(seed: int | None) -> int | None:

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
-
 _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below it per token
 
 
@@ -79,10 +77,9 @@ def draw_by_position() -> None:
 def put_generators(runner: Any, logits: torch.Tensor) -> None:
     """Move each seeded request's generator to where its next token is drawn.
 
-    `runner` is vLLM's own, of no stable type.
-
-    With speculation a step takes another amount of noise, so a generator is only moved when its
-    request begins.
+    `runner` is vLLM's own, of no stable type. What was drawn elsewhere is among the outputs
+    (`drawn_before`). With speculation a step takes another amount of noise, so a generator is only
+    put where its request begins.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel
@@ -97,5 +94,4 @@ def put_generators(runner: Any, logits: torch.Tensor) -> None:
             batch.generators[index] = state.generator = generator
         elif runner.speculative_config is not None:
             continue
-        num_before = (params.extra_args or {}).get(NUM_DRAWN, 0)
-        generator.move_to(num_before + len(state.output_token_ids), row, is_word=is_word)
+        generator.move_to(len(state.output_token_ids), row, is_word=is_word)

@@ -13,7 +13,7 @@ import torch
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.connector.worker.seeded_draws import SeededDraws, put_generators
-from pdmesh.engine.vllm.host.sampling import NUM_DRAWN, honoured
+from pdmesh.engine.vllm.host.sampling import honoured
 
 VOCABULARY = 997
 SEED, NUM_TOKENS = 42, 40
@@ -47,13 +47,11 @@ class Runner:
         self.sampler = SimpleNamespace(
             topk_topp_sampler=SimpleNamespace(forward=sample, use_fp64_gumbel=False)
         )
-        params = SimpleNamespace(
-            seed=SEED, extra_args={NUM_DRAWN: num_drawn} if num_drawn else None
-        )
+        params = SimpleNamespace(seed=SEED)
         made = torch.Generator(device="cpu")
         made.manual_seed(SEED)
         self.state = SimpleNamespace(
-            sampling_params=params, generator=made, output_token_ids=list[int]()
+            sampling_params=params, generator=made, output_token_ids=[7] * num_drawn
         )
         self.requests = {"other": None, "r": self.state}
         self.input_batch = SimpleNamespace(generators={1: made}, req_ids=["other", "r"])
@@ -94,7 +92,7 @@ def test_tokens_that_vllm_drops_are_drawn_again() -> None:
     """As after KV that failed to load: the request goes back to fewer tokens."""
     expected, runner = uninterrupted(word), Runner(num_drawn=3)
     assert [runner.step(word) for _ in range(6)] == expected[3:9]
-    del runner.state.output_token_ids[2:]
+    del runner.state.output_token_ids[3 + 2 :]
     assert runner.step(word) == expected[5]
 
 

@@ -37,26 +37,42 @@ class _Matcher:
             if piece[at - 1] == stop[num]:
                 num += 1
                 if num == len(stop):
+                    self.num_matched = borders[-1]
                     return at
         self.num_matched = num
         return None
 
+    def pass_over(self, piece: str) -> None:
+        """`feed` that goes on after a complete stop string."""
+        while (end := self.feed(piece)) is not None:
+            piece = piece[end:]
+
 
 class StopText:
-    __slots__ = ("_held", "_matchers", "_stops", "is_stopped")
+    """`is_shown`: the stop string that ends the text is part of it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped")
+
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
+        self._is_shown = is_shown
         self._stops = tuple(stops)
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
         self.is_stopped = False
 
-    def feed(self, piece: str) -> str:
-        """The text that may be shown now; empty once `is_stopped`."""
+    def feed(self, piece: str, *, may_stop: bool = True) -> str:
+        """The text that may be shown now; empty once `is_stopped`.
+
+        A stop string that is complete while none may stop is text like any other.
+        """
         if self.is_stopped:
             return ""
         text = self._held + piece
+        if not may_stop:
+            for matcher in self._matchers:
+                matcher.pass_over(piece)
+            return self._show(text)
         ends = [
             (len(self._held) + end, len(self._held) + end - len(stop))
             for stop, matcher in zip(self._stops, self._matchers, strict=True)
@@ -64,7 +80,11 @@ class StopText:
         ]
         if ends:
             self.is_stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, begin = min(ends)
+            return text[: end if self._is_shown else begin]
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
         shown = len(text) - max(matcher.num_matched for matcher in self._matchers)
         self._held = text[shown:]
         return text[:shown]

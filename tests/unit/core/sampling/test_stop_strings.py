@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.request.stop_strings import StopText
+from pdmesh.core.sampling.stop_strings import StopText
 
 texts = st.text(alphabet="ab", max_size=30)
 stops_of = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3)

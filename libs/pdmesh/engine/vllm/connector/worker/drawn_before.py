@@ -1,0 +1,69 @@
+"""Tokens of the answer that another engine drew count as output, though they arrive as prompt.
+
+In the mesh an answer goes on in another request, at decode and after a migration. vLLM's penalties,
+`min_tokens`, `bad_words` and seeded draws look at the tokens that a request has drawn. So a request
+begins in the model runner as one that was preempted: its prompt ends where the answer begins, and
+what was drawn before is its output already. The scheduler still counts these tokens as prompt.
+
+This is about vLLM's first model runner, the only one that computes on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
+
+
+def count_drawn_as_output() -> None:
+    """From now on, in this process. Idempotent."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    begin, update = CachedRequestState.__post_init__, GPUModelRunner._update_states
+    if getattr(begin, "counts_drawn", False):
+        return
+
+    @functools.wraps(begin)
+    def begin_with_output(state: Any) -> None:
+        begin(state)
+        move_drawn_to_output(state)
+
+    @functools.wraps(update)
+    def update_with_output(runner: Any, scheduler_output: Any) -> Any:
+        count_as_scheduler_does_not(runner.requests, scheduler_output.scheduled_cached_reqs)
+        return update(runner, scheduler_output)
+
+    begin_with_output.counts_drawn = True  # type: ignore[attr-defined]
+    CachedRequestState.__post_init__ = begin_with_output
+    GPUModelRunner._update_states = update_with_output
+
+
+def num_drawn_before(params: Any) -> int:
+    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
+    extra = params.extra_args if params is not None else None
+    return extra.get(NUM_DRAWN, 0) if extra else 0
+
+
+def move_drawn_to_output(state: Any) -> None:
+    """`state`: vLLM's own of a request that begins, with its whole prompt."""
+    num = num_drawn_before(state.sampling_params)
+    if not num or state.prompt_token_ids is None:
+        return
+    state.output_token_ids[:0] = state.prompt_token_ids[-num:]
+    state.prompt_token_ids = state.prompt_token_ids[:-num]
+    state.num_prompt_tokens -= num
+    if state.sampling_params.min_tokens:  # of those that the request itself draws
+        state.sampling_params = state.sampling_params.clone()
+        state.sampling_params.min_tokens += num
+
+
+def count_as_scheduler_does_not(requests: Any, cached: Any) -> None:
+    """`cached`: the scheduler's counts of running requests, which the runner compares with its own.
+
+    The scheduler counts tokens drawn elsewhere as prompt.
+    """
+    for index, request_id in enumerate(cached.req_ids):
+        if num := num_drawn_before(requests[request_id].sampling_params):
+            cached.num_output_tokens[index] += num

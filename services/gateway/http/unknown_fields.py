@@ -1,0 +1,55 @@
+"""Leaves out of a request the fields that no client API we know has, and says which.
+
+Clients send fields of servers other than this one. Those that would change the answer are known,
+and refused; what is unknown is ignored, and named in the response header `x-pdmesh-ignored`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pdmesh.errors import shortened
+
+HEADER: Final = b"x-pdmesh-ignored"
+_MAX_NAMED: Final = 16
+_NOT_IN_A_HEADER: Final = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
+
+Struct = type[msgspec.Struct]
+# The structs within a struct, by field: the field holds one or a list of them.
+Nested = Mapping[Struct, Mapping[str, Struct]]
+
+
+def without_unknown(body: bytes, kind: Struct, nested: Nested, ignored: list[str]) -> Any:
+    """The body's objects without unknown fields; adds the paths of the first of those.
+
+    Raises msgspec.DecodeError.
+    """
+    value = msgspec.json.decode(body)
+    _prune(value, kind, nested, "", ignored)
+    return value
+
+
+def header_of(names: Sequence[str]) -> tuple[bytes, bytes]:
+    shown = (_NOT_IN_A_HEADER.sub("?", shortened(name)) for name in names)
+    return HEADER, ", ".join(shown).encode()
+
+
+def _prune(value: Any, kind: Struct, nested: Nested, where: str, names: list[str]) -> None:
+    if not isinstance(value, dict):
+        return
+    within = nested.get(kind, {})
+    for name in value.keys() - set(kind.__struct_encode_fields__):
+        del value[name]
+        if len(names) < _MAX_NAMED:
+            names.append(where + name)
+    for name, inner in within.items():
+        below = value.get(name)
+        if isinstance(below, list):
+            for index, each in enumerate(below):
+                _prune(each, inner, nested, f"{where}{name}[{index}].", names)
+        else:
+            _prune(below, inner, nested, f"{where}{name}.", names)

@@ -1,0 +1,129 @@
+"""Makes the logit shaping of a call from what its client says and what its model defaults to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.sampling.logit_shaping import MAX_BAD_WORDS, UNSHAPED, LogitShaping
+from pdmesh.errors import InvalidRequest, shortened
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
+
+_MAX_WORDS: Final = 128
+_MAX_WORD_CHARS: Final = 128
+_MAX_BIAS: Final = 100.0
+MAX_STOP_IDS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AskedShaping:
+    """As in vLLM's API. None: the model's default; `top_k` -1 and 0 allow all tokens."""
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+
+
+NOTHING_ASKED: Final = AskedShaping()
+
+
+async def shaping_of(
+    asked: AskedShaping, tokenizer: Tokenizer, max_tokens: int | None
+) -> LogitShaping:
+    """Raises InvalidRequest with the field."""
+    defaults = tokenizer.defaults
+    shaping = LogitShaping(
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        repetition_penalty=defaults.repetition_penalty
+        if asked.repetition_penalty is None
+        else asked.repetition_penalty,
+        top_k=_top_k(defaults.top_k if asked.top_k is None else asked.top_k),
+        min_p=defaults.min_p if asked.min_p is None else asked.min_p,
+        min_tokens=asked.min_tokens,
+        logit_bias=_biases(asked.logit_bias or {}),
+        bad_words=await _bad_words(asked.bad_words or (), tokenizer),
+        allowed_token_ids=_allowed(asked.allowed_token_ids),
+    )
+    if shaping == UNSHAPED:
+        return UNSHAPED
+    shaping.check(tokenizer.vocab_size, max_tokens)
+    return shaping
+
+
+def biases_by_id(asked: Mapping[str, float]) -> dict[int, float]:
+    """JSON names token ids by strings. Raises InvalidRequest."""
+    found: dict[int, float] = {}
+    for name, bias in asked.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            message = f"logit_bias is by token id, and {shortened(name)} is none"
+            raise InvalidRequest(message, field="logit_bias")
+        found[int(name)] = bias
+    return found
+
+
+def stop_ids_of(asked: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    """Raises InvalidRequest."""
+    if not asked:
+        return frozenset()
+    if len(asked) > MAX_STOP_IDS:
+        raise InvalidRequest(f"at most {MAX_STOP_IDS} stop tokens", field="stop_token_ids")
+    if not 0 <= min(asked) <= max(asked) < vocab_size:
+        message = f"stop_token_ids names a token id outside 0 to {vocab_size - 1}"
+        raise InvalidRequest(message, field="stop_token_ids")
+    return frozenset(asked)
+
+
+def _top_k(asked: int) -> int:
+    if asked < -1:
+        raise InvalidRequest("top_k is -1, 0 or a number of tokens", field="top_k")
+    return max(0, asked)
+
+
+def _biases(asked: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    if any(math.isnan(bias) for bias in asked.values()):
+        raise InvalidRequest("logit_bias holds NaN", field="logit_bias")
+    return tuple(
+        (token_id, min(max(bias, -_MAX_BIAS), _MAX_BIAS))
+        for token_id, bias in sorted(asked.items())
+    )
+
+
+def _allowed(asked: Sequence[int] | None) -> tuple[int, ...]:
+    if asked is None:
+        return ()
+    if not asked:
+        raise InvalidRequest("allowed_token_ids allows no token", field="allowed_token_ids")
+    return tuple(asked)
+
+
+async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word as it begins a text, and as it follows a space where that is as long.
+
+    The same as vLLM makes of them.
+    """
+    if not words:
+        return ()
+    if len(words) > _MAX_WORDS:
+        raise InvalidRequest(f"at most {_MAX_WORDS} bad words", field="bad_words")
+    if any(not 0 < len(word) <= _MAX_WORD_CHARS for word in words):
+        message = f"a bad word has 1 to {_MAX_WORD_CHARS} characters"
+        raise InvalidRequest(message, field="bad_words")
+    bare = [word.lstrip() for word in words]
+    encoded = await tokenizer.encode_words([*bare, *(f" {word}" for word in bare)])
+    found: list[tuple[int, ...]] = []
+    for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
+        if not first:
+            raise InvalidRequest("a bad word has at least one token", field="bad_words")
+        found.append(tuple(first))
+        if spaced and spaced[0] != first[0] and len(spaced) == len(first):
+            found.append(tuple(spaced))
+    return tuple(found[:MAX_BAD_WORDS])

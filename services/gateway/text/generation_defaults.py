@@ -1,0 +1,48 @@
+"""What a model's own `generation_config.json` says of requests that do not say it themselves.
+
+The keys that vLLM takes from it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """`max_tokens` None: the gateway's own default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
+        """`config`: whatever the model's author wrote. A value that means nothing is left out."""
+        max_tokens = int(_number(config, "max_new_tokens", 1, math.inf, 0))
+        return cls(
+            _number(config, "temperature", 0, 2, 1.0),
+            _number(config, "top_p", 1e-6, 1, 1.0),
+            int(_number(config, "top_k", 0, 1 << 30, 0)),
+            _number(config, "min_p", 0, 1, 0.0),
+            _number(config, "repetition_penalty", 1e-6, 100, 1.0),
+            max_tokens or None,
+        )
+
+
+NO_DEFAULTS: Final = GenerationDefaults()
+
+
+def _number(
+    config: Mapping[str, Any], key: str, low: float, high: float, otherwise: float
+) -> float:
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return otherwise
+    return value if low <= value <= high and math.isfinite(value) else otherwise

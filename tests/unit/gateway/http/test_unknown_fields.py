@@ -1,0 +1,50 @@
+"""What nobody knows is left out and named; the rest is the request."""
+
+from __future__ import annotations
+
+import json
+
+from pdmesh.services.gateway.http.schema import parse_chat, parse_completion
+from pdmesh.services.gateway.http.unknown_fields import HEADER, header_of
+
+
+def test_unknown_fields_are_named_by_their_path_at_every_level() -> None:
+    body = {
+        "model": "m",
+        "future": {"deep": [1, 2]},
+        "temperature": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True, "odd": 1},
+        "messages": [
+            {"role": "system", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "text": "b", "odd": 2}], "odd": 3},
+        ],
+    }
+    ignored: list[str] = []
+    request = parse_chat(json.dumps(body).encode(), ignored)
+    assert sorted(ignored) == [
+        "future", "messages[1].content[0].odd", "messages[1].odd", "stream_options.odd",
+    ]  # fmt: skip
+    assert request.temperature == 1.0
+    assert request.messages[1].content[0].text == "b"  # type: ignore[index,union-attr]
+
+
+def test_a_request_without_any_is_not_looked_at_twice() -> None:
+    ignored: list[str] = []
+    parse_completion(b'{"model":"m","prompt":[1,2]}', ignored)
+    assert ignored == []
+
+
+def test_as_many_as_a_client_likes_name_sixteen() -> None:
+    body = {"model": "m", "prompt": "a"} | {f"f{n}": n for n in range(1000)}
+    ignored: list[str] = []
+    parse_completion(json.dumps(body).encode(), ignored)
+    assert len(ignored) == 16
+
+
+def test_a_header_holds_no_byte_that_a_header_may_not_hold() -> None:
+    name, value = header_of(["a\r\nset-cookie: x", "\u00fc,b", "y" * 10_000])
+    assert name == HEADER
+    assert all(0x20 <= byte < 0x7F for byte in value)
+    assert value.count(b", ") == 2
+    assert len(value) < 1000
