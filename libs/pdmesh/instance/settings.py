@@ -47,7 +47,7 @@ class InstanceSettings(ServiceSettings):
         "larger batches; 0: none",
     )
     speculative_acceptance: float = Field(
-        0.6, ge=0, lt=1, description="Share of proposed tokens that are right"
+        0.6, ge=0, lt=1, description="Share of proposed tokens that are right, until measured"
     )
     speculative_token_cost: float = Field(
         0.01,

@@ -4,13 +4,16 @@ is as good for it.
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdmesh.core.instance.speculation import Speculation
-from tests.e2e.cases import differences, generate_all
+from pdmesh.core.instance.speculation import PROBE_EVERY, Speculation
+from pdmesh.engine.base import Sampling
+from tests.e2e.cases import VOCABULARY, differences, generate_all
 from tests.e2e.conftest import Reference, decode_config
 from tests.e2e.pair import Pair, running
 
@@ -40,5 +43,30 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
         assert differences(reference.tokens[:60], got) == []
         assert run.num_handed_over >= 40
         assert run.num_computed_at_decode == 0
+        await decode.until_idle()
+    await pair.prefill.until_idle()
+
+
+@pytest.mark.req("S118")
+async def test_a_decode_that_expects_nothing_proposes_where_the_text_repeats_itself(
+    pair: Pair, model_dir: Path
+) -> None:
+    """Its schedule is all zeros. So what is proposed beyond a try now and then was measured."""
+    speculation = Speculation(4, 0.0, 0.001)
+    assert speculation.schedule(8) == [(1, 8, 0)]
+    config = replace(
+        decode_config(model_dir), instance_id="decode-s", max_num_seqs=8, speculation=speculation
+    )
+    async with running(config) as decode:
+        run = Pair(pair.prefill, decode)
+        rng = random.Random(3)
+        prompts = [rng.choices(VOCABULARY, k=6) * 40 for _ in range(8)]
+        answers = await asyncio.gather(*(run.generate(p, Sampling(256)) for p in prompts))
+        counted = decode.engine.stats().extra
+        num_repeated = sum(answer[100:160] == answer[106:166] for answer in answers)
+        assert num_repeated >= 2, "the model goes on with what repeats"
+        num_steps = 256
+        assert counted["num_proposed_tokens"] > 8 * 4 * num_steps / PROBE_EVERY
+        assert counted["num_accepted_tokens"] > counted["num_proposed_tokens"] / 2
         await decode.until_idle()
     await pair.prefill.until_idle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
+SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.AdaptiveScheduler"
 # A step on a CPU must end soon: the decodes that share it wait for it, and so do pings. Short steps
 # cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, against 6.5 s in one step
 # (SmolLM2-135M, float32). The longest ping took 4 s instead of 18 s on a busy machine. On a CPU
@@ -176,6 +177,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         arguments["max_num_batched_tokens"] = config.step_tokens
     if config.speculation.max_tokens:
         arguments["speculative_config"] = speculative_config(config)
+        arguments["scheduler_cls"] = SCHEDULER_CLASS
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
@@ -192,8 +194,8 @@ def engine_seed(config: VllmConfig) -> int:
 
 
 def speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Prompt lookup, with as many tokens as pay at the batch size, chosen anew at each step
-    (S118).
+    """Prompt lookup. The schedule is that of the acceptance that was set: `AdaptiveScheduler` puts
+    another in its place as tokens are checked (S118).
     """
     return {
         "method": "ngram",
@@ -220,6 +222,7 @@ def connector_config(config: VllmConfig, private_dir: Path, computation: str) ->
         "tiers": config.tiers.to_plain() if config.tiers.is_on else None,
         "max_pulls": config.max_pulls,
         "failpoints": config.failpoints,
+        "speculation": asdict(config.speculation),
     }
 
 

@@ -8,10 +8,15 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.instance.speculation import LEAST_GAIN, Speculation
+from pdmesh.core.instance.speculation import (
+    LEAST_GAIN,
+    PROBE_EVERY,
+    AdaptiveSpeculation,
+    Speculation,
+)
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU, Law
 
 CPU_COST = SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0)
@@ -23,6 +28,7 @@ def test_a_step_yields_what_is_accepted_and_one_more() -> None:
 
 
 @pytest.mark.req("S118")
+@settings(max_examples=40)
 @given(
     max_tokens=st.integers(0, 8),
     acceptance=st.floats(0.0, 0.95),
@@ -49,7 +55,7 @@ def decode_s(law: Law, batch: int, num_proposed: int, acceptance: float) -> floa
     A proposed token is computed as one of a prompt is, beside the one that is drawn.
     """
     rng, drawn, seconds = random.Random(batch), 0, 0.0
-    for _ in range(400):
+    for _ in range(100):
         seconds += law.step_s(batch, batch * 100) + batch * num_proposed * law.prefill_token_s
         for _ in range(batch):
             drawn += 1
@@ -81,3 +87,97 @@ def test_no_batch_is_slowed_by_three_percent_where_a_fixed_number_slows_the_larg
 def test_a_small_model_on_a_cpu_proposes_none_in_large_batches() -> None:
     assert Speculation(4, 0.6, CPU_COST).num_proposed(256) == 0
     assert Speculation(4, 0.05, CPU_COST).num_proposed(1) == 0
+
+
+# --- what was checked drives what is proposed -----------------------------------------------------
+
+
+class Writing:
+    """A decode at a full batch whose proposals are right with the chance `acceptance`."""
+
+    def __init__(self, law: Law, batch: int, acceptance: float, seed: int = 1) -> None:
+        self.law, self.batch, self.acceptance = law, batch, acceptance
+        self.rng = random.Random(seed)
+        self.seconds, self.num_drawn, self.num_proposed = 0.0, 0, 0
+
+    def run(self, adaptive: AdaptiveSpeculation, num_steps: int) -> None:
+        self.seconds, self.num_drawn, self.num_proposed = 0.0, 0, 0
+        for _ in range(num_steps):
+            count = adaptive.counts()[self.batch]
+            assert type(count) is int, "vLLM compiles what it does with it"
+            self.num_proposed += count * self.batch
+            self.seconds += self.law.step_s(self.batch, self.batch * 100)
+            self.seconds += self.batch * count * self.law.prefill_token_s
+            for _ in range(self.batch):
+                num_right = 0
+                while num_right < count and self.rng.random() < self.acceptance:
+                    num_right += 1
+                self.num_drawn += 1 + num_right
+                if count:
+                    adaptive.checked(count, num_right)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_drawn / self.seconds
+
+
+def adaptive_of(law: Law, batch: int, assumed: float, most: int = 4) -> AdaptiveSpeculation:
+    cost = law.prefill_token_s / law.step_s(1, 0)
+    return AdaptiveSpeculation(Speculation(most, assumed, cost), batch)
+
+
+@pytest.mark.req("S118")
+@pytest.mark.parametrize("batch", [1, 16, 256])
+@pytest.mark.parametrize("assumed", [0.05, 0.9])
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.6, 0.9])
+def test_whatever_a_setting_says_no_text_is_slowed_by_three_percent(
+    batch: int, assumed: float, acceptance: float
+) -> None:
+    """The acceptance that was set is a guess; code is repeated, and a poem is not."""
+    writing = Writing(SMOLLM2_CPU, batch, acceptance)
+    writing.run(adaptive_of(SMOLLM2_CPU, batch, 0.0, most=0), 20)
+    off = writing.tokens_per_s
+    adaptive = adaptive_of(SMOLLM2_CPU, batch, assumed)
+    writing.run(adaptive, 40 + 3000 // batch)  # learns
+    writing.run(adaptive, 40 + 3000 // batch)
+    assert writing.tokens_per_s >= 0.97 * off
+
+
+@pytest.mark.req("S118")
+def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None:
+    """The reference of the test above: without measuring, the loss is there to be seen."""
+    assumed = Speculation(4, 0.9, SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0))
+    count = assumed.num_proposed(16)
+    assert count > 0
+    off, fixed = (decode_s(SMOLLM2_CPU, 16, n, 0.0) for n in (0, count))
+    assert fixed > 1.03 * off
+
+
+@pytest.mark.req("S118")
+def test_proposals_follow_the_text_off_and_on_again() -> None:
+    """What is off is tried now and then, or it would stay off for ever."""
+    adaptive, writing = adaptive_of(SMOLLM2_CPU, 1, 0.6), Writing(SMOLLM2_CPU, 1, 0.9)
+    shares = []
+    for writing.acceptance in (0.9, 0.0, 0.9):
+        writing.run(adaptive, 5000)
+        writing.run(adaptive, 640)
+        shares.append(writing.num_proposed / 640)
+    assert shares[0] > 3
+    assert shares[1] <= 1 / PROBE_EVERY
+    assert shares[2] > 3
+
+
+@pytest.mark.req("S118")
+@settings(max_examples=25)
+@given(acceptance=st.floats(0.0, 0.95), assumed=st.floats(0.0, 0.95), seed=st.integers(0, 99))
+def test_the_acceptance_is_that_of_what_was_checked(
+    acceptance: float, assumed: float, seed: int
+) -> None:
+    """A proposal of four of which none is right has told of one token, not of four."""
+    adaptive, rng = AdaptiveSpeculation(Speculation(4, assumed, 0.01), 8), random.Random(seed)
+    for _ in range(500):
+        num_right = 0
+        while num_right < 4 and rng.random() < acceptance:
+            num_right += 1
+        adaptive.checked(4, num_right)
+    assert adaptive.acceptance == pytest.approx(acceptance, abs=0.2)

@@ -1,0 +1,36 @@
+"""vLLM's scheduler with as many proposed tokens per step as are right (S118).
+
+vLLM reads the number of a batch size from a table that it makes once. This one puts a new table
+there before each step, and tells the core what was checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from pdmesh.core.instance.speculation import AdaptiveSpeculation, Speculation
+
+
+class AdaptiveScheduler(Scheduler):
+    """Any: arguments and results of vLLM's scheduler, passed on as they are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        told = self.vllm_config.kv_transfer_config.kv_connector_extra_config["speculation"]
+        self._speculation = AdaptiveSpeculation(
+            Speculation(**told), self.scheduler_config.max_num_seqs
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.dynamic_sd_lookup = self._speculation.counts()
+        return super().schedule(*args, **kwargs)
+
+    def make_spec_decoding_stats(
+        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any
+    ) -> Any:
+        self._speculation.checked(num_draft_tokens, num_accepted_tokens)
+        return super().make_spec_decoding_stats(
+            stats, num_draft_tokens, num_accepted_tokens, **kwargs
+        )
