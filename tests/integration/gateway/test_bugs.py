@@ -6,11 +6,12 @@ from typing import Any
 
 import openai
 import pytest
-import structlog
 
 from pdmesh.core.request.events import LegFinished
+from pdmesh.services.gateway.request import generation
 from pdmesh.services.gateway.routing.sessions import InstanceSession
 from tests.fakes.gateway_mesh import GatewayMesh
+from tests.support.logs import capture_logs_of
 from tests.support.waiting import until
 
 
@@ -64,7 +65,8 @@ async def test_an_event_that_cannot_be_ends_one_request_and_is_logged_with_its_s
         return is_open
 
     monkeypatch.setattr(InstanceSession, "open_leg", finishes_at_once)
-    with structlog.testing.capture_logs() as logs, pytest.raises(openai.InternalServerError):
+    logs = capture_logs_of(generation, monkeypatch)
+    with pytest.raises(openai.InternalServerError):
         await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     (told,) = (entry for entry in logs if entry["event"] == "generation.bug")
     steps = ["Submitted", "AskPlan", "PlanReceived", "SendPrefill", "LegFinished"]

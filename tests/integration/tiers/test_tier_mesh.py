@@ -11,9 +11,13 @@ import signal
 import numpy as np
 import pytest
 
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.model import SimParams
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import instance_service_pb2 as pb
+from pdmesh.v1 import kv_index_service_pb2 as pb_index
+from pdmesh.v1.kv_index_service_pb2_grpc import KvIndexServiceStub
 from tests.fakes.sim_instances import TestSession
 from tests.support.sim_reference import sim_reference
 from tests.support.sites.instance_site import Process, Site, site
@@ -56,9 +60,17 @@ def blocks(process: Process, tier: str, event: str) -> int:
     return 0
 
 
+async def is_indexed(index: KvIndexServiceStub, process: Process, num_blocks: int) -> bool:
+    """The index holds that many blocks of the process's host pool."""
+    asked = pb_index.SnapshotRequest(instance_ids=[process.record.instance_id])
+    call = index.Snapshot(asked)
+    parts = [part async for part in call]  # type: ignore[attr-defined]  # the stub's word is sync
+    return sum(len(p.block_hashes) for p in parts if p.tier == Tier.HOST) >= num_blocks
+
+
 @pytest.mark.req("S68", "S76", "S77", "S106")
 async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(site: Site) -> None:
-    await site.start("kv_cache_index", "index-0")
+    index = await site.start("kv_cache_index", "index-0")
     first = await site.start("prefill", "prefill-0", **PREFILL)
     second = await site.start("prefill", "prefill-1", **PREFILL)
     last = prompt_of(0)
@@ -67,11 +79,12 @@ async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(sit
     seeds = itertools.count(1)
 
     async def is_fetched() -> bool:
-        """The index hears of the blocks some tens of milliseconds later, and the first connection
-        takes its time.
-        """
-        prompt = prompt_of(next(seeds))
+        """The first connection takes its time."""
+        prompt = prompt_of(seed := next(seeds))
         assert (await prefilled(first, prompt)).num_cached_tokens == 0
+        async with rpc.channel(index.address) as channel:
+            stub = KvIndexServiceStub(channel)
+            await until(lambda: is_indexed(stub, first, NUM_BLOCKS * (seed + 1)))
         return (await prefilled(second, prompt)).num_cached_tokens == 64 * NUM_BLOCKS
 
     await until(is_fetched)

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
-from structlog.testing import LogCapture
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.groups.cluster_state import Observed
@@ -48,6 +46,7 @@ from pdmesh.services.master_scheduler.plans import plan_loop
 from pdmesh.services.master_scheduler.plans.plan_loop import RESUME_WITHIN_S, PlanLoop
 from pdmesh.v1.admin_service_pb2 import Adjustments
 from tests.fakes.group_world import LIMITS, World
+from tests.support.logs import capture_logs_of
 
 NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
 MORNING = datetime(2026, 11, 21, 7, 0, tzinfo=UTC).timestamp()
@@ -526,15 +525,10 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     site.settle()
     await windows(10, t_p_s=0.8, is_lost=True)
     assert not site.stored.groups
-    # Not capture_logs(): a logger that was used is bound for good, to its processors and its level.
-    logs = LogCapture()
-    logger = structlog.wrap_logger(None, processors=[logs], wrapper_class=structlog.BoundLogger)
-    monkeypatch.setattr(plan_loop, "log", logger)
+    logs = capture_logs_of(plan_loop, monkeypatch)
     await windows(10, t_p_s=0.8)
     assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(4, 2)]
-    (planned,) = [
-        e for e in logs.entries if e["event"] == "ratio.decided" and e["action"] == "planned"
-    ]
+    (planned,) = [e for e in logs if e["event"] == "ratio.decided" and e["action"] == "planned"]
     assert planned["moves"] == ["a change_role prefill"]
     (group,) = planned["groups"]
     assert (group["num_prefill"], group["num_decode"]) == (3, 3)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import structlog
 
 from pdmesh.cli import app
 from pdmesh.cli.commands import up
@@ -17,6 +16,7 @@ from pdmesh.engine.vllm.child.preflight import check_processor
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.errors import EngineFailed
+from tests.support.logs import capture_logs_of
 
 ZEN3 = flags_of("processor : 0\nflags\t\t: fpu sse2 avx avx2 vaes\n\nprocessor : 1\nflags : no\n")
 ZEN4 = ZEN3 | {"avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_bf16"}
@@ -68,12 +68,10 @@ async def test_an_instance_refuses_before_it_looks_for_its_model() -> None:
 def test_a_gpu_is_not_judged_by_the_processor_beside_it_and_slowness_is_one_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A logger that was used keeps the configuration of its time, and is not captured.
-    monkeypatch.setattr(preflight, "log", structlog.get_logger())
+    lines = capture_logs_of(preflight, monkeypatch)
     check_processor(replace(CONFIG, device="cuda"))
-    with structlog.testing.capture_logs() as lines:
-        check_processor(replace(CONFIG, kv_cache_dtype="auto", dtype="bfloat16"))
-        check_processor(replace(CONFIG, kv_cache_dtype="auto"))
+    check_processor(replace(CONFIG, kv_cache_dtype="auto", dtype="bfloat16"))
+    check_processor(replace(CONFIG, kv_cache_dtype="auto"))
     (line,) = lines
     assert (line["event"], line["log_level"], line["dtype"]) == (
         "vllm.slow_dtype", "warning", "bfloat16",

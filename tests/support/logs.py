@@ -1,0 +1,22 @@
+"""What a module logs, whatever level and processors an earlier test has configured."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import structlog
+from structlog.testing import LogCapture
+from structlog.typing import EventDict
+
+
+def capture_logs_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[EventDict]:
+    """The lines of `module.log` from now on; the list grows.
+
+    structlog's own `capture_logs` misses a logger that was used before: it stays bound to the
+    processors and the level of its first line.
+    """
+    lines = LogCapture()
+    logger = structlog.wrap_logger(None, processors=[lines], wrapper_class=structlog.BoundLogger)
+    monkeypatch.setattr(module, "log", logger)
+    return lines.entries
