@@ -9,7 +9,6 @@ from typing import Final
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.access.access_control import check_model
 from pdmesh.services.gateway.http.calls import (
     chat_tokens,
     check_logprobs,
@@ -28,7 +27,7 @@ from pdmesh.services.gateway.request.bounds import (
 )
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import AskedShaping, shaping_of, stop_ids_of
-from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
 from pdmesh.v1 import inference_service_pb2 as pb
 
 _OPTIONAL: Final = (
@@ -41,22 +40,22 @@ async def generate_spec(
     request: pb.GenerateRequest, frontend: Frontend, tenant: Tenant
 ) -> CallSpec:
     """Raises MeshError."""
-    model = _check_common(request, frontend)
-    check_model(tenant, model)
+    model = await _served_model(request, frontend, tenant)
     sampling = await _sampling(request.params, model, frontend)
     match request.WhichOneof("prompt"):
         case "text":
             check_text(text=request.text)
-            tokens = await text_tokens(request.text, model, frontend)
+            tokens = await text_tokens(request.text, model)
         case "token_ids":
-            tokens = _checked_ids(request.token_ids.ids, model, frontend)
+            tokens = _checked_ids(request.token_ids.ids, model)
         case _:
             raise InvalidRequest("either text or token_ids is needed", field="prompt")
     return CallSpec(
         operation="text_completion",
-        model=model,
+        model=model.name,
         prompts=(_truncated(tokens, request.params),),
         sampling=sampling,
+        tokenizer=model.tokenizer,
         n=request.n or 1,
         scenario=request.scenario,
         chat_id=request.chat_id,
@@ -67,8 +66,7 @@ async def generate_spec(
 
 async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
     """Raises MeshError."""
-    model = _check_common(request, frontend)
-    check_model(tenant, model)
+    model = await _served_model(request, frontend, tenant)
     sampling = await _sampling(request.params, model, frontend)
     if not 0 < len(request.messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
@@ -81,9 +79,10 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     messages = [{"role": m.role, "content": m.content} for m in request.messages]
     return CallSpec(
         operation="chat",
-        model=model,
-        prompts=(_truncated(await chat_tokens(messages, model, frontend), request.params),),
+        model=model.name,
+        prompts=(_truncated(await chat_tokens(messages, model), request.params),),
         sampling=sampling,
+        tokenizer=model.tokenizer,
         n=request.n or 1,
         scenario=request.scenario,
         chat_id=request.chat_id,
@@ -93,11 +92,8 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     )
 
 
-def _checked_ids(ids: Sequence[int], model: str, frontend: Frontend) -> array[int]:
-    context, vocab_size = (
-        frontend.context_length(model),
-        frontend.shared.tokenizer.vocab_size,
-    )
+def _checked_ids(ids: Sequence[int], model: ServedModel) -> array[int]:
+    context, vocab_size = model.context_length, model.tokenizer.vocab_size
     if len(ids) > context:
         raise context_exceeded(f"{len(ids)} tokens", context, "token_ids")
     if ids and max(ids) >= vocab_size:
@@ -105,8 +101,10 @@ def _checked_ids(ids: Sequence[int], model: str, frontend: Frontend) -> array[in
     return token_array(ids)
 
 
-def _check_common(request: pb.GenerateRequest | pb.ChatRequest, frontend: Frontend) -> str:
-    """The model's real name. Raises MeshError."""
+async def _served_model(
+    request: pb.GenerateRequest | pb.ChatRequest, frontend: Frontend, tenant: Tenant
+) -> ServedModel:
+    """Check what both have in common. Raises MeshError."""
     check_names(
         model=request.model,
         scenario=request.scenario,
@@ -115,7 +113,7 @@ def _check_common(request: pb.GenerateRequest | pb.ChatRequest, frontend: Fronte
     )
     seed = request.params.seed if request.params.HasField("seed") else None
     check_choices(n=request.n or None, seed=seed)
-    return frontend.model_name(request.model)
+    return await frontend.served_model(request.model, tenant)
 
 
 def _truncated(tokens: array[int], params: pb.GenerationParams) -> array[int]:
@@ -126,9 +124,10 @@ def _truncated(tokens: array[int], params: pb.GenerationParams) -> array[int]:
     return tokens[-params.truncate_prompt_tokens :]
 
 
-async def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> SamplingSpec:
-    tokenizer = frontend.shared.tokenizer
-    defaults = tokenizer.defaults
+async def _sampling(
+    params: pb.GenerationParams, model: ServedModel, frontend: Frontend
+) -> SamplingSpec:
+    tokenizer, defaults = model.tokenizer, model.tokenizer.defaults
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     temperature = params.temperature if params.HasField("temperature") else None
     top_p = params.top_p if params.HasField("top_p") else None
@@ -139,7 +138,7 @@ async def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend)
     check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     if num_logprobs is not None and num_logprobs > 20:
         raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
-    check_logprobs(frontend, model, num_logprobs)
+    check_logprobs(frontend, model.name, num_logprobs)
     for word in params.bad_words:
         check_text(bad_words=word)
     asked = AskedShaping(
@@ -150,7 +149,7 @@ async def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend)
         allowed_token_ids=params.allowed_token_ids or None,
     )
     shaping = await shaping_of(asked, tokenizer, max_tokens)
-    check_shaping(frontend, model, shaping)
+    check_shaping(frontend, model.name, shaping)
     return SamplingSpec(
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_tokens,

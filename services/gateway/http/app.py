@@ -229,11 +229,10 @@ class HttpApp:
                     call.is_void = True
                 _raise_if_ended_badly(delta)
         deltas = [_joined(pieces) for pieces in parts]
-        tokenizer = self._frontend.shared.tokenizer
         if sum(len(delta.logprobs) for delta in deltas) <= _MAX_LOGPROBS_HERE:
-            body = whole_body(call, deltas, tokenizer)
+            body = whole_body(call, deltas)
         else:
-            body = await asyncio.to_thread(whole_body, call, deltas, tokenizer)
+            body = await asyncio.to_thread(whole_body, call, deltas)
         await exchange.json(body)
 
     async def _stream(
@@ -241,7 +240,6 @@ class HttpApp:
     ) -> None:
         chunks = ChunkWriter(
             call,
-            self._frontend.shared.tokenizer,
             include_usage=include_usage,
             has_logprobs=call.spec.sampling.num_logprobs is not None,
             counts_each=counts_each,

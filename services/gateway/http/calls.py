@@ -10,7 +10,6 @@ from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.access.access_control import check_model
 from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -27,27 +26,28 @@ from pdmesh.services.gateway.request.shaping import (
     shaping_of,
     stop_ids_of,
 )
-from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
 from pdmesh.services.gateway.text.chat_template import Message as ChatMessage
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
 
 
 async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
     """Raises MeshError."""
-    model = frontend.model_name(request.model)
-    check_model(tenant, model)
+    model = await frontend.served_model(request.model, tenant)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    check_logprobs(frontend, model, num_logprobs)
+    check_logprobs(frontend, model.name, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tokens = await chat_tokens(messages_of(request.messages), model, frontend)
-    sampling = await _sampling(request, max_tokens, num_logprobs, frontend)
-    check_shaping(frontend, model, sampling.shaping)
+    tokens = await chat_tokens(messages_of(request.messages), model)
+    sampling = await _sampling(request, max_tokens, num_logprobs, model.tokenizer)
+    check_shaping(frontend, model.name, sampling.shaping)
     return CallSpec(
         operation="chat",
-        model=model,
-        prompts=(_truncated(tokens, request, frontend.context_length(model)),),
+        model=model.name,
+        prompts=(_truncated(tokens, request, model.context_length),),
         sampling=sampling,
+        tokenizer=model.tokenizer,
         n=request.n or 1,
         scenario=request.scenario,
         chat_id=request.chat_id,
@@ -65,29 +65,28 @@ async def completion_spec(
     request: CompletionRequest, frontend: Frontend, tenant: Tenant
 ) -> CallSpec:
     """Raises MeshError."""
-    model = frontend.model_name(request.model)
-    check_model(tenant, model)
-    check_logprobs(frontend, model, request.logprobs)
-    vocab_size = frontend.shared.tokenizer.vocab_size
-    context = frontend.context_length(model)
-    asked = prompts_of(request.prompt, vocab_size, context)
+    model = await frontend.served_model(request.model, tenant)
+    check_logprobs(frontend, model.name, request.logprobs)
+    context = model.context_length
+    asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
     n = request.n or 1
     if n * len(asked) > MAX_CHOICES:
         raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
     prompts = [
         _truncated(
-            await text_tokens(p, model, frontend) if isinstance(p, str) else token_array(p),
+            await text_tokens(p, model) if isinstance(p, str) else token_array(p),
             request,
             context,
         )
         for p in asked
     ]
-    sampling = await _sampling(request, request.max_tokens, request.logprobs, frontend)
-    check_shaping(frontend, model, sampling.shaping)
+    sampling = await _sampling(request, request.max_tokens, request.logprobs, model.tokenizer)
+    check_shaping(frontend, model.name, sampling.shaping)
     return CallSpec(
         operation="text_completion",
-        model=model,
+        model=model.name,
         prompts=tuple(prompts),
+        tokenizer=model.tokenizer,
         sampling=replace(
             sampling,
             default_max_tokens=sampling.default_max_tokens or _COMPLETION_DEFAULT_TOKENS,
@@ -96,7 +95,7 @@ async def completion_spec(
         scenario=request.scenario,
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
-        echoed=await _echoed(asked, prompts, frontend) if request.echo else (),
+        echoed=await _echoed(asked, prompts, model.tokenizer) if request.echo else (),
         has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
     )
@@ -110,34 +109,27 @@ async def tokenized(
 
     Raises MeshError.
     """
-    model = frontend.model_name(request.model)
-    check_model(tenant, model)
+    model = await frontend.served_model(request.model, tenant)
     if request.messages is not None:
-        tokens = await chat_tokens(messages_of(request.messages), model, frontend)
+        tokens = await chat_tokens(messages_of(request.messages), model)
     else:
-        tokens = await text_tokens(request.prompt or "", model, frontend)
-    return tokens, frontend.context_length(model)
+        tokens = await text_tokens(request.prompt or "", model)
+    return tokens, model.context_length
 
 
-async def text_tokens(
-    text: str, model: str, frontend: Frontend, field: str = "prompt"
-) -> array[int]:
+async def text_tokens(text: str, model: ServedModel, field: str = "prompt") -> array[int]:
     """Raises MeshError. A text that cannot fit the context is refused before it is encoded."""
-    tokenizer = frontend.shared.tokenizer
-    context = frontend.context_length(model)
-    if len(text) > context * tokenizer.max_token_chars:
+    context = model.context_length
+    if len(text) > context * model.tokenizer.max_token_chars:
         raise context_exceeded(f"{len(text)} characters", context, field)
-    return await tokenizer.encode(text, add_special_tokens=field == "prompt")
+    return await model.tokenizer.encode(text, add_special_tokens=field == "prompt")
 
 
-async def chat_tokens(
-    messages: Sequence[ChatMessage], model: str, frontend: Frontend
-) -> array[int]:
+async def chat_tokens(messages: Sequence[ChatMessage], model: ServedModel) -> array[int]:
     """Raises MeshError."""
-    tokenizer = frontend.shared.tokenizer
-    if not tokenizer.has_chat_template:
+    if not model.tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
-    return await text_tokens(tokenizer.render_chat(messages), model, frontend, "messages")
+    return await text_tokens(model.tokenizer.render_chat(messages), model, "messages")
 
 
 def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:
@@ -176,9 +168,8 @@ def _truncated(
 
 
 async def _echoed(
-    asked: Sequence[str | list[int]], prompts: Sequence[array[int]], frontend: Frontend
+    asked: Sequence[str | list[int]], prompts: Sequence[array[int]], tokenizer: Tokenizer
 ) -> tuple[str, ...]:
-    tokenizer = frontend.shared.tokenizer
     pairs = zip(asked, prompts, strict=True)
     return tuple(
         [p if isinstance(p, str) else await tokenizer.decode_prompt(tokens) for p, tokens in pairs]
@@ -189,9 +180,8 @@ async def _sampling(
     request: ChatCompletionRequest | CompletionRequest,
     max_tokens: int | None,
     num_logprobs: int | None,
-    frontend: Frontend,
+    tokenizer: Tokenizer,
 ) -> SamplingSpec:
-    tokenizer = frontend.shared.tokenizer
     defaults = tokenizer.defaults
     asked = AskedShaping(
         request.presence_penalty,

@@ -15,7 +15,6 @@ from pdmesh.errors import MeshError
 from pdmesh.services.gateway.http.logprobs import LogprobWriter
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.text.choice_text import TextDelta
-from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
@@ -71,7 +70,6 @@ class ChunkWriter:
     def __init__(
         self,
         call: Call,
-        tokenizer: Tokenizer,
         *,
         include_usage: bool,
         has_logprobs: bool,
@@ -85,7 +83,9 @@ class ChunkWriter:
         self._is_chat = call.spec.operation == "chat"
         self._include_usage = include_usage
         self._logprobs = [
-            LogprobWriter(tokenizer, g.prompt.tokens) for g in call.generations if has_logprobs
+            LogprobWriter(call.spec.tokenizer, g.prompt.tokens)
+            for g in call.generations
+            if has_logprobs
         ]
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
@@ -179,7 +179,7 @@ class ChunkWriter:
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, counted, DONE)
 
 
-def whole_body(call: Call, deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> bytes:
+def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
     """The answer of a call that is not streamed; `deltas` holds all of each choice at its index."""
     is_chat = call.spec.operation == "chat"
     has_logprobs = call.spec.sampling.num_logprobs is not None
@@ -196,7 +196,7 @@ def whole_body(call: Call, deltas: Sequence[TextDelta], tokenizer: Tokenizer) ->
             if not is_chat:
                 choice["prompt_token_ids"] = generation.prompt.tokens.tolist()
         if has_logprobs:
-            writer = LogprobWriter(tokenizer, generation.prompt.tokens)
+            writer = LogprobWriter(call.spec.tokenizer, generation.prompt.tokens)
             write = writer.chat if is_chat else writer.completion
             choice["logprobs"] = write(delta.logprobs)
         choice["finish_reason"] = delta.finish_reason

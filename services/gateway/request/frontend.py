@@ -22,6 +22,7 @@ from opentelemetry.trace import Span
 from pdmesh.core.request.events import Complete, Fail
 from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.request.slo import Slos
+from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import (
     Draining,
     InvalidRequest,
@@ -30,13 +31,13 @@ from pdmesh.errors import (
     Overloaded,
     PoisonRequest,
 )
-from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit
+from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit, check_model
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
-from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.request.spec import CallSpec, ServedModel
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
@@ -187,6 +188,12 @@ class Frontend:
 
     def model_name(self, asked: str) -> str:
         return self.shared.fleet.model_name(asked)
+
+    async def served_model(self, asked: str, tenant: Tenant) -> ServedModel:
+        """The model that a request of this tenant names. Raises MeshError."""
+        name = self.model_name(asked)
+        check_model(tenant, name)
+        return ServedModel(name, self.shared.tokenizer, self.context_length(name))
 
     def check_open(self) -> None:
         """Raises Draining or Overloaded, before the work of reading and encoding (S97)."""

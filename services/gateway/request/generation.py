@@ -103,7 +103,7 @@ class Generation:
         on_end: Callable[[], None],
     ) -> None:
         sampling = spec.sampling
-        end_ids = sampling.end_ids(shared.tokenizer.eos_token_ids)
+        end_ids = sampling.end_ids(spec.tokenizer.eos_token_ids)
         self.core = Request(
             identity.max_tokens,
             limits=shared.slos.limits_for(spec.scenario, len(prompt.tokens)),
@@ -125,7 +125,7 @@ class Generation:
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
         self._text = ChoiceText(
             identity.index,
-            shared.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
+            spec.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
             has_logprobs=sampling.num_logprobs is not None,
             default_text=shared.slos.default_text(spec.scenario),
         )

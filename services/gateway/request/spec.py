@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.text.text_stream import TextRules
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,26 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as one call uses it: with one tokenizer from its prompt to its last token."""
+
+    name: str
+    tokenizer: Tokenizer
+    context_length: int  # prompt and answer together
+
+
+@dataclass(frozen=True, slots=True)
 class CallSpec:
-    """One client call: `n` choices for each prompt. Prompts are token ids by now."""
+    """One client call: `n` choices for each prompt.
+
+    Prompts are token ids by now, of `tokenizer`, which also makes the text of the answers.
+    """
 
     operation: str  # chat or text_completion
     model: str
     prompts: tuple[array[int], ...]
     sampling: SamplingSpec
+    tokenizer: Tokenizer
     n: int = 1
     scenario: str = ""
     chat_id: str = ""

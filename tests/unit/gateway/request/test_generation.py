@@ -66,7 +66,6 @@ def offered_to_a_decode(log: list[str]) -> Generation:
         sessions=SimpleNamespace(session=lambda record: instance),
         planner=SimpleNamespace(ask=lambda *_: None, refusal=lambda *_: None),
         room=Waiting(8),
-        tokenizer=SimpleNamespace(eos_token_ids=frozenset(), text_stream=lambda *_: nothing),
         budget=RetryBudget(),
         limits=RequestLimits(),
         slos=Slos(RequestLimits()),
@@ -74,7 +73,8 @@ def offered_to_a_decode(log: list[str]) -> Generation:
         kv_transfer=lambda scenario: KvTransfer.KV_TRANSFER_UNSPECIFIED,
     )
     tokens = array("I", [1, 2, 3])
-    spec = CallSpec("chat", "m", (tokens,), SamplingSpec())
+    tokenizer: Any = SimpleNamespace(eos_token_ids=frozenset(), text_stream=lambda *_: nothing)
+    spec = CallSpec("chat", "m", (tokens,), SamplingSpec(), tokenizer)
     generation = Generation(
         shared,
         spec,

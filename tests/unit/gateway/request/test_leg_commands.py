@@ -9,11 +9,20 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 from pdmesh.services.gateway.text.prompt import Prompt
+from tests.fakes.tokenizers import SIM_TOKENIZER
 
 
 def asked_chat_id(tenant: str, chat_id: str, secret: bytes = b"s") -> str:
     tokens = array("I", [1, 2, 3])
-    spec = CallSpec("chat", "m", (tokens,), SamplingSpec(), chat_id=chat_id, tenant=Tenant(tenant))
+    spec = CallSpec(
+        "chat",
+        "m",
+        (tokens,),
+        SamplingSpec(),
+        SIM_TOKENIZER,
+        chat_id=chat_id,
+        tenant=Tenant(tenant),
+    )
     commands = LegCommands(spec, Prompt(tokens, secret, tenant, ""), ChoiceIdentity("r", 0), ())
     return commands.plan_query(AskPlan(1, 0, ()), None, (), 1).chat_id
 

@@ -12,10 +12,11 @@ from opentelemetry.trace import INVALID_SPAN
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.request.pacer import Pacer
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from tests.fakes.tokenizers import SIM_TOKENIZER
 
 
 def call_with(interval_s: float) -> Call:
-    spec = CallSpec("chat", "m", prompts=(), sampling=SamplingSpec())
+    spec = CallSpec("chat", "m", (), SamplingSpec(), SIM_TOKENIZER)
     return Call("req-1", spec, INVALID_SPAN, Pacer(interval_s))
 
 
