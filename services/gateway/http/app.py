@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
-from urllib.parse import unquote
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -24,6 +23,17 @@ from pdmesh.services.gateway.access.access_control import (
     charged,
     check_model,
 )
+from pdmesh.services.gateway.http.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    Live,
+    ModelEntry,
+    ModelList,
+    Readiness,
+    Tokenized,
+)
 from pdmesh.services.gateway.http.calls import chat_spec, completion_spec, tokenized
 from pdmesh.services.gateway.http.exchange import (
     BodyRoom,
@@ -32,12 +42,14 @@ from pdmesh.services.gateway.http.exchange import (
     Receive,
     Scope,
     Send,
-    WrongMethod,
 )
 from pdmesh.services.gateway.http.format import ChunkWriter, error_chunk, whole_body
+from pdmesh.services.gateway.http.openapi import document
+from pdmesh.services.gateway.http.routes import HttpRoute, Operation, Router
 from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
+    TokenizeRequest,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -49,7 +61,6 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
-_MODEL_PATH: Final = "/v1/models/"
 # Each may have up to 21 tokens to spell. More of them are made outside the event loop.
 _MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
@@ -57,11 +68,9 @@ _EVENT_STREAM: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-Handler = Callable[[HttpExchange], Awaitable[None]]
-
-
-class NoRoute(InvalidRequest):
-    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
+# The statuses of errors: of those that ask for a model, and of those that say what there is.
+_ASKING: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
+_TELLING: Final = (401, 403, 404, 429, 500, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +102,80 @@ class HttpApp:
         self._max_body_bytes = bounds.max_body_bytes
         self._write_timeout_s = bounds.write_timeout_s
         self._writing: dict[HttpExchange, None] = {}
-        self._routes: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completion),
-            "/v1/models": ("GET", self._models),
-            "/tokenize": ("POST", self._tokenize),
-            "/health/live": ("GET", self._live),
-            "/health/ready": ("GET", self._ready),
-        }
+        self._router = Router(self._routes())
+        self._openapi = b""
+
+    @property
+    def routes(self) -> Sequence[HttpRoute]:
+        return self._router.routes
+
+    def _routes(self) -> list[HttpRoute]:
+        return [
+            HttpRoute(
+                "POST",
+                "/v1/chat/completions",
+                self._chat,
+                Operation(
+                    "Continue a conversation",
+                    ChatCompletion,
+                    takes=ChatCompletionRequest,
+                    streams=ChatChunk,
+                    errors=_ASKING,
+                ),
+            ),
+            HttpRoute(
+                "POST",
+                "/v1/completions",
+                self._completion,
+                Operation(
+                    "Continue a text",
+                    Completion,
+                    takes=CompletionRequest,
+                    streams=CompletionChunk,
+                    errors=_ASKING,
+                ),
+            ),
+            HttpRoute(
+                "POST",
+                "/tokenize",
+                self._tokenize,
+                Operation(
+                    "The tokens of a prompt", Tokenized, takes=TokenizeRequest, errors=_ASKING
+                ),
+            ),
+            HttpRoute(
+                "GET",
+                "/v1/models",
+                self._models,
+                Operation("The served models", ModelList, errors=_TELLING),
+            ),
+            HttpRoute(
+                "GET",
+                "/v1/models/{model:path}",
+                self._model,
+                Operation("A served model", ModelEntry, errors=_TELLING),
+            ),
+            HttpRoute(
+                "GET",
+                "/health/live",
+                self._live,
+                Operation("Whether the gateway runs", Live, is_open=True),
+            ),
+            HttpRoute(
+                "GET",
+                "/health/ready",
+                self._ready,
+                Operation(
+                    "Whether requests are served", Readiness, other={503: Readiness}, is_open=True
+                ),
+            ),
+            HttpRoute(
+                "GET",
+                "/openapi.json",
+                self._document,
+                Operation("This document", dict[str, Any], is_open=True),
+            ),
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +183,8 @@ class HttpApp:
         exchange = HttpExchange(scope, receive, send)
         self._writing[exchange] = None
         try:
-            await self._route(scope["path"], scope["method"])(exchange)
+            handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
+            await handler(exchange)
         except ClientDisconnected:
             pass
         except MeshError as exc:
@@ -134,21 +210,6 @@ class HttpApp:
             for exchange in [e for e in self._writing if e.blocked_since < limit]:
                 log.info("http.client_not_reading", request_id=exchange.request_id)
                 exchange.cut()
-
-    def _route(self, path: str, method: str) -> Handler:
-        """`path` is as it was sent.
-
-        Percent-encoding makes no other path, but may be in a model's name.
-        """
-        found = self._routes.get(path)
-        if found is None and path.startswith(_MODEL_PATH):
-            name = unquote(path.removeprefix(_MODEL_PATH))
-            found = ("GET", lambda exchange: self._model(exchange, name))
-        if found is None:
-            raise NoRoute("no such path")
-        if found[0] != method:
-            raise WrongMethod(found[0])
-        return found[1]
 
     # --- generation ------------------------------------------------------------------------------
 
@@ -289,9 +350,9 @@ class HttpApp:
         models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
-    async def _model(self, exchange: HttpExchange, name: str) -> None:
+    async def _model(self, exchange: HttpExchange) -> None:
         tenant = await self._known(exchange)
-        model = self._frontend.model_name(name)
+        model = self._frontend.model_name(exchange.path_parameters["model"])
         check_model(tenant, model)
         await exchange.json(msgspec.json.encode(_model_entry(model)))
 
@@ -313,6 +374,10 @@ class HttpApp:
         permit = await self._access.enter(exchange.header(b"authorization"))
         permit.leave()
         return permit.tenant
+
+    async def _document(self, exchange: HttpExchange) -> None:
+        self._openapi = self._openapi or msgspec.json.encode(document(self._router.routes))
+        await exchange.json(self._openapi)
 
     async def _live(self, exchange: HttpExchange) -> None:
         await exchange.json(b'{"status":"live"}')

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
@@ -26,6 +27,7 @@ Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+_NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
 
 
@@ -80,6 +82,7 @@ class HttpExchange:
         self.request_id = new_request_id()
         self.has_started = False
         self.ignored_fields: list[str] = []  # of the request; the response names them
+        self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self.blocked_since = math.inf
         self._scope = scope
         self._receive = receive

@@ -233,6 +233,14 @@ _NESTED: Final[Nested] = {
     TokenizeRequest: {"messages": ChatMessage},
     ChatMessage: {"content": ContentPart},
 }
+
+
+def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[object, ...]]:
+    """The fields of a request that are not supported, with the values that ask for nothing."""
+    found = {ChatCompletionRequest: _NEUTRAL_CHAT, CompletionRequest: _NEUTRAL_COMPLETION}
+    return found.get(struct, {})
+
+
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)

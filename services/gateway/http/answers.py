@@ -1,0 +1,185 @@
+"""The answers of the public port, as types: what `/openapi.json` says of them.
+
+`format` and `logprobs` write answers as bytes, for speed. The tests read real answers with these
+types, which refuse a field that they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of all. A field without a default is always there; one that may be UNSET is not."""
+
+
+class ErrorDetail(Answer):
+    """`message` is for people; `code` is stable; `param` names the field that is wrong."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "rate_limit_error",
+        "server_error",
+    ]
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Answer):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int  # that prefill did not compute
+
+
+class UsageAnswer(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatToken(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+FinishReasonName = Literal["stop", "length"]
+
+
+class ChatAnswerMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Answer):
+    """One event of a streamed chat. The last one with `usage` has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunkChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+
+
+class CompletionChunk(Answer):
+    """One event of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: UsageAnswer | UnsetType | None = UNSET
+
+
+class ModelEntry(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Live(Answer):
+    status: Literal["live"]
+
+
+class Readiness(Answer):
+    status: Literal["ready", "not ready"]
+    waiting_for: list[str]

@@ -1,0 +1,134 @@
+"""Makes `/openapi.json` of the routes: OpenAPI 3.1, whose schemas are those that validate requests.
+
+The structs give names and types, their `Meta` the bounds, and `UNSUPPORTED` the values of a field
+that is not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+import pdmesh
+from pdmesh.services.gateway.http.answers import ErrorAnswer
+from pdmesh.services.gateway.http.routes import HttpRoute, path_parameters, plain_path
+from pdmesh.services.gateway.http.schema import unsupported_fields
+
+# Any: a JSON document on its way out.
+Json = dict[str, Any]
+
+_REFERENCE: Final = "#/components/schemas/{name}"
+_STREAM: Final = "text/event-stream"
+_INFO: Final = {
+    "title": "pdmesh",
+    "version": pdmesh.__version__,
+    "description": "The OpenAI API, served by prefill and decode on different instances. "
+    "A field that is in no schema here is ignored and named in the header x-pdmesh-ignored. "
+    "A request that is no valid HTTP/1.1 gets 400, 408, 431, 501 or 505 without a body.",
+}
+_HEADERS: Final = {
+    "x-request-id": ("The id of the request in logs, traces and events", "string"),
+    "x-pdmesh-ignored": ("Unknown fields of the request, which had no effect", "string"),
+    "retry-after": ("Seconds to wait before the request is sent again", "integer"),
+    "www-authenticate": ("How to authenticate", "string"),
+}
+_WITH_RETRY_AFTER: Final = (429, 503)
+
+
+def document(routes: Sequence[HttpRoute]) -> Json:
+    shapes: list[Any] = [ErrorAnswer]
+    for route in routes:
+        operation = route.operation
+        shapes += [operation.gives, *operation.other.values()]
+        shapes += [s for s in (operation.takes, operation.streams) if s is not None]
+    found, components = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)
+    references = {id(shape): schema for shape, schema in zip(shapes, found, strict=True)}
+    _say_what_is_unsupported(components, routes)
+    paths: Json = {}
+    for route in routes:
+        item = paths.setdefault(plain_path(route.path), {})
+        item[route.method.lower()] = _operation(route, references)
+    return {
+        "openapi": "3.1.0",
+        "info": _INFO,
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "headers": {
+                name: {"description": text, "schema": {"type": kind}}
+                for name, (text, kind) in _HEADERS.items()
+            },
+        },
+    }
+
+
+def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
+    operation = route.operation
+    content: Json = {"application/json": {"schema": references[id(operation.gives)]}}
+    if operation.streams is not None:
+        content[_STREAM] = {
+            "schema": {
+                "type": "string",
+                "description": "Each event's data is JSON of contentSchema; the last is [DONE].",
+                "contentSchema": references[id(operation.streams)],
+            }
+        }
+    responses = {"200": _response(200, content)}
+    for status, shape in operation.other.items():
+        responses[str(status)] = _response(
+            status, {"application/json": {"schema": references[id(shape)]}}
+        )
+    error = {"application/json": {"schema": references[id(ErrorAnswer)]}}
+    responses |= {str(status): _response(status, error) for status in operation.errors}
+    described: Json = {
+        "operationId": operation_id(route),
+        "summary": operation.summary,
+        "responses": responses,
+        # An empty requirement: the gateway may be set up without keys.
+        "security": [] if operation.is_open else [{}, {"key": []}],
+    }
+    if parameters := path_parameters(route.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in parameters
+        ]
+    if operation.takes is not None:
+        body = {"application/json": {"schema": references[id(operation.takes)]}}
+        described["requestBody"] = {"required": True, "content": body}
+    return described
+
+
+def operation_id(route: HttpRoute) -> str:
+    """A name that is a name in most languages, too."""
+    words = [w for w in plain_path(route.path).replace("{", "by/").replace("}", "").split("/") if w]
+    return "_".join([route.method.lower(), *words]).replace(".", "_")
+
+
+def _response(status: int, content: Json) -> Json:
+    names = ["x-request-id"]
+    if status == HTTPStatus.UNAUTHORIZED:
+        names.append("www-authenticate")
+    if status in _WITH_RETRY_AFTER:
+        names.append("retry-after")
+    if status == HTTPStatus.OK:
+        names.append("x-pdmesh-ignored")
+    return {
+        "description": HTTPStatus(status).phrase,
+        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
+        "content": content,
+    }
+
+
+def _say_what_is_unsupported(components: Json, routes: Sequence[HttpRoute]) -> None:
+    """Such a field takes the values that ask for nothing."""
+    for route in routes:
+        struct = route.operation.takes
+        if struct is None:
+            continue
+        properties = components[struct.__name__]["properties"]
+        for name, values in unsupported_fields(struct).items():
+            properties[name] = {"enum": [None, *values], "default": None}

@@ -1,0 +1,154 @@
+"""`/openapi.json` is complete and true: every path is in it, and answers are as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pdmesh.services.gateway.http.answers import ErrorAnswer
+from pdmesh.services.gateway.http.openapi import operation_id
+from pdmesh.services.gateway.http.routes import HttpRoute, plain_path
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.fakes.fake_instance import FakeInstance
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+
+HELLO = [{"role": "user", "content": "hello"}]
+# Bodies of requests by operation, or paths. Each must be answered, and as the document says.
+# A body that can be streamed is sent both ways.
+SAMPLES: dict[str, list[Any]] = {
+    "post_v1_chat_completions": [
+        {"model": "tiny", "messages": HELLO, "max_tokens": 3},
+        {"model": "tiny", "messages": HELLO, "max_tokens": 3, "n": 2, "return_token_ids": True},
+        {"model": "tiny", "messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2},
+    ],
+    "post_v1_completions": [
+        {"model": "tiny", "prompt": "abc", "max_tokens": 3},
+        {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 3, "return_token_ids": True},
+        {"model": "tiny", "prompt": [5, 6], "max_tokens": 3, "logprobs": 2},
+        {"model": "tiny", "prompt": "abc", "max_tokens": 3, "echo": True},
+    ],
+    "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
+    "get_v1_models": ["/v1/models"],
+    "get_v1_models_by_model": ["/v1/models/tiny"],
+    "get_health_live": ["/health/live"],
+    "get_health_ready": ["/health/ready"],
+    "get_openapi_json": ["/openapi.json"],
+}
+
+
+@pytest.fixture
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
+    """A prefill and a decode that give log probabilities."""
+    async with gateway_mesh(tmp_path_factory.getbasetemp(), 0, 0) as mesh:
+        for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
+            await mesh.add(FakeInstance(role, name, supports_logprobs=True))
+        yield mesh
+
+
+@pytest.fixture
+async def http(mesh: GatewayMesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as http:
+        yield http
+
+
+def routes_of(mesh: GatewayMesh) -> dict[str, HttpRoute]:
+    return {operation_id(route): route for route in mesh.gateway.http_app.routes}
+
+
+async def document_of(http: httpx.AsyncClient) -> dict[str, Any]:
+    found: dict[str, Any] = (await http.get("/openapi.json")).json()
+    return found
+
+
+async def test_it_holds_every_path_and_every_field(
+    mesh: GatewayMesh, http: httpx.AsyncClient
+) -> None:
+    found = await document_of(http)
+    for route in routes_of(mesh).values():
+        described = found["paths"][plain_path(route.path)][route.method.lower()]
+        if (takes := route.operation.takes) is not None:
+            schema = described["requestBody"]["content"]["application/json"]["schema"]
+            properties = found["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+            assert set(properties["properties"]) == set(takes.__struct_encode_fields__)
+    assert sum(map(len, found["paths"].values())) == len(routes_of(mesh))
+
+
+async def test_every_reference_in_it_leads_somewhere(http: httpx.AsyncClient) -> None:
+    text = (await http.get("/openapi.json")).text
+    document = json.loads(text)
+    for piece in text.split('"$ref":"#/')[1:]:
+        at: Any = document
+        for name in piece.partition('"')[0].split("/"):
+            at = at[name]
+
+
+async def test_every_operation_answers_as_it_says(
+    mesh: GatewayMesh, http: httpx.AsyncClient
+) -> None:
+    """A path that is new needs a sample here, and one of each new kind of answer."""
+    routes = routes_of(mesh)
+    missing = sorted(routes.keys() - SAMPLES.keys())
+    assert not missing, f"no sample requests for {missing}"
+    for name, route in routes.items():
+        for sample in SAMPLES[name]:
+            await check_answers(http, route, sample)
+
+
+async def check_answers(http: httpx.AsyncClient, route: HttpRoute, sample: Any) -> None:
+    operation = route.operation
+    if isinstance(sample, str):
+        answer = await http.request(route.method, sample)
+    else:
+        answer = await http.request(route.method, route.path, json=sample)
+    assert answer.status_code == 200, answer.text
+    msgspec.json.decode(answer.content, type=operation.gives)
+    if operation.streams is not None:
+        body = sample | {"stream": True}
+        answer = await http.request(route.method, route.path, json=body)
+        check_events(answer, operation.streams)
+    if operation.takes is not None:
+        answer = await http.request(route.method, route.path, content=b"{")
+        assert answer.status_code == 400
+        msgspec.json.decode(answer.content, type=ErrorAnswer)
+
+
+def check_events(answer: httpx.Response, shape: Any) -> None:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.partition(":") for line in answer.text.splitlines()]
+    told = [data.strip() for name, _, data in lines if name == "data"]
+    events = [each for each in told if each != "[DONE]"]
+    assert events
+    for event in events:
+        msgspec.json.decode(event, type=shape)
+
+
+async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
+    for name, prompt in (
+        ("post_v1_chat_completions", {"messages": HELLO}),
+        ("post_v1_completions", {"prompt": "abc"}),
+    ):
+        route = routes_of(mesh)[name]
+        for counts_each in (False, True):
+            options = {"include_usage": True, "continuous_usage_stats": counts_each}
+            body = {"model": "tiny", "max_tokens": 3, "stream": True, "stream_options": options}
+            answer = await http.post(route.path, json=body | prompt)
+            check_events(answer, route.operation.streams)
+
+
+async def test_it_needs_no_key_and_says_what_does(http: httpx.AsyncClient) -> None:
+    paths = (await document_of(http))["paths"]
+    assert paths["/openapi.json"]["get"]["security"] == []
+    assert paths["/v1/models"]["get"]["security"] == [{}, {"key": []}]
+
+
+async def test_fields_that_are_not_supported_take_the_values_that_ask_for_nothing(
+    http: httpx.AsyncClient,
+) -> None:
+    schemas = (await document_of(http))["components"]["schemas"]
+    assert schemas["CompletionRequest"]["properties"]["priority"]["enum"] == [None, 0]
