@@ -9,7 +9,7 @@ from google.rpc.error_details_pb2 import BadRequest
 
 from pdmesh.errors import MAX_FIELD_BYTES, MAX_MESSAGE_BYTES, InvalidRequest, MeshError, shortened
 from pdmesh.net.grpc import rpc
-from pdmesh.services.gateway.http.format import error_body
+from pdmesh.services.gateway.http.errors import error_body
 
 
 @pytest.mark.parametrize("text", ["a", "é", "🚀", "\ud800", "\x7f", '"'])

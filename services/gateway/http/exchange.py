@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
-from pdmesh.services.gateway.http.format import error_body
+from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
 from pdmesh.services.gateway.http.unknown_fields import header_of
 from pdmesh.services.gateway.request.frontend import new_request_id
 
@@ -83,6 +83,7 @@ class HttpExchange:
         self.has_started = False
         self.ignored_fields: list[str] = []  # of the request; the response names them
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
+        self.errors: ErrorFormat = OPENAI_ERRORS
         self.blocked_since = math.inf
         self._scope = scope
         self._receive = receive
@@ -95,6 +96,14 @@ class HttpExchange:
             if key == name:
                 return str(value, "latin-1")
         return ""
+
+    @property
+    def authorization(self) -> str:
+        """The API key, as a bearer: clients of Anthropic's API send it in a header of its own."""
+        if given := self.header(b"authorization"):
+            return given
+        key = self.header(b"x-api-key")
+        return f"Bearer {key}" if key else ""
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
         """Raises BodyTooLarge before reading more, Overloaded if `room` is full,
@@ -127,7 +136,8 @@ class HttpExchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         self.has_started = True
-        headers.append((b"x-request-id", self.request_id.encode()))
+        request_id = self.request_id.encode()
+        headers += [(name, request_id) for name in self.errors.request_id_headers]
         if self.ignored_fields:
             headers.append(header_of(self.ignored_fields))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -152,7 +162,8 @@ class HttpExchange:
         if isinstance(error, WrongMethod):
             headers.append((b"allow", error.allowed.encode()))
         with contextlib.suppress(OSError):
-            await self.json(error_body(error), error.http_status, headers)
+            body = self.errors.body(error, self.request_id)
+            await self.json(body, error.http_status, headers)
 
     def cut(self) -> None:
         """Give up on a client that does not read: its writer goes on and finds the client gone."""

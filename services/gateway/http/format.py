@@ -6,49 +6,22 @@ the call (117 ns against 2.5 us).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from pdmesh.errors import MeshError
+from pdmesh.services.gateway.http.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.http.logprobs import LogprobWriter
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
-_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
 
 # Any: JSON objects on their way out.
 Json = dict[str, Any]
-
-
-def error_body(error: MeshError) -> bytes:
-    """{"error": {message, type, param, code}}"""
-    return _encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": _TYPES.get(error.http_status, "server_error"),
-                "param": error.field,
-                "code": error.reason.lower(),
-            }
-        }
-    )
-
-
-def error_chunk(error: MeshError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def usage(call: Call) -> Json:
@@ -172,11 +145,32 @@ class ChunkWriter:
                     choice["prompt_token_ids"] = prompt
         return b'%b,"choices":[%b]%b}\n\n' % (self._head, _encode(choice), rest)
 
-    def closing(self) -> bytes:
+    async def closing(self) -> bytes:
         if not self._include_usage:
             return DONE
         counted = _encode(usage(self._call))
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, counted, DONE)
+
+
+class OpenAiFormat:
+    """Chat completions and completions. For the options see `ChunkWriter`."""
+
+    def __init__(self, *, include_usage: bool, counts_each: bool) -> None:
+        self._include_usage = include_usage
+        self._counts_each = counts_each
+
+    def stream(self, call: Call) -> ChunkWriter:
+        return ChunkWriter(
+            call,
+            include_usage=self._include_usage,
+            has_logprobs=call.spec.sampling.num_logprobs is not None,
+            counts_each=self._counts_each,
+        )
+
+    async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
+        if sum(len(delta.logprobs) for delta in deltas) <= MAX_LOGPROBS_HERE:
+            return whole_body(call, deltas)
+        return await asyncio.to_thread(whole_body, call, deltas)
 
 
 def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:

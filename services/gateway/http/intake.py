@@ -1,0 +1,51 @@
+"""Takes a request in: who calls, how much it may be, and its body, the same for each API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.tenancy.limits import Tenant
+from pdmesh.services.gateway.access.access_control import AccessControl, Permit
+from pdmesh.services.gateway.http.exchange import BodyRoom, HttpExchange
+from pdmesh.services.gateway.request.frontend import Frontend
+
+
+@dataclass(frozen=True, slots=True)
+class HttpBounds:
+    """What clients may send at most, and how slowly they may read.
+
+    `is_strict`: unknown fields are refused.
+    """
+
+    max_body_bytes: int
+    max_incoming_bytes: int
+    write_timeout_s: float
+    is_strict: bool = False
+
+
+class Intake:
+    def __init__(self, frontend: Frontend, access: AccessControl, bounds: HttpBounds) -> None:
+        self.body_room = BodyRoom(bounds.max_incoming_bytes)
+        self._frontend = frontend
+        self._access = access
+        self._max_body_bytes = bounds.max_body_bytes
+        self._is_strict = bounds.is_strict
+
+    async def admit(self, exchange: HttpExchange) -> Permit:
+        """Raises MeshError, before anything is read."""
+        self._frontend.check_open()
+        return await self._access.enter(exchange.authorization)
+
+    async def known(self, exchange: HttpExchange) -> Tenant:
+        """The tenant that asks for no tokens. Raises MeshError; counts as a request."""
+        permit = await self._access.enter(exchange.authorization)
+        permit.leave()
+        return permit.tenant
+
+    async def body(self, exchange: HttpExchange) -> bytes:
+        """See `HttpExchange.body`."""
+        return await exchange.body(self._max_body_bytes, self.body_room)
+
+    def ignored(self, exchange: HttpExchange) -> list[str] | None:
+        """Where the names of unknown fields are put; None where they are refused."""
+        return None if self._is_strict else exchange.ignored_fields
