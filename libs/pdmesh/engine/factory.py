@@ -65,6 +65,7 @@ class EngineSettings:
     sim_eos_period: int = 300
     sim_num_layers: int = 2
     sim_token_bytes: int = 64  # of KV, per layer
+    sim_seed: int = 1
     sim_fail_every: int = 0
     partial_sampling: PartialSampling = (
         NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
@@ -154,6 +155,7 @@ def build_sim(
 def sim_params(settings: EngineSettings) -> SimParams:
     """The model that such an instance simulates."""
     return SimParams(
+        seed=settings.sim_seed,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         eos_period=settings.sim_eos_period,

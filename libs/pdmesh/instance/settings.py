@@ -156,6 +156,9 @@ class InstanceSettings(ServiceSettings):
     sim_token_bytes: int = shared(
         64, ge=8, multiple_of=8, description="Sim: bytes of KV per token and layer"
     )
+    sim_seed: int = shared(
+        1, ge=0, le=1 << 32, description="Sim: which model it is; another seed, other answers"
+    )
     sim_fail_every: int = shared(
         0, ge=0, description="Sim: one prompt in so many fails, as in a bad release; 0: none"
     )

@@ -463,6 +463,7 @@ class InstanceRecord(_message.Message):
     KV_TAIL_STEP_FIELD_NUMBER: _builtins.int
     KV_REGION_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_SHAPING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -546,6 +547,10 @@ class InstanceRecord(_message.Message):
     def unsupported_shaping(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """fields of LogitShaping that its engine cannot take as it is set up"""
 
+    @_builtins.property
+    def text(self) -> Global___ModelText:
+        """absent: it has no files of its model; gateways use their own"""
+
     def __init__(
         self,
         *,
@@ -590,14 +595,44 @@ class InstanceRecord(_message.Message):
         kv_tail_step: _builtins.int = ...,
         kv_region: _builtins.str = ...,
         unsupported_shaping: _abc.Iterable[_builtins.str] | None = ...,
+        text: Global___ModelText | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
+
+@_typing.final
+class ModelText(_message.Message):
+    """Which files of a model's folder turn text into tokens and back. An instance gives them to gateways: GetModelText."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """of all of them: tokenizer, chat template, defaults"""
+    vocabulary: _builtins.str
+    """digest of those alone that say what a token id means"""
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        vocabulary: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "vocabulary", b"vocabulary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelText: _TypeAlias = ModelText  # noqa: Y015
 
 @_typing.final
 class ExcludedKvSource(_message.Message):

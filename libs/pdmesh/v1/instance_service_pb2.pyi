@@ -68,7 +68,7 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     REJECT_REASON_TOO_LONG: _RejectReason.ValueType  # 6
     """would not fit an empty instance; do not ask it again"""
     REJECT_REASON_WRONG_MODEL: _RejectReason.ValueType  # 7
-    """ticket of another fingerprint"""
+    """the request, or the ticket's fingerprint, is of another model"""
     REJECT_REASON_EXPIRED: _RejectReason.ValueType  # 8
     """its deadline had passed on arrival"""
     REJECT_REASON_SOURCE_EJECTED: _RejectReason.ValueType  # 9
@@ -89,7 +89,7 @@ REJECT_REASON_WRONG_ROLE: RejectReason.ValueType  # 5
 REJECT_REASON_TOO_LONG: RejectReason.ValueType  # 6
 """would not fit an empty instance; do not ask it again"""
 REJECT_REASON_WRONG_MODEL: RejectReason.ValueType  # 7
-"""ticket of another fingerprint"""
+"""the request, or the ticket's fingerprint, is of another model"""
 REJECT_REASON_EXPIRED: RejectReason.ValueType  # 8
 """its deadline had passed on arrival"""
 REJECT_REASON_SOURCE_EJECTED: RejectReason.ValueType  # 9
@@ -229,6 +229,7 @@ class Prefill(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -243,6 +244,8 @@ class Prefill(_message.Message):
     """hex of the tenant's root: prefixes are shared only under an equal one"""
     kv_transfer: Global___KvTransfer.ValueType
     """a wish: an Accepted without a ticket means WHOLE"""
+    model: _builtins.str
+    """whose tokens these are: an instance of another model rejects them; empty: not said"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of the full blocks, 16 bytes each"""
@@ -263,10 +266,11 @@ class Prefill(_message.Message):
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         kv_transfer: Global___KvTransfer.ValueType = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,6 +297,7 @@ class Start(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -306,6 +311,8 @@ class Start(_message.Message):
     """prefill computes still: first_token_id comes later, by Join"""
     prompt_compute_ms: _builtins.int
     """what the whole prompt takes a prefill to compute, with nothing cached; 0: not known"""
+    model: _builtins.str
+    """as in Prefill"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -330,10 +337,11 @@ class Start(_message.Message):
         cache_salt: _builtins.str = ...,
         awaits_first_token: _builtins.bool = ...,
         prompt_compute_ms: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,3 +920,50 @@ class GetKvSnapshotResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetKvSnapshotResponse: _TypeAlias = GetKvSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class GetModelTextRequest(_message.Message):
+    """Asked by a gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """of the files that it wants: ModelText of the instance's record"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetModelTextRequest: _TypeAlias = GetModelTextRequest  # noqa: Y015
+
+@_typing.final
+class GetModelTextResponse(_message.Message):
+    """A piece of a file. Files come one after the other, each with its pieces in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """within the model's folder"""
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetModelTextResponse: _TypeAlias = GetModelTextResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class InstanceServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.FromString,
                 _registered_method=True)
+        self.GetModelText = channel.unary_stream(
+                '/pdmesh.v1.InstanceService/GetModelText',
+                request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServiceServicer:
@@ -77,6 +82,13 @@ class InstanceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetModelText(self, request, context):
+        """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_InstanceServiceServicer_to_server(servicer, server):
                     servicer.GetKvSnapshot,
                     request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.SerializeToString,
+            ),
+            'GetModelText': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetModelText,
+                    request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class InstanceService:
             '/pdmesh.v1.InstanceService/GetKvSnapshot',
             pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.SerializeToString,
             pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModelText(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdmesh.v1.InstanceService/GetModelText',
+            pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.SerializeToString,
+            pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class InstanceServiceStub:
     """What the instance is doing now. For operators; nothing decides on it."""
     GetKvSnapshot: _grpc.UnaryStreamMultiCallable[_instance_service_pb2.GetKvSnapshotRequest, _instance_service_pb2.GetKvSnapshotResponse]
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
+    GetModelText: _grpc.UnaryStreamMultiCallable[_instance_service_pb2.GetModelTextRequest, _instance_service_pb2.GetModelTextResponse]
+    """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
 
 @_typing.type_check_only
 class InstanceServiceAsyncStub(InstanceServiceStub):
@@ -57,6 +59,8 @@ class InstanceServiceAsyncStub(InstanceServiceStub):
     """What the instance is doing now. For operators; nothing decides on it."""
     GetKvSnapshot: _aio.UnaryStreamMultiCallable[_instance_service_pb2.GetKvSnapshotRequest, _instance_service_pb2.GetKvSnapshotResponse]  # type: ignore[assignment]
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
+    GetModelText: _aio.UnaryStreamMultiCallable[_instance_service_pb2.GetModelTextRequest, _instance_service_pb2.GetModelTextResponse]  # type: ignore[assignment]
+    """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
 
 class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by each instance, whatever its role."""
@@ -84,5 +88,13 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_instance_service_pb2.GetKvSnapshotResponse], _abc.AsyncIterator[_instance_service_pb2.GetKvSnapshotResponse]]:
         """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
+
+    @_abc_1.abstractmethod
+    def GetModelText(
+        self,
+        request: _instance_service_pb2.GetModelTextRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_instance_service_pb2.GetModelTextResponse], _abc.AsyncIterator[_instance_service_pb2.GetModelTextResponse]]:
+        """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
 
 def add_InstanceServiceServicer_to_server(servicer: InstanceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,6 +94,7 @@ class LegCommands:
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 kv_transfer=kv_transfer,
+                model=self._spec.model,
             )
         )
 
@@ -125,6 +126,7 @@ class LegCommands:
                 remaining_ms=self._remaining_ms(),
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
+                model=self._spec.model,
             )
         )
 

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 from pdmesh.core.instance.arena import ArenaAllocator, ArenaRange
 from pdmesh.core.kv.layout import compatibility as kv_format
+from pdmesh.errors import shortened
 
 
 class Work(Enum):
@@ -53,6 +54,7 @@ class Capacity:
     max_retrievals: int  # decodes whose KV is still on its way
     max_waiting: int = 0  # q: decodes beyond the slots; one takes the place of one that ends (S53)
     model_fingerprint: str = ""
+    model: str = ""  # the name clients use
     num_ranks: int = 1
     # An engine that can preempt needs no room for each whole answer: reserve at most so many
     # tokens.
@@ -69,6 +71,7 @@ class Ask:
     max_tokens: int
     remaining_s: float
     model_fingerprint: str | None = None  # of the ticket, for decode
+    model: str = ""  # that the request means; empty: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,9 @@ class Admission:
         capacity = self.capacity
         if ask.work not in capacity.works:
             return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
+        if ask.model not in ("", capacity.model):
+            detail = f"{shortened(ask.model)!r} is not {shortened(capacity.model)!r}"
+            return Refused(RefusalReason.WRONG_MODEL, detail=detail)
         if ask.model_fingerprint not in (None, capacity.model_fingerprint):
             detail = kv_format.difference(ask.model_fingerprint, capacity.model_fingerprint)
             return Refused(RefusalReason.WRONG_MODEL, detail=detail)

@@ -30,7 +30,9 @@ from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
 MANIFEST: Final = "manifest.json"
 _FILES: Final = "files"
 _MAX_MANIFEST: Final = 4 << 20  # bytes
-_DECIDES_KV: Final = ("dtype", "kv_cache_dtype", "block_size", "sim_num_layers", "sim_token_bytes")
+_DECIDES_KV: Final = (
+    "dtype", "kv_cache_dtype", "block_size", "sim_num_layers", "sim_token_bytes", "sim_seed",
+)  # fmt: skip
 
 
 class FileEntry(BaseModel):

@@ -24,6 +24,7 @@ from pdmesh.instance.incarnation.role_settings import RoleRefused
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
 from pdmesh.v1.common_pb2 import LoadTimings
 
 log = structlog.get_logger(__name__)
@@ -62,6 +63,7 @@ class LoadedEngine:
     info: EngineInfo
     holders: HolderDirectory | None
     timings: PartTimes
+    text: TextFiles | None  # what gateways need of the model; None: it has no such files
 
     @property
     def engine(self) -> Engine:
@@ -98,7 +100,18 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
         raise
     seconds = {part: round(s, 3) for part, s in timings.seconds.items()}
     log.info("engine.started", engine=info.engine, role=role_spec.role.value, seconds=seconds)
-    return LoadedEngine(role_spec, settings, built, info, holders, timings)
+    text = await asyncio.to_thread(_text_of, settings.model_dir)
+    return LoadedEngine(role_spec, settings, built, info, holders, timings, text)
+
+
+def _text_of(folder: Path | None) -> TextFiles | None:
+    if folder is None or not folder.is_dir():  # the sim engine needs none
+        return None
+    try:
+        return read_text_files(folder)
+    except BadTextFiles as exc:
+        log.warning("model.no_text", error=str(exc))
+        return None
 
 
 async def with_artefact(

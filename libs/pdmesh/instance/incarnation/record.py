@@ -15,7 +15,8 @@ from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
 from pdmesh.net.excluded_sources import excluded_to_proto
 from pdmesh.net.registry import takes_requests
-from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, PeerRef
+from pdmesh.text_files import TextFiles
+from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, ModelText, PeerRef
 
 _NO_ROLE = RoleSpec(Role.NONE, "", "")
 
@@ -70,6 +71,8 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
     record.unsupported_shaping.extend(info.unsupported_shaping)
+    if loaded.text is not None:
+        record.text.CopyFrom(_text(loaded.text))
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.kv_tail_start = info.partial_sampling.start
     record.kv_tail_step = info.partial_sampling.step
@@ -77,6 +80,10 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.excluded_kv_sources.extend(map(excluded_to_proto, serving.host.excluded_sources()))
     if takes_requests(record):  # an operator may drain it though the master does not
         record.is_draining = serving.host.admission.is_draining
+
+
+def _text(text: TextFiles) -> ModelText:
+    return ModelText(digest=text.digest, vocabulary=text.vocabulary, num_bytes=text.num_bytes)
 
 
 def _ref(peer: PeerId) -> PeerRef:

@@ -37,7 +37,7 @@ OPTIONS: Final = frozenset(
         "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls",
         "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers",
-        "sim_token_bytes",
+        "sim_token_bytes", "sim_seed",
         "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance",
         "speculative_token_cost",
     }
@@ -121,6 +121,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_eos_period=settings.sim_eos_period,
         sim_num_layers=settings.sim_num_layers,
         sim_token_bytes=settings.sim_token_bytes,
+        sim_seed=settings.sim_seed,
         sim_fail_every=settings.sim_fail_every,
         partial_sampling=PartialSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
@@ -153,6 +154,7 @@ def capacity_of(
         max_retrievals=settings.max_retrievals,
         max_waiting=settings.max_waiting if role is Role.DECODE else 0,
         model_fingerprint=info.model_fingerprint,
+        model=info.model,
         num_ranks=info.num_ranks,
         max_reserved_output=settings.max_reserved_output or None,
     )

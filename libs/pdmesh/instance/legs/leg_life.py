@@ -104,6 +104,7 @@ class LegLife:
             max_tokens=parsed.sampling.max_tokens,
             remaining_s=m.remaining_ms / 1000,
             model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
+            model=m.model,
         )
         decision = self.admission.admit(ask, self._clock())
         if isinstance(decision, Refused):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -13,12 +14,16 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import InvalidRequest, WrongIncarnation
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.legs.host import InstanceHost
+from pdmesh.instance.legs.model_text import ModelTextSource
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.publishing import KvBlocksPublisher
+from pdmesh.text_files import TextFiles
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import (
     GetKvSnapshotRequest,
     GetKvSnapshotResponse,
+    GetModelTextRequest,
+    GetModelTextResponse,
     GetStatusRequest,
     GetStatusResponse,
     Hello,
@@ -33,15 +38,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstanceServicer:
-    """`record` is the instance as it is registered now."""
+    """`record` is the instance as it is registered now; `text`: its model's files of text."""
 
     def __init__(
         self,
         host: InstanceHost,
         record: Callable[[], InstanceRecord],
         blocks: KvBlocksPublisher,
+        text: TextFiles | None = None,
     ) -> None:
         self._host, self._record, self._blocks = host, record, blocks
+        self._text = ModelTextSource(text)
 
     async def Session(  # noqa: N802  # gRPC's name
         self, requests: AsyncIterator[SessionRequest], context: Context
@@ -102,6 +109,13 @@ class InstanceServicer:
             num_sessions=host.num_sessions,
             num_retrieving=host.admission.num_retrieving,
         )
+
+    async def GetModelText(  # noqa: N802
+        self, request: GetModelTextRequest, context: Context
+    ) -> AsyncIterator[GetModelTextResponse]:
+        async with contextlib.aclosing(self._text.pieces(request.digest)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def GetKvSnapshot(  # noqa: N802
         self, request: GetKvSnapshotRequest, context: Context

@@ -87,6 +87,7 @@ class Canary:
             remaining_ms=int(1000 * self._timeout_s),
             is_local=self._decode is None,
             cache_salt=secrets.token_hex(32),
+            model=self._prefill.model,
         )
         async with self._leg(self._prefill, Command(prefill=command)) as leg:
             first = (await leg.until("first_token")).first_token
@@ -107,6 +108,7 @@ class Canary:
             sampling=_sampling(_NUM_TOKENS - 1),
             remaining_ms=asked.remaining_ms,
             cache_salt=asked.cache_salt,
+            model=decode.model,
         )
         async with self._leg(decode, Command(start=command)) as leg:
             await leg.until("finished")

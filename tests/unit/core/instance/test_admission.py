@@ -192,3 +192,16 @@ def test_everything_said_twice_or_of_an_unknown_leg_is_ignored() -> None:
     assert admission.num_slots_used == 0
     assert admission.num_blocks_free == 16
     admission.check_invariants()
+
+
+@pytest.mark.parametrize("work", list(Work))
+def test_no_leg_of_another_model_is_taken_whatever_it_asks_for(work: Work) -> None:
+    admission = Admission(replace(CAPACITY, model="mine"))
+    fingerprint = "f1" if work is Work.DECODE else None
+    for named in ("other", "Mine", "m" * 300):
+        decision = admission.admit(ask(1, work, model=named, model_fingerprint=fingerprint), 0)
+        assert refusal(decision) is RefusalReason.WRONG_MODEL
+        assert isinstance(decision, Refused)
+        assert len(decision.detail) < 200
+    own = ask(1, work, model="mine", model_fingerprint=fingerprint)
+    assert isinstance(admission.admit(own, 0), Admitted)

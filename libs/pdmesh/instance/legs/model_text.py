@@ -1,0 +1,41 @@
+"""Gives a gateway the files that turn this model's text into tokens and back, in bounded pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from pdmesh.errors import InvalidRequest, Overloaded, Unavailable
+from pdmesh.text_files import TextFiles
+from pdmesh.v1.instance_service_pb2 import GetModelTextResponse
+
+_MAX_READERS: Final = 4  # each holds one piece in memory
+
+
+class ModelTextSource:
+    """`text` None: this instance has no such files."""
+
+    def __init__(self, text: TextFiles | None) -> None:
+        self._text = text
+        self._num_readers = 0
+
+    async def pieces(self, digest: str) -> AsyncGenerator[GetModelTextResponse, None]:
+        """Raises InvalidRequest, Overloaded, Unavailable.
+
+        A file may have changed since the engine was loaded: its reader compares digests.
+        """
+        text = self._text
+        if text is None or text.digest != digest:
+            raise InvalidRequest("this instance has other files of text", field="digest")
+        if self._num_readers >= _MAX_READERS:
+            raise Overloaded("too many gateways read this model's files of text")
+        self._num_readers += 1
+        try:
+            pieces = text.pieces()
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield GetModelTextResponse(name=piece[0], data=piece[1])
+        except OSError as exc:
+            raise Unavailable(f"a file of text cannot be read: {exc.strerror}") from exc
+        finally:
+            self._num_readers -= 1

@@ -1,0 +1,87 @@
+"""The files of a model's folder that turn text into tokens and back, and their digests.
+
+Gateways need them, wherever they run: the tokenizer, the chat template, and what the model says
+about its defaults. Weights are not among them, nor any code. A folder with a `tokenizer.json` needs
+no other file of its vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+MAX_BYTES: Final = 128 << 20  # of a model; the largest that is known has 40 MB
+PIECE_BYTES: Final = 256 << 10
+_MAX_FILES: Final = 32
+_TOKENIZER: Final = "tokenizer.json"
+# What says which token an id is, in folders without a tokenizer.json.
+_OTHER_VOCABULARY: Final = re.compile(
+    r"tekken\.json|tokenizer\.model(\.v\d+\w*)?|[\w.-]{1,64}\.tiktoken|tiktoken\.model"
+    r"|vocab\.(json|txt)|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+    r"|added_tokens\.json|special_tokens_map\.json"
+)
+_OF_CHAT: Final = frozenset(
+    {
+        "tokenizer_config.json", "config.json", "generation_config.json",
+        "chat_template.jinja", "chat_template.json",
+    }
+)  # fmt: skip
+
+
+class BadTextFiles(Exception):
+    """A folder has no files of text, or more than any model needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """`digest` is of all of them; `vocabulary` of those alone that say what a token id means."""
+
+    folder: Path
+    digests: Mapping[str, str]  # SHA-256 by name
+    digest: str
+    vocabulary: str
+    num_bytes: int
+
+    def pieces(self) -> Iterator[tuple[str, bytes]]:
+        """All files, in order of their names, each in pieces. Raises OSError. Blocks."""
+        for name in sorted(self.digests):
+            with (self.folder / name).open("rb") as file:
+                yield name, file.read(PIECE_BYTES)
+                while data := file.read(PIECE_BYTES):
+                    yield name, data
+
+
+def is_text_file(name: str) -> bool:
+    return name in _OF_CHAT or name == _TOKENIZER or bool(_OTHER_VOCABULARY.fullmatch(name))
+
+
+def read_text_files(folder: Path) -> TextFiles:
+    """Raises BadTextFiles. Blocks while it hashes them."""
+    try:
+        names = sorted(p.name for p in folder.iterdir() if is_text_file(p.name) and p.is_file())
+        if _TOKENIZER in names:
+            names = [n for n in names if not _OTHER_VOCABULARY.fullmatch(n)]
+        num_bytes = sum((folder / name).stat().st_size for name in names)
+        if len(names) > _MAX_FILES or num_bytes > MAX_BYTES:
+            raise BadTextFiles(f"{folder} has {num_bytes:,} bytes in {len(names)} files of text")
+        digests = {name: _sha256(folder / name) for name in names}
+    except OSError as exc:
+        raise BadTextFiles(f"{folder} cannot be read: {exc.strerror or exc}") from exc
+    vocabulary = {n: d for n, d in digests.items() if n not in _OF_CHAT}
+    if not vocabulary:
+        raise BadTextFiles(f"{folder} has no tokenizer")
+    return TextFiles(folder, digests, _digest(digests), _digest(vocabulary), num_bytes)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(digests: Mapping[str, str]) -> str:
+    lines = "".join(f"{digests[name]} {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]
