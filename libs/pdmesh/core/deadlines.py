@@ -1,8 +1,8 @@
 """How long the parts of a mesh wait for one another: the table, and how its times nest.
 
 The side that knows most reports first. A decode says why a pull failed before its gateway calls the
-leg silent; a receiver says that a link is cut before the pull's whole time is over. One hand-over,
-in seconds, each arrow as long as its bound:
+leg silent; a receiver says that a link is cut before the pull's whole time is over. The diagram
+shows one hand-over, in seconds; each arrow is a bound:
 
     offered     accepted            turn                KV there         token
        |-ANSWER 3->|                  |                    |               |
@@ -14,7 +14,7 @@ in seconds, each arrow as long as its bound:
        |           |-LEG_STALL 5----->|-LEG_STALL 5------->|-LEG_STALL 5-->| the gateway leaves
     |-TICKET_LEASE 10, renewed each third while a receiver waits or pulls->| the sender frees
 
-`tests/unit/core/test_deadlines.py` asserts the order. Those with a setting are its default.
+`tests/unit/core/test_deadlines.py` asserts the order. Where a setting exists, this is its default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HAD_KV_S: Final = 0.5  # the ticket's holder is lost: a decode says that it has 
 
 TRANSFER_TIMEOUT_S: Final = 4.5  # until its turn, and again from its turn to the last byte
 TRANSFER_STALL_S: Final = 2.0  # without any byte, once prefill is done
-# The engine's host fails a leg of which its worker said nothing: engine/vllm/engine.py.
+# The engine's host fails a leg about which its worker said nothing: engine/vllm/engine.py.
 PULL_GRACE_S: Final = 0.25  # after TRANSFER_TIMEOUT_S
 PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/legs/host.py
 

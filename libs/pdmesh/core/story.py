@@ -1,7 +1,7 @@
 """The last events of a state machine, and what each led to: an internal error shows them.
 
-`with_story` wraps a machine's `handle`. It keeps the events and effects themselves, and makes text
-of them only when `handle` raises. So fields that no log may show have `repr=False`.
+`with_story` wraps a machine's `handle`. It keeps the events and effects themselves, and turns them
+into text only when `handle` raises. So fields that no log may show have `repr=False`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class IllegalEvent(Exception):
 class Story:
     """A bounded ring of (time, event, effects).
 
-    Of events of one kind that led to nothing, one after the other, the last is kept: ticks push out
-    no news.
+    Of several events of one kind in a row that led to nothing, only the last is kept, so that ticks
+    do not push out other events.
     """
 
     __slots__ = ("_steps",)

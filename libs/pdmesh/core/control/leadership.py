@@ -1,12 +1,13 @@
-"""Decides whether this process leads, from its own lease alone.
+"""Decides whether this process leads, from nothing but its own lease.
 
 A leader that could not renew for two thirds of the lease stops leading by itself, before another
-process can start. So no two lead at once, whatever the network or a pause of this process does.
+process can start to lead. So no two processes lead at once, whatever the network does and however
+long this process is paused.
 
 Epochs only grow, and what an older epoch decided is refused (I7). A process that has seen an epoch
-says so in its record, and a leader stays above all of them. A store that was wiped forgets which
-process leads, and the leader learns that only at its next renewal. So a standby that knew of the
-lease waits until the lease is over.
+says so in its record, and a leader's epoch stays above all epochs seen. A store that was wiped
+forgets which process leads, and the leader learns that only at its next renewal. So a standby that
+knew of the lease waits until the lease is over.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FORGET_EPOCH_S = 10.0  # longer than any lease: an earlier leader has stopped by
 @dataclass(slots=True)
 class Leadership:
     lease_s: float
-    epoch: int = 0  # of the own leadership, or the highest seen
+    epoch: int = 0  # of our own leadership, or the highest seen
     _is_leader: bool = False
     _renewed_at: float = 0.0
     _other_until: float = 0.0
@@ -31,14 +32,14 @@ class Leadership:
     def won(self, revision: int, asked_at: float) -> int:
         """The lease is ours.
 
-        The new epoch is above all that were seen, even if the store was wiped and counts anew.
+        The new epoch is above all epochs seen, even if the store was wiped and counts anew.
         """
         self.epoch = max(revision, self.epoch + 1)
         self._is_leader, self._renewed_at = True, asked_at
         return self.epoch
 
     def renewed(self, asked_at: float) -> None:
-        """Count from when the renewal was asked for: the store's clock started no earlier."""
+        """Count from the moment we asked for the renewal: the store's clock started no earlier."""
         self._renewed_at = max(self._renewed_at, asked_at)
 
     def lost(self) -> None:
@@ -69,9 +70,9 @@ class Leadership:
     def saw(self, epoch: int, now: float) -> bool:
         """Another process knows of this epoch. True if our leadership goes on with a higher one.
 
-        No other process leads while the lease is valid. So a higher epoch is from a store that was
-        wiped since (F21), and a process that knows it would ignore all that is said with a lower
-        one.
+        No other process leads while the lease is valid. So a higher epoch comes from a store that
+        was wiped since (F21), and a process that has seen it would ignore a leader with a lower
+        epoch.
         """
         if epoch <= self.epoch:
             return False
@@ -82,10 +83,10 @@ class Leadership:
 
 @dataclass(slots=True)
 class EpochFence:
-    """Decides which leaders' answers count: those of the highest epoch heard (I7).
+    """Decides which leader's answers count: those with the highest epoch heard (I7).
 
-    A store that was wiped while the masters were restarted counts from one again (F21). So an epoch
-    that was not heard of for longer than any lease is over, and a lower one counts.
+    A store that was wiped while the masters restarted counts from one again (F21). So an epoch that
+    was not heard for longer than any lease is over, and a lower epoch counts.
     """
 
     epoch: int = 0

@@ -1,10 +1,10 @@
 """Decides when to start a process again after it died.
 
-The first restart is immediate. Later ones wait longer each time, up to a limit. After a process was
-ready for a while, its next death counts as the first. Time before it is ready does not count:
+The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
+was ready for a while, its next death counts as the first. Time before it is ready does not count:
 loading a model takes minutes and may fail at the end each time. A process that keeps dying is given
-up, with its last exit code. One that exits for a bad setting (code 2) is given up at once: another
-start cannot help.
+up, with its last exit code. A process that exits for a bad setting (code 2) is given up at once:
+another start cannot help.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class SignalStop:
-    """Ask the process to end (and make it, after its grace)."""
+    """Ask the process to end; kill it when its grace is over."""
 
     name: str
 
@@ -140,7 +140,7 @@ class Supervision:
         return child.phase if child else ProcessPhase.STOPPED
 
     def deaths(self, name: str) -> int:
-        """How many deaths in a row there were up to now."""
+        """How many times in a row it has died up to now."""
         child = self._children.get(name)
         return child.deaths if child else 0
 

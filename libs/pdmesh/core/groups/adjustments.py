@@ -1,9 +1,9 @@
 """Applies what plans have changed since the desired state was applied: counts and loans (S11, S28).
 
 An adjustment changes the counts of a group, or says that the group is lent. It holds as long as the
-desired state asks for the counts that it asked for when the adjustment was made: an operator who
-changes a group's counts has the last word. An adjustment that no longer holds is erased, so that it
-does not come back with those counts.
+desired state asks for the same counts as when the adjustment was made: an operator who changes a
+group's counts has the last word. An adjustment that no longer holds is erased, so that it does not
+return when the desired state asks for the old counts again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slot
 
 
 class CannotMove(Exception):
-    """A move that the desired state has no room for."""
+    """The desired state does not allow this move."""
 
 
 def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:

@@ -1,7 +1,8 @@
 """Decides which changes of groups are announced, as they are observed (S13).
 
-A group is the instances that may hand KV to each other and to none outside. Level-triggered: given
-all instances that are there now, it says which groups differ from what was announced last.
+A group is a set of instances that may hand KV to each other and to no instance outside. The
+tracker is level-triggered: from all instances that are there now, it finds the groups that differ
+from what was announced last.
 """
 
 from __future__ import annotations

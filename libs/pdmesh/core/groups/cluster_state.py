@@ -32,7 +32,7 @@ class WantedGroup:
     scenario: str
     counts: Mapping[Role, int]
     role_specs: Mapping[Role, RoleSpec]
-    regions: tuple[str, ...] = ()  # where it may be, the preferred one first; empty: in any one
+    regions: tuple[str, ...] = ()  # where it may be, the preferred first; empty: in any single one
     spans_regions: bool = False  # its instances may be in several regions at once
     region: str | None = None  # where it should be now (`region.py`); None: in any
     racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
@@ -51,7 +51,7 @@ class WantedGroups:
     """All groups, and how many instances of each role our own changes must leave (S28, S31).
 
     `floors` has that number by scenario and role. `num_lent`: blank instances that are kept for
-    borrowers of groups, by region; empty: in any.
+    borrowers of groups, by region; the key is empty for any region.
     """
 
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def wanted_of(
     num_lent: Mapping[str, int] = NONE_LENT,
     upgrades: Upgrades = NO_UPGRADES,
 ) -> WantedGroups:
-    """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
+    """`kv_transport`: the version of the KV wire format; instances of different ones never pair."""
     groups: dict[str, WantedGroup] = {}
     with_all = with_canaries(desired, upgrades)
     running = services(with_all, upgrades)
@@ -146,8 +146,8 @@ class InstanceStatus:
 class Observed:
     """The registry, now.
 
-    `version` is that of the desired state; 0: none was ever applied. `to_drain` and
-    `out_at_once` are the instances that were cordoned or ejected, by the way in which they leave.
+    `version` is the desired state's; 0: none was ever applied. `to_drain` and `out_at_once` hold
+    the cordoned and ejected instances: the former drain, the latter become blank at once.
     """
 
     epoch: int

@@ -4,17 +4,17 @@ S36).
 It sets groups up, changes, drains and repairs them, one instance at a time. It is level-triggered:
 each round compares what is wanted with records and assignments, both from the registry, and says
 what to assign next. So a new leader takes up every workflow where it is, and nothing is done twice.
-All that is kept here are times (how long a stage has lasted, how often a group failed) and which
-steps were told. The rules that hold in every round:
+It keeps only how long each stage has lasted, how often a group has failed, and which steps were
+announced. These rules hold in every round:
 
 - A group that serves nothing yet takes instances only when there are enough for all of it. It
-  serves only when all pairs of those that stay are verified; its prefills begin last. If that
-  fails, all of it becomes blank again (S15, S19).
+  serves only when all pairs of the instances that stay are verified; its prefills begin last. If
+  that fails, all its instances become blank again (S15, S19).
 - An instance that is lost, failed or taken out at once is replaced by one blank instance; the
   others go on (S35).
-- An instance too many, or of another revision or scenario, leaves when its successors are ready,
-  and never below what the scenario must keep. Without room for the successors it leaves first:
-  `leave.py`.
+- A surplus instance, or one of another revision or scenario, leaves when its successors are ready,
+  and only if the scenario keeps what it must keep. If there is no room for the successors, it
+  leaves first: `leave.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """`lacks`: which blank instances it waits for; empty while instances of its own leave."""
+    """`lacks`: which blank instances it waits for; empty while its own instances leave."""
 
     group_id: str
     state: GroupState
@@ -135,10 +135,10 @@ class GroupController:
         """Vacate the places of instances that are gone and were not asked to leave.
 
         They are filled again, if possible by other instances. An instance that never served may
-        have died of its assignment: its substitute, and all after it, would die, too. So that
-        counts as a failure of the group, unless the region is lost.
+        have died of its assignment, and then every substitute would die, too. So its loss counts as
+        a failure of the group, unless the region is lost.
         """
-        unmade: dict[str, str] = {}  # one of each group: a node takes several with it
+        unmade: dict[str, str] = {}  # one per group, for a node takes several instances with it
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
                 role_spec = assignment.role_spec
@@ -155,7 +155,7 @@ class GroupController:
     def _note_departures(self, round_: Round) -> None:
         """Processes that were asked to stop drain by themselves.
 
-        That is no failure, and their places are free from now on (F41).
+        This is no failure, and their places are free from now on (F41).
         """
         for instance_id, assignment in sorted(round_.plan.items()):
             member = GroupMember(round_.observed.seen[instance_id], assignment)
@@ -165,7 +165,7 @@ class GroupController:
                 self._ending.add(member.seen.id)
 
     def _unusable(self, round_: Round, now: float) -> frozenset[str]:
-        """Nobody can be given these when they have left their groups."""
+        """Instances that can get no new role after they have left their groups."""
         observed = round_.observed
         self._ending &= {seen.id for seen in observed.seen.values()}
         members = (GroupMember(observed.seen[i], given) for i, given in round_.plan.items())
@@ -174,7 +174,7 @@ class GroupController:
         return observed.to_drain | observed.out_at_once | hanging | ending
 
     def _recover(self, round_: Round) -> None:
-        """If the bucket of assignments was lost (F21), records tell what had been assigned."""
+        """Rebuild lost assignments from the records, in case their bucket was lost (F21)."""
         stages = {
             Phase.LOADING: Stage.LOAD,
             Phase.LOADED: Stage.LOAD,
@@ -262,7 +262,7 @@ class GroupController:
         report = self._report(record, group, has_served, is_whole and not others, detail or short)
         return report if is_leaving else replace(report, lacks=short)
 
-    # --- those that leave ------------------------------------------------------------------------
+    # --- instances that leave --------------------------------------------------------------------
 
     def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
         """Failed, taken out and overdue instances become blank at once; others take over."""
@@ -294,7 +294,7 @@ class GroupController:
                 self._steps.announce("disconnected", member.assignment, member.instance_id)
                 erase(round_, record, member)
 
-    # --- those that come -------------------------------------------------------------------------
+    # --- instances that come ---------------------------------------------------------------------
 
     def _recruit(
         self, round_: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
@@ -390,9 +390,9 @@ class GroupController:
         )
 
     def _writes(self, round_: Round) -> Iterator[Effect]:
-        """What must be written, also if it is unchanged but an earlier leader wrote it.
+        """What must be written, including unchanged assignments that an earlier leader wrote.
 
-        From then on, that leader can no longer write it (I7).
+        Once we have written an assignment, an earlier leader can no longer write it (I7).
         """
         for instance_id in sorted(round_.observed.given.keys() - round_.plan.keys()):
             yield ForgetAssignment(instance_id)

@@ -1,9 +1,9 @@
-"""What the mesh should be, as one value, what is wrong with it, and its diffs (P/D-Serve 2.2, 3.3).
+"""The desired state of the mesh as one value, its problems and its diffs (P/D-Serve 2.2, 3.3).
 
 It has services, scenarios, groups, schedules, pools and regions. An operator writes it as a file,
-and controllers compare it with what instances report. It says how many instances of which role a
+and controllers compare it with what instances report. It says how many instances of each role a
 group has, never which ones. The reader of the file (`pdmesh.desired_file`) checks names; `problems`
-finds what only the whole can show.
+finds what shows only in the whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
-CANARY_PREFIX: Final = "canary-"  # of groups that an upgrade adds to those of a scenario
+CANARY_PREFIX: Final = "canary-"  # of the groups that an upgrade adds to a scenario
 _REVISION_HEX: Final = 12
 # Fields that a file writes in another way.
 _SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})
@@ -40,7 +40,7 @@ class Service:
     manifests: Mapping[Role, str] = field(default_factory=dict)  # P and D artefacts differ (S17)
     options: Options = field(default_factory=dict)  # settings of its instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
-    release: str = ""  # change it when the same names stand for other files
+    release: str = ""  # change it when the same names refer to new files
 
     def options_for(self, role: Role) -> dict[str, str]:
         return {**self.options, **self.role_options.get(role, {})}
@@ -65,8 +65,8 @@ class Scenario:
     """Requests of one kind.
 
     `allow_single`: one prefill, one decode or one region is enough, and its loss is an outage (S31,
-    S58). `has_auto_ratio`: its P:D ratio follows what its requests need (S29). `slo` None: the
-    gateways' own settings hold.
+    S58). `has_auto_ratio`: its P:D ratio follows what its requests need (S29). If `slo` is None,
+    the gateways' own settings hold.
     """
 
     service: str = DEFAULT_NAME
@@ -245,8 +245,8 @@ def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]
 def revision_of(service: Service, kv_transport: str) -> str:
     """A digest that is equal for instances that may exchange KV (S24).
 
-    It covers what they load, how they keep KV, and how KV travels. Empty if the service says
-    nothing: then the instances' own settings hold, also for those with a role of their own.
+    It covers what they load, how they keep KV, and how KV travels. It is empty if the service says
+    nothing: then the instances' own settings hold, even if a setting gave them their role.
     """
     if service == Service():
         return ""

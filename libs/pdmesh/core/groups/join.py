@@ -15,13 +15,13 @@ def partition_members(
 ) -> tuple[list[GroupMember], list[GroupMember]]:
     """Members to keep, and the others.
 
-    The others are too many, of another scenario, revision or region, or drained by the operator.
+    The others are surplus, of another scenario, revision or region, or drained by the operator.
     """
     keep: list[GroupMember] = []
     others: list[GroupMember] = []
     room = dict(group.counts)
     members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
-    # Those that are furthest go last; among those that serve, the busiest go last.
+    # Members that are furthest on leave last; of the members that serve, the busiest leave last.
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
         is_to_drain = member.instance_id in round_.observed.to_drain
@@ -37,7 +37,7 @@ def partition_members(
 def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
     """Instances that are missing, by role.
 
-    A role with none left comes first: all others need it.
+    A role without any instance comes first: the other role needs it.
     """
     have = Counter(m.role for m in keep)
     roles = sorted(group.counts, key=lambda role: have[role] > 0)
@@ -49,8 +49,7 @@ def advance(
 ) -> None:
     """Move each member on by one stage if what it waits for has come.
 
-    Members that should leave hold up none of the others: one may be drained because it cannot
-    connect.
+    A member that should leave holds up no other: it may be draining because it cannot connect.
     """
     is_gathered = len(keep) == group.size
     is_loaded = is_gathered and all(m.is_loaded for m in keep)

@@ -1,12 +1,14 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
 Instances that serve leave when their successors are ready. If there are too few blank instances for
-that, they make room first. If they are too many, they do so one at a time: the next leaves when the
-one before serves in its new place. If they are of an old revision or scenario, or if their KV may
-cross regions and their group's may not (or the other way round), as many leave as are needed. An
-instance in another region or rack makes no room by leaving.
+the successors, they leave first and so make room:
 
-`core.upgrade.controller` decides which group gets another revision when.
+- Surplus instances leave one at a time: the next leaves when the last one serves in its new place.
+- Instances of an old revision or scenario leave in the number that is needed. So do instances whose
+  KV may cross regions while their group's may not, or the other way round.
+- An instance in another region or rack makes no room, so it does not leave first.
+
+`core.upgrade.controller` decides which group gets another revision, and when.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-MAX_VACANCIES: Final = 64  # of a role in a group: substitutes are told for at most so many
+MAX_VACANCIES: Final = 64  # per role of a group: at most this many substitutes are announced
 
 
 @dataclass(slots=True)
 class GroupRecord:
     """What is remembered of a group beyond the registry."""
 
-    revision: str = ""  # to which the failures belong
+    revision: str = ""  # the revision that the failures belong to
     num_failures: int = 0
     failure: str = ""
     cools_until: float = 0.0
@@ -57,7 +59,7 @@ def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
 
 
 def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
-    """Make blank all that are not ready yet, so that no half of a group stays."""
+    """Make all members blank that are not ready yet, so that no half of a group stays."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
             erase(round_, record, member)
@@ -66,7 +68,7 @@ def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]
 def drain(
     round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
-    """Drain those that may leave; returns why the others may not."""
+    """Drain the members that may leave; returns why the others may not."""
     reason = ""
     for member in members:
         if member.stage >= Stage.DRAIN:
@@ -87,9 +89,9 @@ def drain_serving(
     others: list[GroupMember],
     num_short: int,
 ) -> str:
-    """Let instances leave that serve and should not stay; returns why they may not.
+    """Let serving instances leave that should not stay; returns why they may not.
 
-    `num_short`: how many successors there are no blank instances for.
+    `num_short`: how many successors lack a blank instance.
     """
     unfit = [m for m in others if _is_unfit(m, group)]
     if unfit and not num_short:
@@ -108,7 +110,7 @@ def drain_serving(
 
 
 def _is_changing(member: GroupMember, round_: Round) -> bool:
-    """It leaves, or it will serve in its new place: until then its group has one instance less."""
+    """Whether it leaves or does not serve in its new place yet: its group has one instance less."""
     is_coming = not member.is_ready and member.instance_id not in round_.unusable
     return member.stage is Stage.DRAIN or is_coming
 
@@ -118,9 +120,9 @@ def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
-    """Drain as many of those that should not stay as are needed.
+    """Drain as many of the unfit instances as are needed.
 
-    If not all of these may go, drain none: half the room would be of no use.
+    If fewer than that may go, drain none: half the room would be of no use.
     """
     seen = round_.observed.seen
     num_leaving = sum(
@@ -145,7 +147,7 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
 
 
 def _in_pairs(members: list[GroupMember]) -> list[GroupMember]:
-    """The least busy first, the roles in turn, so that what is left can serve."""
+    """The least busy first and the roles in turn, so that the rest can serve."""
     ranks: dict[str, int] = {}
     for role in {m.role for m in members}:
         own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)

@@ -1,10 +1,11 @@
 """Decides in which region a group is: where it serves, or where there is room for all of it (S58).
 
 A group's KV stays in one region unless the desired state says that the group spans regions. So all
-of it is in one region: the first that the file names. If that region is lost, the group goes to the
-next that has room, and back when there is room for all of it again. Instances in the other region
-leave when the new ones are ready, as for another revision (`leave.py`). So nothing is interrupted,
-and a region that returns gets requests when all of the group is there.
+of the group is in one region: the first that the file names. If that region is lost, the group goes
+to the next region that has room. It goes back when the first region has room for all of it again.
+Instances in the other region leave when the new ones are ready, as for another revision
+(`leave.py`). So nothing is interrupted, and a region that returns gets requests when all of the
+group is there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
 _LOSS_S: Final = 10.0  # when a region is lost, the leases in it end within this time
-_MIN_LOST: Final = 2  # instances: one alone is a crash, even if it is half of its region
+_MIN_LOST: Final = 2  # instances: the loss of one is a crash, even if it is half of its region
 
 
 def placed(round_: Round, group: WantedGroup) -> WantedGroup:
-    """The group with the region in which its instances should be now; None: in any."""
+    """The group with the region that its instances should be in now; None: any."""
     return replace(group, region=None if group.spans_regions else _region_of(round_, group))
 
 
@@ -53,8 +54,8 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
     serving = {r for r in own if _serves(m for m in fitting if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    # Those that leave are room, too: else the group would go elsewhere while they make it, and
-    # back.
+    # Members that leave count as room, too: else the group would go elsewhere while they make room,
+    # and back afterwards.
     mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.unusable]
     blanks = round_.num_blanks(group.racks)
     room = blanks + Counter(m.seen.region for m in mine)
@@ -73,7 +74,7 @@ class RegionWatch:
     """Which instances were lost with their region. Call `note` first in each round."""
 
     _seen: dict[str, str] = field(default_factory=dict)  # region by instance
-    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region and time of it
+    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # its region, when it went
 
     def note(self, seen: Mapping[str, InstanceStatus], now: float) -> None:
         gone = {i: (region, now) for i, region in self._seen.items() if i not in seen}
@@ -82,7 +83,7 @@ class RegionWatch:
         self._seen = {i: each.region for i, each in seen.items()}
 
     def is_losing(self, instance_id: str) -> bool:
-        """Whether at least half of its region was lost with it: its assignment is not to blame."""
+        """Whether half of its region or more was lost with it: its assignment is not to blame."""
         region = self._lost.get(instance_id, ("", 0.0))[0]
         num_lost = sum(each[0] == region for each in self._lost.values())
         num_left = list(self._seen.values()).count(region)

@@ -25,7 +25,7 @@ from pdmesh.core.model import Role
 class Upgrade:
     """The upgrade of one scenario.
 
-    Between two upgrades `target` is `settled`, `changed` is empty.
+    Between two upgrades, `target` equals `settled` and `changed` is empty.
     """
 
     scenario: str
@@ -34,7 +34,7 @@ class Upgrade:
     target: Service  # what the desired state asks for
     version: int  # the first version of the desired state that asked for the target
     changed: Mapping[str, Service] = field(default_factory=dict)  # groups that do not run `settled`
-    current: str = ""  # the group that is being changed, or watched since
+    current: str = ""  # the group that is being changed, or is watched after its change
     canary_share: float = 0.0  # above 0: only the canary group has the target, until promoted
     back: str = ""  # why it rolls back; empty: it goes forward
     outcome: str = ""  # why the last one rolled back
@@ -65,7 +65,7 @@ Upgrades = Mapping[str, Upgrade]  # by scenario
 
 
 def canary_of(scenario: str) -> str:
-    """The canary's group: a small one beside those that serve."""
+    """The canary's group: a small one beside the groups that serve."""
     return f"{CANARY_PREFIX}{scenario}"
 
 
@@ -88,9 +88,9 @@ def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
 
 
 def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
-    """`own`: the scenario's groups. The canary is in any of their racks.
+    """`own`: the scenario's groups. The canary may be in any of their racks.
 
-    It is in their region, or in any if they differ.
+    It is in their region, or in any region if theirs differ.
     """
 
     def num(role: Role) -> int:
@@ -133,9 +133,9 @@ class CanaryShare(Protocol):
 
 
 def shares(upgrades: Iterable[CanaryShare]) -> dict[str, float]:
-    """The share of its scenario's requests for each canary's group.
+    """By canary group: its share of the scenario's requests.
 
-    A canary that was rolled back gets none while its instances leave.
+    A canary that was rolled back gets no requests while its instances leave.
     """
     return {
         canary_of(each.scenario): each.canary_share

@@ -45,7 +45,7 @@ class GroupMember:
         return self.assignment.role_spec.revision
 
     def is_stale(self, group: WantedGroup) -> bool:
-        """Its scenario or revision is not its group's any more: an instance keeps both for life."""
+        """Its group has another scenario or revision now; an instance keeps its own for life."""
         role_spec = self.assignment.role_spec
         return (role_spec.scenario, role_spec.revision) != (group.scenario, group.revision)
 
@@ -64,12 +64,12 @@ class GroupMember:
 
     @property
     def is_departing(self) -> bool:
-        """It drains, though not because it was told to."""
+        """It drains although no assignment says so."""
         return self.stage < Stage.DRAIN and self.seen.phase in (Phase.DRAINING, Phase.DRAINED)
 
     @property
     def is_elsewhere(self) -> bool:
-        """It took another role spec before this one was written: an incarnation takes only one."""
+        """It took another role spec before this was written: an incarnation takes only one."""
         seen, role_spec = self.seen, self.assignment.role_spec
         told = (seen.role, seen.group_id, seen.scenario, seen.revision)
         given = (role_spec.role, role_spec.group_id, role_spec.scenario, role_spec.revision)
@@ -85,15 +85,15 @@ class _Blanks:
 
 @dataclass(slots=True)
 class Round:
-    """`plan` starts as the assignments of living instances; it ends as those they should get."""
+    """`plan` starts as the living instances' assignments; it ends as those that they should get."""
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
-    # Instances whose leaving makes no room: they end, hang or are on hold.
+    # Instances that make no room by leaving: they end, hang, or are cordoned or ejected.
     unusable: frozenset[str] = frozenset()
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
-    _num_indexed: int = 0  # how many of the plan's instances, from the first on, are in `_ids`
+    _num_indexed: int = 0  # how many of the plan's instances, counted from the first, `_ids` has
 
     def __post_init__(self) -> None:
         for instance_id, assignment in sorted(self.observed.given.items()):
@@ -130,7 +130,7 @@ class Round:
         )
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[InstanceStatus]:
-        """Instances that may be given a role, in these racks if any are named; not lent ones."""
+        """Instances that may be given a role, without lent ones; only of `racks` if that is set."""
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
 
@@ -176,7 +176,7 @@ class Round:
                     peers = tuple(_peer(other) for other in members if _are_peers(member, other))
                     self.plan[member.instance_id] = replace(member.assignment, peers=peers)
 
-    # --- what serves, and what must --------------------------------------------------------------
+    # --- what serves, and what must serve --------------------------------------------------------
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
         """Instances that take requests of the scenario, by role, leaving out `without`.
@@ -200,7 +200,7 @@ class Round:
         return total
 
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
-        """What there would be too little of if we let it leave; empty if it may."""
+        """What there would be too little of if it left; empty if it may leave."""
         if not member.is_ready:
             return ""
         role_spec = member.assignment.role_spec

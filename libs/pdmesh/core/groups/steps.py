@@ -24,7 +24,7 @@ _OF_STAGE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnnounceStep:
-    """Announce a step. `instance_id` empty: it is about the whole group."""
+    """Announce a step. If `instance_id` is empty, it is about the whole group."""
 
     group_id: str
     step: str
@@ -41,12 +41,13 @@ _Key = tuple[str, int]  # instance, incarnation
 
 @dataclass(slots=True)
 class StepAnnouncer:
-    """Compares each round with the one before.
+    """Finds the steps by comparing each round with the last one.
 
-    The first announces nothing: an earlier leader did that.
+    The first round after this leader took over announces no phases: the earlier leader has
+    announced them.
     """
 
-    group_id: str = ""  # of the group that is looked at now
+    group_id: str = ""  # the group that the controller works on now
     _phases: dict[_Key, Phase] | None = None
     _gone: set[_Key] = field(default_factory=set)
     _stuck: set[_Key] = field(default_factory=set)
@@ -79,7 +80,7 @@ class StepAnnouncer:
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:
-        """Announce, once for each incarnation, that it does not become blank though it should."""
+        """Announce, once per incarnation, that it does not become blank although it should."""
         key = (instance_id, assignment.incarnation)
         if key not in self._stuck:
             self._stuck.add(key)
@@ -107,7 +108,7 @@ class StepAnnouncer:
     def end(self, round_: Round) -> list[AnnounceStep]:
         """All steps of this round.
 
-        First what was announced, then the stages it moved instances to, then those it released.
+        First come the announcements, then instances moved to a new stage, then released instances.
         """
         given = round_.observed.given
         steps, self._announced = self._announced, []

@@ -1,5 +1,5 @@
-"""Decides when an instance takes too long with a stage, and which of an unconnected pair is to
-blame.
+"""Decides when an instance takes too long for a stage, and which instance of an unconnected pair is
+to blame.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StageLimits:
     drain_s: float = 120.0
     disconnect_s: float = 5.0
     erase_s: float = 30.0  # until an instance that should be blank has begun anew
-    gather_s: float = 60.0  # a group that lost instances while it formed waits so long for others
+    gather_s: float = 60.0  # how long a group that lost instances while it formed waits for others
     max_tries: int = 3
     cool_s: float = 60.0  # the pause after `max_tries` failures
-    avoid_s: float = 300.0  # an instance that failed is the last choice for so long
+    avoid_s: float = 300.0  # for this time an instance that failed is the last choice
 
 
 _State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requests in it
@@ -88,9 +88,9 @@ class StageClock:
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Blame the instance of a pair that fails in more pairs.
+        """Blame the instance of the pair that fails in more pairs.
 
-        The others get time to connect to its substitute.
+        The other instances get time to connect to its substitute.
         """
         pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
         own = [pair for pair in pairs if member in pair]

@@ -1,9 +1,10 @@
 """Decides which idle instances are probed next with a small request, and what its failures mean.
 
-Without probes a mesh without load learns of a fault from its first client. A probe goes the way of
+Without probes, an idle mesh would learn of a fault from its first client. A probe goes the way of
 a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once a period
-and only while idle. A failure may be the fault of either side, so each gets a strike. Partners
-change, and a success clears both. Two strikes in a row are a suspicion, never a proof.
+and only while idle. A failure may be the fault of either side, so each gets a strike. The next
+probe has other partners, and a success clears the strikes of both sides. Two strikes in a row are
+a suspicion, never a proof.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class CanaryRota:
         self._records.pop(instance_id, None)
 
     def _record(self, subject: ProbeTarget, now: float) -> _Record:
-        """A new incarnation is first probed a period after it was seen."""
+        """A new incarnation is first probed one period after it was first seen."""
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:
             known = self._records[subject.instance_id] = _Record(subject.incarnation, now)

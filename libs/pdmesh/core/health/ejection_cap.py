@@ -1,13 +1,13 @@
 """Decides which of the instances that are judged sick are really ejected (S34).
 
-It protects the fleet from its judge, twice. `EjectionCap` is the health-monitor's. Of one group and
-role only a share is ejected at a time, and the only instance of them only by a proof. If much of
-the fleet looks sick, the fault is in our observation, and no further instance is ejected (panic),
-not even by a proof: a bad driver proves all of them sick. Instances that were ejected before stay
-out: they were judged while most others were well, and a request that one of them gets would fail
-for certain.
+Two caps protect the fleet from a wrong judgement. The health-monitor has `EjectionCap`. It ejects
+only a share of each group and role at a time; the only instance of a group and role is ejected only
+by a proof. If much of the fleet looks sick, the fault is in our observation, and no further
+instance is ejected (panic). Not even a proof counts then, for a bad driver proves all of them sick.
+Instances that were ejected earlier stay out: they were judged while most others were well, and a
+request that one of them gets would fail for certain.
 
-`FleetEjectionCap` is the leading master's, over all groups and all time: a fault signal that is
+The leading master has `FleetEjectionCap`, over all groups and all time: a fault signal that is
 wrong everywhere must not empty the fleet bit by bit.
 """
 
@@ -30,11 +30,11 @@ class EjectionLimits:
     max_ejected_share: float = 0.34
     panic_share: float = 0.5
     min_for_panic: int = 4
-    settle_s: float = 60.0  # an ejected instance counts against the cap for at least so long
+    settle_s: float = 60.0  # an ejected instance counts against the cap for at least this time
 
 
 class Suspected(Protocol):
-    """An instance as it is judged, and since when."""
+    """An instance, its judgement, and since when the judgement holds."""
 
     @property
     def instance_id(self) -> str: ...
@@ -65,7 +65,7 @@ class EjectionCap:
     _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
 
     def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
-        """Decide for the whole fleet, each time it was judged. Ejected instances stay out."""
+        """Decide for the whole fleet after each judgement. Ejected instances stay out."""
         sick = [each for each in suspected if each.is_ejectable]
         is_many = len(sick) > self.limits.panic_share * len(suspected)
         is_panic = len(suspected) >= self.limits.min_for_panic and is_many
@@ -86,7 +86,7 @@ class EjectionCap:
     def _over_cap(
         self, key: tuple[str, str], peers: Collection[Suspected], now: float, *, is_panic: bool
     ) -> tuple[list[str], list[str]]:
-        """Ids of the sick that this group and role cannot do without, and of those ejected now."""
+        """Ids of sick instances that must stay because of the cap, and of those ejected now."""
         sick = {each.instance_id: each for each in peers if each.is_ejectable}
         out = {
             instance_id: at
@@ -115,7 +115,7 @@ def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
 
 @dataclass(frozen=True, slots=True)
 class TakenOut:
-    """How an instance is out of service: in order or at once; ejected, or cordoned."""
+    """How an instance is out of service: drained or at once; ejected or cordoned."""
 
     is_drain: bool
     is_ejected: bool
@@ -124,7 +124,7 @@ class TakenOut:
 
 @dataclass(frozen=True, slots=True)
 class FleetEjections:
-    """Instances to take out now, in this order, and those that are newly over the cap."""
+    """Instances to take out now, in this order, and instances that are newly over the cap."""
 
     taken_out: Mapping[str, TakenOut]
     over_cap: tuple[str, ...]
@@ -132,7 +132,7 @@ class FleetEjections:
 
 @dataclass(slots=True)
 class FleetEjectionCap:
-    """What the instances report of themselves does not count."""
+    """Counts what the master has taken out, not what the instances report of themselves."""
 
     max_share: float = 0.2  # of all instances; one at least
     _over: set[str] = field(default_factory=set)
@@ -145,7 +145,7 @@ class FleetEjectionCap:
     def rule(
         self, faults: Mapping[str, FaultJudged | None], out: Mapping[str, TakenOut]
     ) -> FleetEjections:
-        """`faults`: of every instance of the fleet. `out`: those out of service already."""
+        """`faults` has every instance of the fleet; `out` has those already out of service."""
         self._overruled = {i: f for i, f in self._overruled.items() if faults.get(i) == f}
         faulty = {
             i: fault
@@ -159,7 +159,7 @@ class FleetEjectionCap:
         for instance_id, fault in faulty.items():
             is_drain, before = RESPONSES[fault.level].finishes_running, out.get(instance_id)
             if before is not None and (is_drain or not before.is_drain):
-                continue  # as far out as it has to be
+                continue  # already taken out as far as its level asks
             if before is None and room <= 0:
                 over.append(instance_id)
                 continue

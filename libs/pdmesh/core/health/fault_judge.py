@@ -1,10 +1,10 @@
 """Decides which instance is faulty, at which level, and whether anything is done about it (S33,
 S34).
 
-A suspicion is not a proof. One proof decides alone: the instance reports that its engine hangs, or
-the driver that the device is gone. Suspicions need two sources that agree for a while. A verdict
-stays until nothing has supported it for a while. Then `ejection_cap` protects the fleet from its
-judge. A level holds for one incarnation.
+A suspicion is not a proof. One proof is enough: the instance reports that its engine hangs, or the
+driver reports that the device is gone. Suspicions need two sources that agree for a while. A
+verdict stays until nothing has supported it for a while. `ejection_cap` then protects the fleet
+from a wrong judgement. A level holds for one incarnation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Signal:
     reason: str
     level: Level
     is_proof: bool = False
-    detail: str = field(default="", compare=False)  # a changed number makes no new signal
+    detail: str = field(default="", compare=False)  # a new number in it makes no new signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class InstanceGone:
 class SignalsHeard:
     """All that `teller` holds against this incarnation now.
 
-    It replaces what the teller said before, and is void after `ttl_s`.
+    It replaces what the teller said earlier, and is void after `ttl_s`.
     """
 
     teller: str
@@ -70,7 +70,7 @@ class SignalsHeard:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """An operator says that it is well: its past no longer counts. Present signals still do."""
+    """An operator says that it is well. Its past no longer counts; present signals still do."""
 
     instance_id: str
 
@@ -109,7 +109,7 @@ class JudgePolicy(EjectionLimits):
     quorum: int = 2  # sources that must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_restarts: int = 3  # within `restart_window_s`; one more would not help either
+    max_restarts: int = 3  # within `restart_window_s`; another restart would not help either
     restart_window_s: float = 600.0
     max_crashes: int = 5  # in a row, each within `stable_s` of its start
     stable_s: float = 30.0
@@ -248,7 +248,7 @@ class FaultJudge:
             instance.told.pop(event.teller, None)
 
     def _renew_all(self, now: float) -> None:
-        """Signals from before the silence hold until they could have been repeated."""
+        """Signals heard before the silence hold until their tellers can have repeated them."""
         for instance in self._instances.values():
             for told in instance.told.values():
                 told.until = max(told.until, now + self.policy.clear_s)

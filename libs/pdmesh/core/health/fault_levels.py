@@ -1,9 +1,9 @@
 """The levels of faults, and the one action for each level (P/D-Serve 3.4, S34).
 
-Several levels are cured without touching the node. So a level names the smallest thing whose
-replacement cures it: nothing, a request, a process, an instance, a node. A level says what would be
-right if the fault is real. `fault_judge` decides whether it is real, and whether the fleet can bear
-the action.
+Faults of several levels are cured without touching the node. So a level names the smallest thing
+whose replacement cures the fault: nothing, a request, a process, an instance, a node. A level says
+which action would be right if the fault is real. `fault_judge` decides whether the fault is real,
+and whether the fleet can bear the action.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FaultAction(enum.Enum):
 class Response:
     """What a level means for an instance.
 
-    `finishes_running`: its requests may go on where they are until they end.
+    `finishes_running`: requests that run on it may stay there until they end.
     """
 
     action: FaultAction
@@ -54,7 +54,7 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
         # restarts that do not help, a device that needs a reset
         Level.INSTANCE: Response(FaultAction.REPLACE_INSTANCE, True),
         Level.NODE: Response(FaultAction.DRAIN_NODE, True),  # no spare memory rows left, a dead fan
-        Level.LOST: Response(FaultAction.EJECT_NODE, False),  # a device fallen off the bus
+        Level.LOST: Response(FaultAction.EJECT_NODE, False),  # a device that fell off the bus
     }
 )
 
@@ -70,7 +70,7 @@ def level_of(number: int) -> Level:
 class FaultJudged:
     """What the health-monitor has judged of one incarnation.
 
-    `held_back` says why nothing is done about it; empty: it is acted on.
+    `held_back` says why nothing is done about it; if empty, the action is carried out.
     """
 
     instance_id: str

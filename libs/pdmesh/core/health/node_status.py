@@ -1,8 +1,8 @@
 """Turns what a node's agent knows of its devices into signals, by a file for the instances (S33).
 
-The file has a checksum over all its content: a file that is torn, foreign or half written is no
-status at all, and is never taken for a healthy one. An old file says nothing, either. What is not
-known is reported as such, at a level that ejects no instance.
+The file has a checksum over all its content, so a torn, foreign or half-written file is never taken
+for a healthy status. An old file counts as no status, too. A device without a status is reported as
+unknown, at a level that ejects no instance.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tuple[Signal, ...]:
     """Signals for an instance on these devices.
 
-    What the driver or an operator says of a device is a proof.
+    What the driver or an operator says about a device is a proof.
     """
     return tuple(
         Signal(SOURCE, s.reason, s.level, s.level >= EJECTS_FROM, f"device {s.device} {s.detail}")

@@ -1,9 +1,9 @@
 """Decides what an instance's counters say against it.
 
-It may fail what it takes, refuse forever, or pull far slower than its peers. These signals are
-passive: they cost nothing and come from real work, but each alone may be the work's fault. So all
-of them are suspicions. Rates are taken over a window from counts that only grow, so a lost report
-does no harm.
+The instance may fail what it takes, refuse forever, or pull far slower than its peers. These
+signals are passive: they cost nothing and come from real work, but a single one may be the fault of
+the work. So all of them are suspicions. Rates are taken over a window from counts that only grow,
+so a lost report does no harm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """Counts since the incarnation began; slots are those in use now. Times are in seconds."""
+    """Counts since the incarnation began; slots in use are of now. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0
@@ -48,7 +48,7 @@ class VitalsPolicy:
 @dataclass(slots=True)
 class _Course:
     incarnation: int
-    peers: str  # those it is compared with
+    peers: str  # names the instances that it is compared with
     points: deque[tuple[float, Vitals]] = field(default_factory=deque)
 
 
@@ -65,7 +65,7 @@ class VitalsBook:
         course = self._courses.get(instance_id)
         if course is None or course.incarnation != incarnation:
             course = self._courses[instance_id] = _Course(incarnation, peers)
-            course.points.append((now, Vitals()))  # it began with nothing
+            course.points.append((now, Vitals()))  # all counts begin at zero
         course.peers = peers
         points = course.points
         points.append((now, vitals))
@@ -99,7 +99,7 @@ class VitalsBook:
         )
 
     def _refusals(self, course: _Course) -> Signal | None:
-        """Full for a whole window, and nothing ends or is computed: dead legs hold its slots."""
+        """Full for a whole window while nothing ended or was computed: its slots hold dead legs."""
         (began, first), (at, last) = course.points[0], course.points[-1]
         num_refused = last.num_refused - first.num_refused
         is_moving = (

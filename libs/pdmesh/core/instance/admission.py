@@ -1,8 +1,7 @@
-"""Decides whether an instance takes a leg: it starts now or is refused, for there is no queue
-(S40).
+"""Decides whether an instance takes a leg. There is no queue: a leg starts now or is refused (S40).
 
 Admission reserves a slot, KV blocks and a range of the arena. So nothing that an admitted leg needs
-can be missing later (S49). A prefill holds its slot until its ticket is closed: so blocked decodes
+can be missing later (S49). A prefill holds its slot until its ticket is closed, so blocked decodes
 push back on prefills (S41). A decode holds its slot until it has ended and no late write can reach
 its landing range.
 """
@@ -52,12 +51,12 @@ class Capacity:
     staging_bytes: int  # per rank
     landing_bytes: int
     max_retrievals: int  # decodes whose KV is still on its way
-    max_waiting: int = 0  # q: decodes beyond the slots; one takes the place of one that ends (S53)
+    max_waiting: int = 0  # q: decodes beyond the slots, each to replace one that ends (S53)
     model_fingerprint: str = ""
     model: str = ""  # the name clients use
     num_ranks: int = 1
-    # An engine that can preempt needs no room for each whole answer: reserve at most so many
-    # tokens.
+    # An engine that can preempt needs no room for each whole answer: reserve at most this many
+    # tokens of it.
     max_reserved_output: int | None = None
 
 
@@ -125,7 +124,7 @@ class Admission:
 
     @property
     def num_places(self) -> int:
-        """How many legs it takes: those that run, and those that wait to take their place."""
+        """How many legs it takes: legs that run, and legs that wait to take their place."""
         return self.capacity.num_slots + self.capacity.max_waiting
 
     @property
@@ -151,7 +150,7 @@ class Admission:
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
         """Reserve all that the leg needs, or say why not and when to ask again.
 
-        Changes nothing if refused.
+        A refusal changes nothing.
         """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
@@ -206,7 +205,7 @@ class Admission:
         self._close_if_free(leg, held, now)
 
     def drain(self, is_draining: bool) -> None:
-        """Refuse everything new from now on, or admit again."""
+        """Refuse every new leg from now on, or admit legs again."""
         if self.is_draining != is_draining:
             self.is_draining = is_draining
             self.version += 1
@@ -259,7 +258,7 @@ class Admission:
 
     @staticmethod
     def _least_len(ask: Ask) -> int:
-        """The prompt and the fewest useful tokens: token 1, and for a decode one more."""
+        """The prompt and the fewest useful tokens: token 1, and one more for a decode."""
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
 
     def _blocks_for(self, ask: Ask) -> int:

@@ -2,7 +2,7 @@
 
 Free neighbours are merged. An arena is mapped once and registered with the transport once; requests
 only reserve ranges of it (S49). Ranges are aligned, so that two legs never share a page or a cache
-line, whatever length was asked for.
+line, whatever lengths they ask for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ArenaAllocator:
     def reserve(self, length: int) -> ArenaRange | None:
         """The first free range of at least `length` bytes, or None.
 
-        Its `length` is the one asked for.
+        Its `length` is the given length, without padding.
         """
         if length <= 0:
             raise ValueError(f"a range has at least one byte, not {length}")
@@ -65,7 +65,7 @@ class ArenaAllocator:
         return None
 
     def free(self, r: ArenaRange) -> None:
-        """Give a reserved range back. Raises ValueError if it is not reserved (any more)."""
+        """Give a reserved range back. Raises ValueError if it is not reserved."""
         if self._reserved.get(r.offset) != r:
             raise ValueError(f"{r} is not reserved")
         del self._reserved[r.offset]

@@ -1,11 +1,11 @@
 """Decides whether the engine still runs.
 
-Without this, an instance whose process lives while its engine hangs would take requests and answer
-none. A ping goes through the engine's own loop, one at a time, whether it has work or not. It is
-answered between two steps. Within a step the engine shows that it computes, layer by layer. An
-engine that has neither answered nor shown anything for `slow_s` is suspect. After `hung_s` it is
-given up: its instance ends itself and is started anew. How long a step takes does not matter. If we
-were paused ourselves, the wait begins anew.
+Without this watch, an instance whose process lives while its engine hangs would take requests and
+answer none. A ping goes through the engine's own loop, one at a time, whether the engine has work
+or not. It is answered between two steps. Within a step the engine shows that it computes, layer by
+layer. An engine that has neither answered nor shown work for `slow_s` is suspect. After `hung_s` it
+is given up: its instance ends itself and is started anew. How long a step takes does not matter. If
+this process itself was paused, the wait begins anew.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ class EngineWatch:
         before, self._ticked_at = self._ticked_at, now
         if before is not None and self._silent_since is not None:
             lost_s = now - before - self.period_s
-            if lost_s > self.slow_s:  # we were stopped, and perhaps the engine with us
+            if lost_s > self.slow_s:  # this process was paused, and perhaps its engine, too
                 self._silent_since = now

@@ -2,8 +2,9 @@
 
 The assignment's stage says how far the instance may go. Events say what is done. The phase follows
 from both. So an assignment that is repeated, or that comes after others were missed, leads to the
-same state. An incarnation takes one role spec in its life. For another role it drains, is erased,
-and begins anew as another incarnation (S23), so that nothing of the old role can act again.
+same state. An incarnation takes one role spec in its life. For another role, the instance drains,
+is erased, and begins anew as another incarnation (S23), so that nothing of the old role can act
+again.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class _PeerState:
 class InstanceLife:
     """One incarnation. The only way to change state is `handle`.
 
-    `own_role_spec`: its own settings gave the instance a role, and it is loaded. It serves at once,
-    until assignments of that role spec say otherwise. `epoch` is the highest that the process has
-    seen.
+    `own_role_spec`: the role from the instance's own settings, already loaded. The instance serves
+    at once, until an assignment of this role spec says otherwise. `epoch` is the highest that the
+    process has seen.
     """
 
     incarnation: int
@@ -162,9 +163,9 @@ class InstanceLife:
         return None
 
     def _is_same(self, role_spec: RoleSpec) -> bool:
-        """Whether an assigned role spec means what is loaded already.
+        """Whether an assigned role spec is the one that is loaded already.
 
-        All but its role, group, scenario and revision may change.
+        Role, group, scenario and revision must be equal; the rest may change.
         """
         mine = self.role_spec
         if mine is None:
@@ -188,7 +189,7 @@ class InstanceLife:
     def _settle(self, peer: PeerId, failure: str, now: float) -> None:
         state = self._peers.get(peer)
         if state is None or not state.is_asked:
-            return  # it left meanwhile
+            return  # the peer has left meanwhile
         state.is_asked, state.is_verified, state.failure = False, not failure, failure
         if failure:
             first, most = RETRY_S
@@ -245,9 +246,9 @@ class InstanceLife:
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}
 
     def _open_or_close(self) -> Iterator[Effect]:
-        """Once it serves, it goes on while peers come and go.
+        """Once the instance serves, it goes on while peers come and go.
 
-        The master decides whether it begins with failed peers.
+        The master decides whether it begins to serve with failed peers.
         """
         may_serve = self._stage is Stage.SERVE and (
             self._was_ready or all(state.is_settled for state in self._peers.values())

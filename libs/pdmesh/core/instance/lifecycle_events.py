@@ -58,7 +58,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPeer:
-    """The peer left: close the connections to it (S26)."""
+    """The peer has left: close the connections to it (S26)."""
 
     peer: Peer
 
@@ -70,7 +70,7 @@ class AdmitRequests:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequests:
-    """Take nothing new, finish what runs, keep staged KV until its leases end.
+    """Take no new request, finish what runs, and keep staged KV until its leases end.
 
     Answered by BecameIdle.
     """

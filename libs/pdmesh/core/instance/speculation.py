@@ -1,11 +1,12 @@
-"""Decides how many tokens to propose per step: fewer for larger batches and where fewer are right,
-none if it does not pay (S118).
+"""Decides how many tokens a decode proposes per step (S118).
 
-A decode step of a small batch waits for memory. So checking k proposed tokens of each sequence,
-beside the one it draws, costs next to nothing. In a large batch each costs as much as a token
-drawn. `acceptance` is the chance a that a proposed token is right, given that those before it were.
-Then a step yields 1 + a + ... + a^k tokens of a sequence. How often they are right depends on what
-is written: a setting is where it begins, and `AdaptiveSpeculation` follows what was checked.
+It proposes fewer tokens for larger batches and for text that is hard to predict, and none if that
+does not pay. A decode step of a small batch waits for memory. So checking k proposed tokens of each
+sequence, beside the token that the step draws, costs next to nothing. In a large batch, each check
+costs as much as drawing a token. `acceptance` is the chance a that a proposed token is right, given
+that all earlier tokens of the proposal are right. Then a step yields 1 + a + ... + a^k tokens of a
+sequence. The chance depends on the text: it starts from a setting, and `AdaptiveSpeculation`
+follows the results of the checks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from functools import lru_cache
 from typing import Final
 
 LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
-PROBE_EVERY: Final = 64  # steps: one token is proposed where none pays, or a change went unseen
-_MEMORY: Final = 200  # tokens: those checked before count for little
-_GRAIN: Final = 0.02  # of acceptance: schedules are made for so many values
+PROBE_EVERY: Final = 64  # steps: then one token is proposed even where none pays, to see a change
+_MEMORY: Final = 200  # tokens: checks that are longer ago count for little
+_GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Speculation:
         return best if self.speedup(best, batch) >= LEAST_GAIN else 0
 
     def schedule(self, max_batch: int) -> list[tuple[int, int, int]]:
-        """(first batch size, last, tokens to propose) for all sizes from 1 on."""
+        """(first batch size, last batch size, tokens to propose), for all sizes from 1 on."""
         ranges: list[tuple[int, int, int]] = []
         for batch in range(1, max_batch + 1):
             count = self.num_proposed(batch)
@@ -60,7 +61,7 @@ class Speculation:
 
 @dataclass(slots=True)
 class AdaptiveSpeculation:
-    """How many tokens to propose at each step, by how many of those before were right.
+    """How many tokens to propose at each step, by how many earlier proposals were right.
 
     `checked` is told of each sequence's proposal; `counts` begins a step.
     """
@@ -74,7 +75,7 @@ class AdaptiveSpeculation:
         self.acceptance = self.assumed.acceptance
 
     def checked(self, num_proposed: int, num_accepted: int) -> None:
-        """The first that is wrong ends a proposal: what follows it says nothing."""
+        """Learn from one proposal. What follows its first wrong token says nothing."""
         num_tried = num_accepted + (num_accepted < num_proposed)
         if num_tried:
             kept = (1 - 1 / _MEMORY) ** num_tried

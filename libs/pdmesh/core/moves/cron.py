@@ -3,8 +3,8 @@
 The five fields are minute, hour, day of month, month and day of week. A field is `*`, numbers,
 ranges `a-b` and steps `/n`, joined by commas; Sunday is 0 or 7. As in cron, if both day fields are
 restricted, a day matches if one of them does. A local time that the clock skips in spring fires
-later, by as much as the clock jumped. One that the clock repeats in autumn fires only the first
-time.
+later, by as much as the clock jumped. A time that the clock repeats in autumn fires only once, the
+first time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS: Final = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-# 29 February comes within eight years; on a given weekday it may take 40 years: that never fires.
+# 29 February comes within eight years. On a given weekday it may take 40 years: that never fires.
 _MAX_DAYS: Final = 366 * 8 + 2
 
 

@@ -1,12 +1,12 @@
-"""Decides what a move of instances makes of the groups, and why it must not be made.
+"""Decides how a move of instances changes the groups, and whether the move must not be made.
 
 Profiling, operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
 
-A plan never leads below one instance of a role in a group, nor below two in a scenario (S31), or
-one if the scenario allows a single one. It never takes an instance away from others that could not
-carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. An unknown load is not
-zero: the move is refused. Fusion instances count for both roles. A group of only fusion instances
-has no ratio and is lent as a whole.
+A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31),
+or one if the scenario allows a single one. It takes an instance away only if the others can carry
+its load: each of N - 1 survivors carries N/(N - 1) of what it carries now. If a load is unknown,
+the move is refused. Fusion instances count for both roles. A group of only fusion instances has no
+ratio and is lent as a whole.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Trigger(enum.StrEnum):
 class MoveKind(enum.StrEnum):
     """What a move does.
 
-    Its `role` is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for
-    whole groups.
+    Its `role` is the role that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for
+    moves of whole groups.
     """
 
     ADD = "add"  # a blank instance joins the group
@@ -66,8 +66,8 @@ class Move:
 class MovePlan:
     """Moves to make one after the other.
 
-    `is_forced`: an operator overrules what `refusal` would say. `asked_at` is in unix seconds, for
-    plans of schedules.
+    `is_forced`: an operator overrules what `refusal` would say. `asked_at` is in unix seconds; only
+    plans of schedules have it.
     """
 
     scenario: str
@@ -94,8 +94,8 @@ class GroupShape:
     decode_busy: float | None = None
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
-    region: str | None = None  # and of one region; None: it may be in several
-    num_blank: int | None = None  # instances that could join it; None: any blank one
+    region: str | None = None  # they also stay within one region; None: it may be in several
+    num_blank: int | None = None  # instances that could join it; None: any blank instance
     num_fusion: int = 0
     fusion_busy: float | None = None
     allows_single: bool = False  # its scenario may depend on one instance of a role
@@ -202,8 +202,8 @@ def refusal(
 ) -> str | None:
     """Why the move must not be made now; None if it may.
 
-    `is_forced` lifts all reasons but those for which the move cannot be made or would leave a group
-    without a role.
+    `is_forced` lifts all reasons, unless the move is impossible or would leave a group without a
+    role.
     """
     group = groups.get(move.group_id)
     if group is None:

@@ -132,10 +132,10 @@ class _Running:
 
 @dataclass(slots=True)
 class PlanRunner:
-    """`move_timeout_s` is for when the news of a move's end was lost.
+    """`move_timeout_s` ends a move if the message about its end was lost.
 
-    The group controller ends every move itself long before that, except one that waits for
-    instances. That ends after `gather_s`, and its groups get the instances that come later.
+    The group controller ends every move itself long before that, except a move that waits for
+    instances. Such a move ends after `gather_s`, and its groups get the instances that come later.
     """
 
     max_busy: float = 0.85
@@ -150,7 +150,7 @@ class PlanRunner:
 
     @property
     def gathering(self) -> frozenset[str]:
-        """Scenarios whose move waits for instances and meanwhile touches nothing that serves."""
+        """Scenarios whose move waits for instances and touches no serving instance meanwhile."""
         return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
 
     @property
@@ -163,7 +163,7 @@ class PlanRunner:
         }
 
     def outstanding(self) -> list[PendingPlan]:
-        """What a successor must go on with: per scenario the plan under way, then waiting plans."""
+        """The plans for the next leader: by scenario the one under way, then those that wait."""
         left: list[PendingPlan] = []
         for scenario in sorted(self._running.keys() | self._waiting.keys()):
             if (running := self._running.get(scenario)) is not None:

@@ -1,10 +1,10 @@
 """Decides when a schedule adds, removes, lends or reclaims groups (S11, S21).
 
-An entry fires once for each of its times. It makes a plan like any other: the plan waits for what
-an operator has under way, and is refused what an operator would be refused. A master that was away
-makes up for a missed time if it is back within the entry's grace; if it comes later, it reports
-that it did not. A RECLAIM begins early, so that groups serve in time; a new one begins at once if
-its lead has begun.
+An entry fires once for each of its times. It makes a plan like any other: the plan waits for an
+operator's plan under way, and the same moves are refused. A master that was away makes up for a
+missed time if it is back within the entry's grace; if it comes back later, it reports the missed
+time. A RECLAIM begins early, so that groups serve in time; a new RECLAIM begins at once if its lead
+has begun.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.core.moves.move import (
 
 MAX_ENTRIES: Final = 1000
 _MAX_AHEAD_S: Final = 86_400.0  # a clock that is set back by less makes nothing fire twice
-_LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
+_LEAD_MARGIN: Final = 1.5  # times the slowest of the recent set-ups
 
 
 class ScheduleAction(enum.StrEnum):
@@ -64,7 +64,7 @@ class ScheduleEntry:
 class DueEntry:
     """An entry's time has come.
 
-    `late_s`: how long ago it should have begun. `plan` None: there is nothing to do, because of
+    `late_s`: how long ago it should have begun. If `plan` is None, there is nothing to do, for
     `reason`.
     """
 
@@ -77,16 +77,16 @@ class DueEntry:
 
 @dataclass(slots=True)
 class Schedule:
-    """`fired` says for which time (unix seconds) each entry fired last.
+    """`fired`: the last time (unix seconds) for which each entry fired.
 
-    Keep it where a successor finds it. `lead_s`: how long before its time a RECLAIM begins; longer
-    if set-ups were seen to take longer. A new entry fires for times from its first tick on.
+    Keep it where the next leader finds it. `lead_s`: how long before its time a RECLAIM begins;
+    longer if set-ups were seen to take longer. A new entry fires for times from its first tick on.
     """
 
     entries: Sequence[ScheduleEntry]
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
-    _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
+    _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest recent one, by scenario
     # By entry: a time and the cron's next time after it, which may take a millisecond to find.
     _following: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
@@ -98,13 +98,13 @@ class Schedule:
             raise ValueError(f"schedule {twice!r} is there twice")
 
     def replace_entries(self, entries: Sequence[ScheduleEntry]) -> None:
-        """The desired state changed. Entries that stay keep the time for which they fired last."""
+        """The desired state changed. Entries that stay keep the last time they fired for."""
         fresh = Schedule(entries)
         self.entries, self._following = fresh.entries, {}
         self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
 
     def set_up_took(self, scenario: str, seconds: float) -> None:
-        """The set-up of a group took so long: a reclaim must begin at least so early."""
+        """The set-up of a group took `seconds`: a reclaim must begin at least that early."""
         before = self._setups_s.get(scenario, 0.0)
         self._setups_s[scenario] = max(seconds, 0.8 * before)
 
@@ -115,7 +115,7 @@ class Schedule:
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
     def tick(self, groups: Groups, now: float) -> list[DueEntry]:
-        """Fire the entries that are due. Those that bring groups come first.
+        """Fire the entries that are due. Entries that bring groups come first.
 
         `now` is in unix seconds. `groups` are as they will be when earlier plans are carried out
         (`PlanRunner.expected`).
@@ -134,7 +134,7 @@ class Schedule:
     def _note_start(self, entry: ScheduleEntry, now: float) -> None:
         """A new entry fires for times from now on.
 
-        So does one that last fired for a time far ahead, by a wall clock that was wrong.
+        So does an entry that last fired for a time far ahead, because the wall clock was wrong.
         """
         horizon = now + self.lead_of(entry)
         fired = self.fired.setdefault(entry.name, now)
@@ -143,7 +143,7 @@ class Schedule:
             self.fired[entry.name] = now
 
     def _latest(self, entry: ScheduleEntry, now: float) -> float | None:
-        """The last time that has come since it fired: several missed times fire once."""
+        """The latest time that has come since the entry fired; several missed times fire once."""
         horizon = now + self.lead_of(entry)
         latest, at = None, self._next_of(entry)
         if at is not None and horizon - at > 86_400:
@@ -153,7 +153,7 @@ class Schedule:
         return latest
 
     def _next_of(self, entry: ScheduleEntry) -> float | None:
-        """The first time after the one it fired for."""
+        """The first time after the time that the entry fired for."""
         fired = self.fired[entry.name]
         known = self._following.get(entry.name)
         if known is None or known[0] != fired:
@@ -198,7 +198,7 @@ def _moves(entry: ScheduleEntry, groups: Groups, taken: Iterable[str], reason: s
 
 
 def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
-    """The least busy groups; of equally busy ones the last by id.
+    """The least busy groups; of equally busy groups, the last by id.
 
     An unknown load counts as busy.
     """

@@ -1,1 +1,1 @@
-"""Where a request may go, best first, judged by a picture of all instances that is kept here."""
+"""Where a request may go, best first, by a picture of all instances that this room keeps."""

@@ -53,7 +53,7 @@ def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[f
 
 @dataclass(slots=True)
 class ShortestQueue:
-    """Fewest prompt blocks that wait, as of every instance's last report (S7).
+    """Fewest waiting prompt blocks, as of each instance's last report (S7).
 
     Between two reports nothing changes, so all requests go to the same instance.
     """
@@ -72,8 +72,8 @@ class ShortestQueue:
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """The rule of SGLang's gateway.
 
-    It takes the shortest queue if the loads differ a lot. Else it takes the longest match if that
-    is most of the prompt, else the emptiest cache.
+    It takes the shortest queue if the loads differ a lot. Otherwise it takes the longest match if
+    that covers most of the prompt, or else the emptiest cache.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)
@@ -89,7 +89,7 @@ def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> li
 def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """The rule of Dynamo's KV router: the least cost.
 
-    The cost is the prompt blocks to compute here, with those that wait, plus the active blocks.
+    The cost is the prompt blocks to compute, including those that wait, plus the active blocks.
     """
     total = len(query.block_hashes)
     scores = []
@@ -102,7 +102,7 @@ def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> lis
 
 
 def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """Strictly by score; only equals in random order."""
+    """Strictly by score; only equal scores are in random order."""
     shuffled = list(scored)
     rng.shuffle(shuffled)
     return sorted(shuffled, key=lambda s: -s.score)[:count]

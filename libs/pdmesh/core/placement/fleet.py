@@ -1,8 +1,8 @@
 """The master's picture of all instances: what they are, their health and their load.
 
-Records say which instances there are, health says which may be used, load reports say how busy they
-are. A report is old when it arrives, so what was dispatched since is added until a report names it
-(see `reservations.py`).
+Records say which instances exist, health says which may be used, load reports say how busy they
+are. A report is old when it arrives. So requests that were dispatched since are added to it, until
+a report names them (see `reservations.py`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class FaultForgotten:
 
 @dataclass(frozen=True, slots=True)
 class OutOfServiceSeen:
-    """All instances that were cordoned or ejected at once, whatever they report."""
+    """All cordoned and ejected instances, whatever they report themselves."""
 
     instance_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class HealthMonitorLost:
-    """There is no health-monitor: its last verdicts would stand forever."""
+    """There is no health-monitor, so its last verdicts no longer count."""
 
 
 @dataclass(frozen=True, slots=True)

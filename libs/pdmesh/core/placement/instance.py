@@ -1,5 +1,5 @@
-"""One instance as placement sees it: its record, its health, its load, and what was sent there
-since.
+"""One instance as placement sees it: its record, its health, its last reported load, and what was
+sent there since that report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Identity:
         ExcludedSource, ...
     ] = ()  # of a decode: the prefills it ejects or avoids
     is_ready: bool = True  # False: it is not connected to its peers yet
-    revision: str = ""  # of what was assigned: model, KV layout, transport
+    revision: str = ""  # of what was assigned to it: model, KV layout, transport
     fetches_from_peers: bool = False  # it fetches blocks from the host pools of peers
     region: str = ""
     kv_region: str = ""  # where its KV stays; empty: its group spans regions
@@ -58,10 +58,10 @@ class Instance:
     num_kv_blocks_free: int = 0
     is_draining: bool = False
     reported_at: float | None = None
-    computed_s: float = 0.0  # time of all its prefills so far, as it measured them
+    computed_s: float = 0.0  # the time of all its prefills so far, by its own measure
     id: str = field(init=False)
     kind: str = field(init=False)  # instances of one kind take equally long for a prompt
-    available_at: float = 0.0  # when what is booked here will have been computed (S93)
+    available_at: float = 0.0  # when all booked prompts will have been computed (S93)
     backlog_s: float = 0.0
     num_backlog_blocks: int = 0  # to be computed
     num_booked: int = 0  # requests that no report shows yet
@@ -87,7 +87,7 @@ class Instance:
         return self.identity.role is Role.DECODE
 
     def used_slots(self) -> int:
-        """Reported slots and those dispatched since."""
+        """The reported used slots, and the requests dispatched since."""
         return self.num_slots_used + self.num_booked
 
     def free_blocks(self) -> int:
@@ -116,7 +116,7 @@ class Instance:
         self.available_at = max(now, self.available_at - booking.seconds)
 
     def resume_backlog(self, now: float) -> None:
-        """A prompt was computed just now, so the next begins: the prediction starts from here."""
+        """A prompt was computed just now, so the next one begins: predict from here."""
         self.available_at = now + self.backlog_s
 
 

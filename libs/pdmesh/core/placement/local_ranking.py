@@ -1,10 +1,10 @@
 """Decides which instances a gateway names for a request while no master answers (S42).
 
 A gateway knows what the registry says and its own open legs. It names the instances of its region
-first (S58), then those with the fewest of these legs. It avoids instances that are about to leave
-or are judged faulty: they are named only if the others cannot serve. A canary gets its share of the
-requests, and more if no other group serves (S24). If all instances of one role are gone, those of
-the other do both phases.
+first (S58), then the instances with the fewest of these legs. It avoids instances that are about to
+leave or are judged faulty: they are named only if the others cannot serve. A canary gets its share
+of the requests, and more if no other group serves (S24). If all instances of one role are gone,
+instances of the other role do both phases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """An instance that takes requests, as its record shows it. Empty `scenario`: any."""
+    """An instance that takes requests, as its record shows it. If `scenario` is empty: of any."""
 
     id: str
     incarnation: int
@@ -27,13 +27,13 @@ class LocalInstance:
     model: str
     scenario: str
     group_id: str
-    pair: str  # who may exchange KV has an equal one
+    pair: str  # equal for instances that may exchange KV
     region: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocalQuery:
-    """`excluded` failed for this request; `avoided` are the last to be named.
+    """`excluded` instances failed for this request; `avoided` instances are named last.
 
     `canary`: the group of the scenario's canary, and whether it gets this request.
     """
@@ -58,8 +58,8 @@ class LocalPlan:
 class LocalRanking:
     """`region` is the gateway's own.
 
-    `gateway_id` orders instances that the gateway has used equally, so that gateways that rank
-    alone do not all begin with the same one.
+    `gateway_id` orders instances that the gateway has used equally, so that gateways without a
+    master do not all begin with the same instance.
     """
 
     region: str = ""
@@ -68,7 +68,7 @@ class LocalRanking:
     _ties: dict[str, bytes] = field(default_factory=dict)
 
     def see(self, instances: Iterable[LocalInstance]) -> None:
-        """All that there are now."""
+        """`instances`: all that there are now."""
         self._instances = list(instances)
         self._ties = {i.id: self._ties.get(i.id) or self._tie(i.id) for i in self._instances}
 

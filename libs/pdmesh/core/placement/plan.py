@@ -2,9 +2,9 @@
 
 A plan names prefills and decodes of one cell (group and model fingerprint), since only those can
 hand KV to each other; or it names fusion instances, which need no decode. If no whole cell can
-serve the request, an instance serves both phases (colocated): in a cell that has lost one of the
-two roles, or in which no pair can exchange KV. Cells of the region where the request came in go
-before those of others.
+serve the request, one instance serves both phases (colocated). It is in a cell that has lost one of
+the two roles, or in which no pair can exchange KV. Cells of the region where the request came in go
+first.
 
 The ranking is advice: each instance decides itself whether it takes the request.
 """
@@ -96,7 +96,7 @@ class _Cell:
 
     @property
     def region(self) -> str:
-        """The region in which its KV stays; empty: it spans regions, or none is named."""
+        """The region in which its KV stays; empty: it spans regions, or names no region."""
         return (self.prefills or self.decodes)[0].identity.kv_region
 
     @property
@@ -112,9 +112,9 @@ class _Cell:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
-        """Its instances of either role, each for both phases, so that no KV moves.
+        """A cell of its instances of either role, each for both phases, so that no KV moves.
 
-        It is for a cell that has lost a role, or whose pairs all exclude each other for now.
+        It is for a cell that has lost a role, or in which no pair may exchange KV for now.
         Prefills that every decode ejects are left out.
         """
         cell = _Cell(self.key)
@@ -128,7 +128,7 @@ class _Cell:
         return cell
 
     def has_good_pair(self, exchange: KvExchange) -> bool:
-        """Whether some decode takes some prefill's KV without a doubt."""
+        """Whether some decode neither ejects nor avoids some prefill."""
         if self.key[2] or not exchange:
             return True
         return any(
@@ -138,7 +138,10 @@ class _Cell:
         )
 
     def narrowed(self, query: Query) -> _Cell:
-        """The cell without instances that are excluded or cannot hold the query; itself if none."""
+        """The cell without instances that are excluded or cannot hold the query.
+
+        Returns the cell itself if there are none.
+        """
         if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
             any_member = (self.prefills or self.decodes)[0]
             if query.num_blocks(any_member) <= self.safe_blocks:
@@ -150,10 +153,9 @@ class _Cell:
         return cell
 
     def reconciled(self, exchange: KvExchange) -> _Cell:
-        """The cell without prefills that every decode ejects and decodes that eject every
-        prefill.
+        """The cell without prefills that every decode ejects, or decodes that eject every prefill.
 
-        Itself if no decode excludes a prefill.
+        Returns the cell itself if no decode excludes a prefill.
         """
         if not exchange or self.key[2]:
             return self
@@ -173,7 +175,7 @@ class _Cell:
 
 @dataclass(slots=True)
 class Placement:
-    """Ranks with one named policy, and books what it planned until reports show it."""
+    """Ranks with one named policy, and books its plans until reports show them."""
 
     fleet: Fleet
     rng: random.Random
@@ -197,8 +199,8 @@ class Placement:
     ) -> Plan | NoPlan:
         """The candidates of one request, or why there are none.
 
-        `matches`: contiguous blocks of the prompt that each instance holds; `peers`: what host
-        pools hold of it; `num_cached`: how many blocks of anything an instance holds.
+        `matches`: how many contiguous blocks of the prompt each instance holds; `peers`: what host
+        pools hold of the prompt; `num_cached`: how many blocks an instance holds in all.
         """
         self.fleet.settle(now)
         cells = self._cells_for(query)
@@ -240,7 +242,7 @@ class Placement:
         return _nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
-        """Groups with a share get that share of requests, and no more while others serve (S24)."""
+        """A group with a share gets only that share of requests while others serve (S24)."""
         shared = [cell for cell in cells if cell.key[0] in self.shares]
         if not shared:
             return cells
@@ -291,7 +293,7 @@ class Placement:
         return own[: self.max_candidates], next(c for c in cells if c.key == key)
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
-        """How well the best decode of its cell goes with it."""
+        """How well the prefill goes with the best decode of its cell."""
         if cell.key[2] or not cell.decodes:
             return Fit.GOOD
         return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
@@ -301,7 +303,7 @@ class Placement:
     ) -> list[Scored]:
         """Decodes for the best prefill.
 
-        Those that avoid or eject it come last, for other prefills.
+        Decodes that avoid or eject it come last; other prefills of the plan may use them.
         """
         if not self._exchange:
             return self._rank_alike(query, cell.decodes, affine)
@@ -314,7 +316,7 @@ class Placement:
     def _rank_alike(
         self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
     ) -> list[Scored]:
-        """Decodes with room now, else all: one may have room by the time it is asked."""
+        """Decodes with room now, or else all: one may have room by the time it is asked."""
         if not decodes:
             return []
         num_blocks = query.num_blocks(decodes[0])
@@ -382,7 +384,7 @@ def _has_model(instance: Instance, model: str) -> bool:
 
 
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
-    """Whether it could if it were empty.
+    """Whether the instance could hold the query if it were empty.
 
     A prefill holds only the prompt, bounded by the model's length.
     """

@@ -1,8 +1,8 @@
 """Our placement policy: it scores by prefix, predicted latency and load (S93, S107, S108).
 
-Here is also what all policies are made of. A policy scores all candidates of one query at once,
-since latency counts relative to the slowest of them. The baselines are in `baselines.py`. All have
-the same interface and are selected by name.
+The parts of all policies are here, too. A policy scores all candidates of one query at once, since
+latency counts relative to the slowest of them. The baselines are in `baselines.py`. All policies
+have the same interface and are selected by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 
-# Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2
-# % more mean TTFT (see loadtests/results/compare-*): a score is mostly latency that all share, so 3
-# % of it is a tenth of what they differ in.
+# Scores within this share of the best count as equal. With 10 %, mean TTFT on the Mooncake trace is
+# 2 % higher (see loadtests/results/compare-*). Most of a score is latency that all candidates
+# share, so 3 % of a score is a tenth of the differences between them.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
-_FULL: Final = 4.0  # puts a full instance, which will refuse, behind all that have a slot
+_FULL: Final = 4.0  # puts a full instance, which will refuse, behind all instances with a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Query:
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
     request_id: str = ""  # settles its bookings; empty: they expire
-    # Names of beginnings of blocks, of `block_size` tokens, that instances may hold.
+    # Names of beginnings of blocks that instances may hold. A block has `block_size` tokens.
     partials: Sequence[PartialBlockName] = ()
     block_size: int = 0
-    region: str = ""  # where it came in: instances there are preferred
+    region: str = ""  # where the request came in: instances there are preferred
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may need, within the model's length."""
@@ -57,9 +57,9 @@ class Query:
 class Weights:
     """The weights of the score's terms.
 
-    alpha: prefix that the instance holds itself; beta: prefix that it could fetch from a peer;
-    gamma: predicted latency; load: share of its slots in use; chat: it served this chat's last
-    turn; spread: share of its cache in use, for the blocks that the prompt would add.
+    alpha: the prefix that the instance holds itself; beta: the prefix that it could fetch from a
+    peer; gamma: predicted latency; load: the share of its slots in use; chat: it served this chat's
+    last turn; spread: the share of its cache in use, for the blocks that the prompt would add.
     """
 
     alpha: float = 1.0
@@ -74,9 +74,9 @@ class Weights:
 class Known:
     """What is known about the candidates of one query.
 
-    `matches`: contiguous blocks that each holds, with the share of a block that it holds the
-    beginning of. `peers`: which of the prompt's blocks host pools can give to an instance that
-    fetches from peers.
+    `matches`: how many contiguous blocks each candidate holds, plus the share of the next block
+    whose beginning it holds. `peers`: which of the prompt's blocks host pools can give to an
+    instance that fetches from peers.
     """
 
     matches: Mapping[str, float]
@@ -85,7 +85,7 @@ class Known:
     now: float
     affine: Sequence[str] = ()
     peers: PeerRuns = NO_PEERS
-    num_cached: Callable[[str], int] = lambda instance_id: 0  # blocks an instance holds of anything
+    num_cached: Callable[[str], int] = lambda instance_id: 0  # all blocks that an instance holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
       alpha*local/total + beta*max(0, remote-local)/total + chat
       - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
 
-    Latency is the wait for what is booked there plus the predicted prefill of what must be
-    computed. The remote term counts what peers can give beyond the instance's own prefix; else it
-    would be the same for all and say nothing. The last term sends a new prefix where it evicts
-    nothing; once all caches are full it is the same for all.
+    Latency is the wait for the prompts booked there plus the predicted time of this prefill. The
+    remote term counts what peers can give beyond the instance's own prefix; otherwise it would be
+    the same for all instances and say nothing. The last term sends a new prefix where it evicts
+    nothing; once all caches are full, it is the same for all instances.
     """
     weights, now = known.weights, known.now
     reach = known.peers.reach if known.peers.runs else None
@@ -180,7 +180,7 @@ def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
 
 
 def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """By score; those within 3 % of the best in random order, so that gateways do not herd."""
+    """By score; scores within 3 % of the best are in random order, so that gateways do not herd."""
     if not scored:
         return []
     best = max(s.score for s in scored)
@@ -198,7 +198,7 @@ def _score(scored: Scored) -> float:
 
 
 def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """A random order: each place goes to one of the rest in proportion to its score.
+    """A random order: each place goes to one of the remaining instances, in proportion to score.
 
     The method is that of Efraimidis and Spirakis.
     """

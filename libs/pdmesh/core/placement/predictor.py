@@ -2,9 +2,9 @@
 
 The formula is linear in [1, n, reuse, compute, compute^2] (thousands of tokens). It is fitted by
 recursive least squares with forgetting, so that it follows an instance that grows slower. n is
-reuse + compute, and a workload may have one length only, so some directions are never excited. It
-forgets only along what it observes (Kulhavy's directional forgetting); else the uncertainty of the
-other directions would grow without end.
+reuse + compute, and all prompts of a workload may have one length, so some directions are never
+excited. The fit forgets only along the directions that it observes (Kulhavy's directional
+forgetting); otherwise the uncertainty of the other directions would grow without end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEW_OBSERVED: Final = 4
 
 @dataclass(slots=True)
 class PrefillFit:
-    """One kind's formula. `error` is the recent mean absolute relative error (MAPE)."""
+    """The formula of one kind. `error` is the recent mean absolute relative error (MAPE)."""
 
     forgetting: float = 0.98
     num_observed: int = 0
@@ -57,7 +57,7 @@ class PrefillFit:
         return error
 
     def _update(self, x: tuple[float, ...], seconds: float) -> None:
-        """Weight by 1/time: a short prompt's millisecond counts as much as a long one's hundred."""
+        """Weight by 1/time, so that relative errors of short and long prompts count alike."""
         weight = 1.0 / max(seconds, 1e-3)
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
@@ -94,7 +94,7 @@ class LatencyPredictor:
         return found
 
     def whole_s(self, kind: str, num_tokens: int) -> float:
-        """What a prompt takes with nothing reused; 0 while too little was observed."""
+        """How long a prompt takes with nothing reused; 0 while too little was observed."""
         fit = self.fit(kind)
         return fit.predict_s(num_tokens, 0) if fit.num_observed >= _FEW_OBSERVED else 0.0
 

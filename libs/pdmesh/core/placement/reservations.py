@@ -1,10 +1,9 @@
 """Counts what the master sent to instances and no report has shown yet (S93).
 
 A booking is made with the plan and settled by the request's id. It counts as a used slot and as KV
-blocks until a report names its request as admitted, by whichever instance: a request that went to
-its second candidate frees the first. Its predicted time counts as a prefill's backlog until a
-report says that the prompt is computed. A time limit is only the backstop for what no report will
-ever name.
+blocks until a report of any instance names its request as admitted: a request that went to its
+second candidate frees the first. Its predicted time counts as a prefill's backlog until a report
+says that the prompt is computed. Time limits end only bookings that no report will ever name.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from pdmesh.core.placement.instance import Instance
 
 ADMISSION_S = 1.0  # a request not admitted by then has ended, or waits and is booked anew
-BACKLOG_S = 120.0  # an admitted prompt not computed by then is lost
+BACKLOG_S = 120.0  # an admitted prompt that is not computed by then is lost
 MAX_BOOKINGS = 65_536
 
 
 @dataclass(slots=True)
 class Reservations:
-    """Bookings by request id: at most one of a prefill and one of a decode each."""
+    """Bookings by request id: for each request at most one prefill's and one decode's."""
 
     _prefills: dict[str, Booking] = field(default_factory=dict)
     _decodes: dict[str, Booking] = field(default_factory=dict)
@@ -64,14 +63,14 @@ class Reservations:
                 instance.add_backlog(booking, now)
 
     def computed(self, request_id: str, now: float) -> None:
-        """The prompt is computed. Reports tell of its slot."""
+        """The prompt is computed. From now on only reports count its slot."""
         booking = self._prefills.pop(request_id, None)
         if booking is not None:
             self._remove(booking, now)
             booking.instance.resume_backlog(now)
 
     def idle(self, instance: Instance, now: float) -> None:
-        """The instance works on nothing: the report that its last prompts are computed was lost."""
+        """The instance is idle, so a report that its last prompts are computed must be lost."""
         for request_id in [
             r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
         ]:
@@ -90,7 +89,7 @@ class Reservations:
         self._expire_backlog(now)
 
     def _expire_backlog(self, now: float) -> None:
-        """Insertion order is age, so only the oldest can have expired."""
+        """Insertion order is by age, so only the oldest can have expired."""
         while self._prefills:
             request_id, booking = next(iter(self._prefills.items()))
             if booking.at >= now - BACKLOG_S:

@@ -2,7 +2,7 @@
 
 It observes, finds which role is short, plans one move and waits until its effect can be seen. Then
 `verdict.py` judges the move: it stays, or is turned back. The detector then learns anew, so one
-change of the workload is answered once. Every step is told as a `RatioDecided` with its inputs.
+change of the workload is answered once. Every step is reported as a `RatioDecided` with its inputs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from pdmesh.core.story import Story, with_story
 class RatioLimits:
     """Seconds and shares.
 
-    `settle_s`: from a move's end until windows show none of the time before.
+    `settle_s`: from a move's end until windows show nothing from before the move.
     """
 
     detector: DetectorLimits = field(default_factory=DetectorLimits)
     planner: PlannerLimits = field(default_factory=PlannerLimits)
     verdict: VerdictLimits = field(default_factory=VerdictLimits)
     settle_s: float = 30.0
-    # For so long a failed move is not tried again and a good one not reversed; doubles each time.
+    # For this time a failed move is not repeated, and a good move is not reversed. It doubles each
+    # time.
     hold_s: float = 300.0
     max_hold_s: float = 3600.0
 
@@ -59,7 +60,7 @@ class RatioLimits:
 class WindowSeen:
     """A window of a scenario ended.
 
-    `window` is None if its numbers are not known. `rate_per_s`: requests that came.
+    `window` is None if its numbers are not known. `rate_per_s`: requests that came per second.
     """
 
     scenario: str
@@ -71,7 +72,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioProfiled:
-    """It was measured in advance what the scenario's requests take."""
+    """A profile, measured in advance, says how long the scenario's requests take."""
 
     scenario: str
     profile: Profile
@@ -103,7 +104,7 @@ class AskMoves:
 
 @dataclass(frozen=True, slots=True)
 class RatioDecided:
-    """For the log and the page: what was decided about a scenario, why, and from which numbers."""
+    """A decision about a scenario, with its reason and numbers, for the log and the status page."""
 
     scenario: str
     action: RatioAction
@@ -133,11 +134,11 @@ class _Busy:
 class _Scenario:
     detector: BottleneckDetector
     cooldown: Cooldown
-    trial: MoveTrial | None = None  # while a move of ours is made or judged
+    trial: MoveTrial | None = None  # while our move is being made or judged
     plan: MovePlan | None = None  # ours, until it ends
     judge_from: float = 0.0
     busy: dict[str, _Busy] = field(default_factory=dict)  # by group
-    said: str = ""  # the last reason to leave it alone, not repeated before `silent_until`
+    said: str = ""  # the last reason to do nothing, not repeated before `silent_until`
     silent_until: float = -math.inf
 
 
@@ -164,7 +165,7 @@ class RatioController:
                 return self._on_ended(event, now)
 
     def keep_only(self, scenarios: Collection[str]) -> None:
-        """Forget all scenarios but these, which have groups now."""
+        """Forget all scenarios but these: only these have groups now."""
         self._scenarios = {s: state for s, state in self._scenarios.items() if s in scenarios}
 
     def _state(self, scenario: str) -> _Scenario:
@@ -234,9 +235,9 @@ class RatioController:
         return self._on_finding(state, finding, event, now)
 
     def _steadied(self, state: _Scenario, event: WindowSeen) -> Groups:
-        """The scenario's groups with their load over as many windows as a finding takes.
+        """The scenario's groups, with their mean load over the windows that a finding needs.
 
-        One window alone is noise.
+        The load of a single window is noise.
         """
         groups = dict(event.groups)
         before, state.busy = state.busy, {}
@@ -281,7 +282,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Leave it alone, and tell that once in a while, though each window finds it again."""
+        """Leave the scenario as it is. Each window finds it again; report it once in a while."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s
@@ -303,7 +304,7 @@ class RatioController:
             return [self._decided(event, RatioAction.KEPT, verdict.e2e_text)]
         state.cooldown.failed(trial.short_of, now)
         back = inverse(trial.move, verdict.harm)
-        # The groups were like that before, so no survivor has to carry more than it did.
+        # The groups had these counts before the move, so no survivor has to carry more than then.
         state.plan = MovePlan(
             event.scenario, Trigger.MONITOR, (back,), f"undo: {verdict.harm}", is_forced=True
         )

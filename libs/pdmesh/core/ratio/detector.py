@@ -3,13 +3,13 @@
 It looks at the mean E2E, the share of prefill in it, and how busy both roles are. P/D-Serve 3.3: if
 E2E rises and the share rises, prefills are short; if E2E rises and the share falls, decodes are. A
 change counts only if it lasts for several windows. It is measured against a reference that stands
-until something was done, or until E2E was lower for as long. So noise does not add up, and slow
-growth is not absorbed. Windows with too few requests are unknown: they neither confirm nor deny.
-What was wrong from the start never rises. So a role that stays saturated while the other has room
-is a finding, too.
+until a move is made, or until E2E has been lower for several windows. So noise does not add up, and
+slow growth is not absorbed. Windows with too few requests are unknown: they neither confirm nor
+deny. A shortage that is there from the start never shows as a rise. So a role that stays saturated
+while the other has room is a finding, too.
 
 The wait at the gateway counts as prefill, since prefills keep no queue (S40). But if decodes are
-full, prompts hold their slots for want of a decode (S41), and the wait counts as decode.
+full, prompts keep their prefill slots for lack of a decode (S41), and the wait counts as decode.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FULL: Final = 0.95  # of a role's slots and KV: the next request waits
 class Window:
     """Means, in seconds, over the requests of a scenario that ended in one window.
 
-    E2E = queue + t_p + t_d. `success_share`: the share of those requests that were answered in
-    time; `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares
-    0..1; None: not known.
+    E2E = queue + t_p + t_d. `success_share`: the share of these requests that was answered in time;
+    `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares 0..1;
+    None: not known.
     """
 
     num_requests: int
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def prefill_share(self) -> float:
-        """T_p / E2E, with the wait at the gateway on the side that causes it."""
+        """T_p / E2E; the wait at the gateway counts for the side that causes it."""
         is_decode_full = self.decode_busy is not None and self.decode_busy >= FULL
         prefill_s = self.t_p_s if is_decode_full else self.t_p_s + self.queue_s
         return prefill_s / self.e2e_s if self.e2e_s else 0.0
@@ -66,7 +66,7 @@ class DetectorLimits:
     e2e_rise: float = 0.15  # relative
     share_change: float = 0.08  # relative
     saturated: float = 0.85  # busy share of a role that is short
-    roomy: float = 0.70  # busy share, at most, of the other role, which could give
+    roomy: float = 0.70  # largest busy share of the other role, which could give an instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class BottleneckDetector:
         return tuple(self._recent)
 
     def rebase(self) -> None:
-        """Learn the reference anew: something was done, or the present state counts as normal."""
+        """Learn the reference anew: a move was made, or the present state counts as normal."""
         self.reference = None
         self._learning.clear()
         self._recent.clear()
@@ -137,7 +137,7 @@ class BottleneckDetector:
             return None
         rises = [w.e2e_s / reference.e2e_s - 1 for w in self._recent]
         if max(rises) < -limits.e2e_rise:
-            self.reference = None  # E2E was better for as long as a finding takes
+            self.reference = None  # E2E was lower for as many windows as a finding needs
             return None
         if min(rises) < limits.e2e_rise:
             return None

@@ -1,7 +1,7 @@
 """Computes what n_p prefills and n_d decodes can carry, and the split that carries most (S2, S30).
 
 P/D-Serve 2.1 and formula (1): prefill and decode are balanced if n_p b_p / T_p = n_d b_d / T_d. The
-throughput per instance is the least of both and of the arrivals, divided by n_p + n_d.
+throughput per instance is the least of these two rates and the arrival rate, divided by n_p + n_d.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one kind of request takes on one kind of instance, with full batches.
+    """How long one kind of request takes on one kind of instance, with full batches.
 
     T_p is with b_p prompts at once, T_d with b_d sequences, both in seconds. T_p ends with token 1;
-    what was cached is saved (r_pre). T_d begins there and includes xi. Measured at light load they
-    are too short: b / T is a capacity only if all b slots were taken while T was measured.
+    cached tokens cost no time (r_pre). T_d begins at token 1 and includes xi. Times measured at
+    light load are too short: b / T is a capacity only if all b slots were taken while T was
+    measured.
     """
 
     t_p: float
@@ -86,7 +87,7 @@ class Profile:
         return max(phi.prefill, phi.decode) / min(phi.prefill, phi.decode) - 1
 
     def best_split(self, total: int, least: int = 1) -> Split:
-        """The split with most requests/s. ValueError if `total` has no room for `least` of both."""
+        """The split with most requests/s. ValueError if `total` is below `least` of both roles."""
         return max(splits(total, least), key=lambda s: (self.phi(s).value, -self.mismatch(s)))
 
 

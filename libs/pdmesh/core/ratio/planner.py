@@ -1,6 +1,6 @@
 """Decides which moves bring a scenario nearer to the ratio that it needs (S28, S30).
 
-They lead to a profile's best split, or are one step that answers a finding.
+The moves lead to a profile's best split, or are one step that answers a finding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlannerLimits:
 
     max_busy: float = 0.85
     min_need: float = 0.6
-    min_gain: float = 0.10  # so much less busy than the taker is now must the giver stay
+    min_gain: float = 0.10  # the giver must stay at least this much less busy than the taker is now
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def next_move(
 ) -> MoveChoice:
     """The cheapest move that helps.
 
-    It changes a role in place, else takes a blank instance, else an instance of another group.
+    It changes a role in place, or else takes a blank instance, or else one of another group.
     """
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]

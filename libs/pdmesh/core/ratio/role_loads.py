@@ -1,10 +1,10 @@
 """Measures how busy the roles of groups are over a window; moves are planned and checked by it
 (S28, S29).
 
-A prefill is as busy as its engine computes. Its slots would say too much, since prompts keep them
-until a decode has the KV (S41): if decodes are short, that would refuse the very move that helps. A
-decode or fusion instance is as busy as its slots or its KV are taken, whichever is more. An
-instance that never reported makes its role's load unknown.
+A prefill's load is the share of time in which its engine computes. Its slots would overstate the
+load, since prompts keep them until a decode has the KV (S41). If decodes are short, the very move
+that helps would then be refused. The load of a decode or fusion instance is the larger share of its
+slots or its KV that is taken. An instance that never reported makes its role's load unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdmesh.core.placement.instance import Instance
 
 @dataclass(slots=True)
 class _Meter:
-    """One instance since the window began. `taken`: the sum of its samples."""
+    """One instance since the window began. `taken`: the sum of all samples' taken shares."""
 
     group_id: str
     role: Role
@@ -42,7 +42,7 @@ class _Meter:
 class RoleLoads:
     """Call `sample` often, and `close` at the end of each window.
 
-    Until the first window is closed, its samples so far count.
+    Until the first window is closed, its samples so far are used.
     """
 
     _meters: dict[str, _Meter] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class RoleLoads:
             meter.is_known &= instance.reported_at is not None and instance.num_slots > 0
 
     def close(self) -> None:
-        """The window ends with the last sample. `busy` tells of it until the next one ends."""
+        """The window ends with the last sample. `busy` reads it until the next window ends."""
         self._by_cell = None
         self._closed = {i: meter for i, meter in self._meters.items() if meter.num_samples}
         self._meters = {
@@ -103,7 +103,7 @@ class RoleLoads:
 
 
 def _taken(instance: Instance) -> float:
-    """The share of slots that is taken, or of KV blocks if larger; for a prefill only of slots."""
+    """The taken share of slots or, if larger, of KV blocks; for a prefill only that of slots."""
     slots = instance.used_slots() / instance.num_slots if instance.num_slots else 0.0
     num_blocks = instance.identity.num_kv_blocks
     if instance.identity.role is Role.PREFILL or not num_blocks:

@@ -1,10 +1,10 @@
-"""Measures what each scenario's requests take and what its instances could carry (S2, S138).
+"""Measures how long each scenario's requests take and what its instances could carry (S2, S138).
 
 It has T_p, T_d, xi, TPOT, the hit rate and the terms of Phi. They are means over the last requests
 of a scenario, weighted so that the newest counts most; the rate is over a window of time. T_p is
 from a prefill's acceptance to token 1, T_d from a decode's acceptance to the last token; xi is the
-KV transfer's part of T_d. The waits before either do not count: n b / T is a capacity only if T is
-how long a slot is needed. Everything is bounded.
+KV transfer's part of T_d. The waits for acceptance do not count: n b / T is a capacity only if T is
+the time for which a slot is needed. Everything is bounded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pdmesh.core.placement.instance import Instance
 from pdmesh.core.ratio.model import Phi
 
 MAX_SCENARIOS: Final = 256
-_WEIGHT: Final = 0.05  # of the newest request, once there were twenty
+_WEIGHT: Final = 0.05  # of the newest request, once there have been twenty
 _WINDOW_S: Final = 30.0
-_MAX_ENDS: Final = 100_000  # in the window, per scenario: rates beyond are understated
+_MAX_ENDS: Final = 100_000  # in the window, per scenario: higher rates are understated
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class RequestSample:
 class RoleSlots:
     """What the usable instances of one role have: n instances, n b slots.
 
-    A decode takes a few requests beyond those that run (its MAX_WAITING): they count in b, and
-    their wait counts in T_d.
+    Beside its running requests, a decode takes a few waiting ones (its MAX_WAITING). They count in
+    b, and their wait counts in T_d.
     """
 
     num_instances: int = 0
@@ -95,11 +95,11 @@ class ScenarioStats:
             self.hit_share += weight * (share - self.hit_share)
 
     def came(self, now: float) -> None:
-        """A request is over, however it ended."""
+        """A request has ended, in whatever way."""
         self._ends.append(now)
 
     def rate_per_s(self, now: float) -> float:
-        """I_t: requests per second, counted in the window when they end; refused ones, too."""
+        """I_t: requests per second over the window, counted when they end, refusals included."""
         while self._ends and self._ends[0] < now - _WINDOW_S:
             self._ends.popleft()
         return len(self._ends) / _WINDOW_S
@@ -107,7 +107,7 @@ class ScenarioStats:
 
 @dataclass(slots=True)
 class Scenarios:
-    """By name. Beyond the bound the scenario that was silent longest is forgotten."""
+    """Stats by scenario. At the bound, the scenario that was silent longest is forgotten."""
 
     _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)
 
@@ -121,8 +121,8 @@ class Scenarios:
         stats.came(now)
 
     def unanswered(self, scenario: str, now: float) -> None:
-        """A request was refused, failed or given up: it counts as come, and tells no times."""
-        if scenario in self._stats:  # a name that was never served is no scenario
+        """A request was refused, failed or given up: it counts in the rate, but has no times."""
+        if scenario in self._stats:  # a name that was never served does not count as a scenario
             self._of(scenario).came(now)
 
     def _of(self, scenario: str) -> ScenarioStats:

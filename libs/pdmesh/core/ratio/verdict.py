@@ -1,8 +1,9 @@
-"""Decides whether a ratio move helped or is turned back, and for how long that stands (S28).
+"""Decides whether a ratio move helped or is turned back, and how long the verdict holds (S28).
 
-The windows after a move are compared with those that led to it. A move is turned back only for harm
-that was seen: less success, slower answers, or fewer answers per second while requests wait. Then
-the same role gets no more instances for a while. After a good move the other role gets none.
+The windows after a move are compared with the windows that led to it. A move is turned back only
+for harm that was seen: less success, slower answers, or fewer answers per second while requests
+wait. Then the same role gets no more instances for a while. After a good move, the other role gets
+no instances for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdmesh.core.ratio.detector import Window
 class VerdictLimits:
     num_windows: int = 3
     max_success_drop: float = 0.02
-    max_e2e_rise: float = 0.10  # of the mean, unless more is asked for than before
+    max_e2e_rise: float = 0.10  # of the mean, unless more requests come than before the move
     # If requests spend this share of E2E at the gateway, more come than can be answered.
     waiting: float = 0.25
     max_pace_drop: float = 0.05  # of answers per second, if requests wait
@@ -29,7 +30,7 @@ class VerdictLimits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`harm`: why the move is turned back; empty: it stays."""
+    """`harm`: why the move is turned back; if empty, it stays."""
 
     harm: str
     e2e_text: str
@@ -50,7 +51,7 @@ class MoveTrial:
     _after: list[Window] = field(default_factory=list)
 
     def restart(self) -> None:
-        """Another plan has changed the groups: what was seen since the move does not count."""
+        """Another plan has changed the groups: windows seen since the move do not count."""
         self._after.clear()
 
     def judge(self, window: Window, rate_per_s: float) -> Verdict | None:
@@ -65,8 +66,8 @@ class MoveTrial:
         limits = self.limits
         e2e_before, e2e_after = self._means(lambda w: w.e2e_s)
         if max(self._means(lambda w: w.queue_s)) > limits.waiting * min(e2e_before, e2e_after):
-            # More came than was answered: the backlog grew while the move was made. So only the
-            # pace of answers shows its effect.
+            # More requests came than were answered, so the backlog grew while the move was made.
+            # Only the pace of answers shows the move's effect.
             before, after = self._means(lambda w: w.answered_per_s)
             has_slowed = after < before * (1 - limits.max_pace_drop)
             return f"answers fell from {before:.3g} to {after:.3g} per s" if has_slowed else ""
@@ -80,13 +81,13 @@ class MoveTrial:
         return ""
 
     def _means(self, value: Callable[[Window], float]) -> tuple[float, float]:
-        """Of the windows before and after."""
+        """The means of `value` over the windows before the move, and over those after it."""
         return statistics.mean(map(value, self.before)), statistics.mean(map(value, self._after))
 
 
 @dataclass(slots=True)
 class Cooldown:
-    """The role that gets no more instances now; each verdict doubles the time, up to a bound."""
+    """Keeps a role from getting more instances; each verdict doubles the time, up to a bound."""
 
     first_s: float
     max_s: float
@@ -107,9 +108,9 @@ class Cooldown:
         self._next_s = min(2 * self._next_s, self.max_s)
 
     def kept(self, role: Role, now: float) -> None:
-        """Make the other direction wait, longer each time that the two alternate.
+        """Make moves for the other role wait, longer each time that the two roles alternate.
 
-        If both roles are near their limit, noise would swing the ratio.
+        Otherwise noise would swing the ratio when both roles are near their limit.
         """
         is_calm = now > self._until + self.max_s
         if self._kept_role is None or role is self._kept_role or is_calm:

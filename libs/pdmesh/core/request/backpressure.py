@@ -4,10 +4,10 @@ Each gateway tells the master how many of its requests wait for a prefill. The m
 counts up. With every plan it says how many requests wait in all, how many may wait, and how fast
 the scenario's prefills begin prompts.
 
-With that a gateway can refuse a new request by itself, before it asks any instance. It does so at
-the limit, or if the requests before the new one take longer than it may wait. The waiting room is
-ordered by deadline, so the deadline would have ended a request that is refused here anyway. A count
-that has not been renewed for `MAX_AGE_S` is ignored.
+So a gateway can refuse a new request by itself, before it asks any instance. It refuses when the
+queue is full, or when the queue ahead of the request takes longer than the request may wait. The
+waiting room is ordered by deadline, so a refused request would have missed its deadline anyway.
+A count that has not been renewed for `MAX_AGE_S` is ignored.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Backpressure:
         since, rate = self._rates.get(scenario, (-math.inf, 0.0))
         if now - since >= _RATE_EVERY_S:
             found = self.prefills_per_s(scenario, now)
-            if not math.isfinite(found):  # clients may invent scenarios: those are not kept
+            if not math.isfinite(found):  # clients may invent scenarios: keep no rate of one
                 self._rates.pop(scenario, None)
                 return 0.0
             rate = found
@@ -152,8 +152,8 @@ class PressureView:
     ) -> QueueRefusal | None:
         """Why a new request should not join the queue; None if it may.
 
-        Requests of a lower priority do not count as before it. `can_evict`: it would take the place
-        of a request with a weaker claim, so it may always.
+        Requests of a lower priority are not ahead of it. `can_evict`: the new request would take
+        the place of one with a weaker claim, so it is never refused.
         """
         heard = self._heard.get(scenario)
         if can_evict or heard is None or now - heard.at > self.max_age_s:
@@ -164,7 +164,7 @@ class PressureView:
         if pressure.max_waiting and num_before >= pressure.max_waiting:
             over = num_before + 1 - pressure.max_waiting
             return QueueRefusal(QUEUE_FULL, over / rate if rate else 1.0)
-        # With nothing before it, the next free slot is as near as the next plan.
+        # With no request ahead, the new one may get the next free slot, so it is not refused.
         if rate and num_before and num_before / rate > ttft_s:
             return QueueRefusal(TTFT_UNREACHABLE, max(0.0, num_before / rate - ttft_s))
         return None

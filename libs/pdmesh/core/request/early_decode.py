@@ -1,10 +1,10 @@
 """Decides which decode pulls a request's KV while prefill still computes it (S48, per layer).
 
 The decode is offered the ticket when prefill accepts, so that it pulls each layer as it comes. It
-takes over at token 1. Until then it is a bet: a refusal asks the next decode, and a failure ends
-the bet. A request without an early decode is handed on at token 1, as in whole-model mode. Only a
-decode that has taken the KV and is then lost costs the request its prefill, for the ticket is
-spent.
+takes over at token 1. Until then it is a bet: if it refuses, the next decode is asked; if it fails,
+the bet is off. A request without an early decode is handed on at token 1, as in whole-model mode.
+The request loses its prefill only if a decode has taken the KV and is then lost, for that decode
+has spent the ticket.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class EarlyDecode:
         return self.has_kv and self.leg is None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take an event of its leg. Events that only follow token 1 mean nothing yet: dropped."""
+        """Take an event of its leg. Events that can only follow token 1 are dropped."""
         match event:
             case LegAccepted() | KvAdvanced():
                 self._accepted()

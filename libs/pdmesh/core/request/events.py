@@ -30,7 +30,7 @@ class Candidate:
     exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
 
     def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
-        """Those of `decodes` that may take this prefill's KV; the ones that avoid it come last."""
+        """The decodes that may take this prefill's KV; those that avoid this prefill come last."""
         mine = [c for c in decodes if c.pair == self.pair]
         if not any(c.exclusions for c in mine):
             return mine
@@ -54,16 +54,16 @@ class RequestLimits:
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
     answer_s: float = ANSWER_S  # an instance accepts or rejects within it
-    # An accepted leg is lost after so long without a token of its own or a sign of its engine's
+    # An accepted leg is lost after this time without a token of its own or a sign of its engine's
     # work.
     stall_s: float = LEG_STALL_S
     # When an instance is lost, a decode that had all KV from it says so within this time (F3).
     had_kv_s: float = HAD_KV_S
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
-    max_deaths: int = 2  # so many instances died with it: the request is to blame (F38)
-    num_innocent_tokens: int = 16  # after so many tokens on an instance its death is not counted
-    # A leg is lost once its engine has computed so many times the work that was open before it.
+    max_deaths: int = 2  # of instances; then the request is to blame (F38)
+    num_innocent_tokens: int = 16  # an instance's death after these many is not counted
+    # A leg without progress is lost once its engine has computed this multiple of its open work.
     max_overtaking: int = 2
     max_candidates: int = 8
 
@@ -108,7 +108,7 @@ class LegAccepted(LegEvent):
 class LegRejected(LegEvent):
     """`is_final`: this instance will not take it later either.
 
-    `is_too_long`: no instance of its kind would.
+    `is_too_long`: no instance of its kind would take it.
     """
 
     retry_after_s: float = 0.0
@@ -140,7 +140,7 @@ class KvStage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvAdvanced(LegEvent):
-    """The leg's KV has come further. That says nothing about the engine: each stage counts once."""
+    """The leg's KV reached a stage. That shows no work by the engine, so each stage counts once."""
 
     stage: KvStage
 
@@ -188,7 +188,7 @@ class EngineWorked(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class EngineUnknown(LegEvent):
-    """The instance that has the active leg, of an older release, says nothing of its engine."""
+    """The instance of the active leg runs an older release, which does not report engine work."""
 
 
 @dataclass(frozen=True, slots=True)

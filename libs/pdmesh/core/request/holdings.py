@@ -31,7 +31,7 @@ class OpenTicket:
 
 
 class Holdings:
-    """`decoding_key`: of the active leg once it needs no ticket: its tokens go the short way."""
+    """`decoding_key`: the active leg's key once it needs no ticket; its tokens go the short way."""
 
     __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")
 
@@ -39,7 +39,7 @@ class Holdings:
         self.leg: OpenLeg | None = None
         self.early: EarlyDecode | None = None
         self.ticket: OpenTicket | None = None
-        # The ticket's holder is lost: by then a decode has said whether it has the KV.
+        # Set when the ticket's holder is lost: a decode that has the KV says so by this time.
         self.kv_by = math.inf
         self.decoding_key = 0
 

@@ -13,7 +13,7 @@ from pdmesh.core.request.events import EngineWorked, KvStage, RequestLimits
 
 
 class LegSilence:
-    """Of the active leg. `progress_at`: its own last progress, which each token moves."""
+    """The silence of the active leg. `progress_at`: its last own progress; each token counts."""
 
     __slots__ = ("_kv_stage", "_limits", "_turn_by", "_turn_of", "_worked_at", "progress_at")
 
@@ -23,7 +23,7 @@ class LegSilence:
         self._kv_stage = KvStage.NONE  # of a decode
         self._worked_at = -math.inf  # the engine that has the leg
         self._turn_of = -math.inf  # the progress since which `_turn_by` holds
-        self._turn_by = 0  # once the engine has computed so many tokens, it has forgotten the leg
+        self._turn_by = 0  # an engine that has computed this many tokens has forgotten the leg
 
     @property
     def silent_at(self) -> float:
@@ -51,5 +51,5 @@ class LegSilence:
             self._worked_at = event.at
 
     def engine_unknown(self, now: float) -> None:
-        """Its instance is of an older release and cannot say: the deadline alone bounds the leg."""
+        """The instance runs an older release that cannot tell: only the deadline bounds the leg."""
         self._worked_at = now

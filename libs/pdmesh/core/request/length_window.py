@@ -4,9 +4,9 @@ It is for engines that compute the prompts of a batch in lockstep, each for as l
 takes: with padding, or as ranks of a DP group that meet in every layer.
 
 The window is w = max(DP size, |R|) of the R waiting prompts, anew for each batch. A short queue is
-one batch; of a long queue the prompts go that waste least. No prompt is passed over for ever: after
-`max_passed` batches with a prompt from behind it, it goes before all others. So it begins at most
-`max_passed` batches later than it would in order.
+one batch; from a long queue, the prompts that waste least go first. No prompt is passed over for
+ever: after `max_passed` batches with a prompt from behind it, it goes before all others. So it
+begins at most `max_passed` batches later than in the order of the queue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def padding_waste(lengths: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class LengthWindow:
-    """One for all queues: how often a prompt was passed over stands while batches come from others.
+    """One window for all queues; a prompt's count stays while batches come from other queues.
 
     The caller forgets a prompt that leaves.
     """
@@ -49,7 +49,7 @@ class LengthWindow:
     _passed: dict[int, int] = field(default_factory=dict)  # by number: batches that went before it
 
     def take(self, queue: Sequence[Place]) -> list[int]:
-        """Numbers of the next batch. `queue` is in the order that holds without this."""
+        """Numbers of the next batch. `queue` is in the order that holds without a window."""
         window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
         if len(window) <= self.dp_size:
             batch = list(window)

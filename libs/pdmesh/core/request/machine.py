@@ -1,9 +1,9 @@
 """Decides the life of one request (one choice of it): candidates, rejections, migration, deadlines.
 
-Every leg has a key that is never used again. So what an abandoned leg still says finds no owner and
-is dropped: that is the fence against two decoders. A rejection is a normal answer and never counts
-as a failure (S40-S44). A request that lost a leg is planned again, with the tokens emitted so far
-appended to its prompt. `transitions.py` has the table of phases and events.
+Every leg has a key that is never used again. So a late message of an abandoned leg finds no owner
+and is dropped: this fence keeps two decodes from answering one request. A rejection is a normal
+answer and never counts as a failure (S40-S44). A request that lost a leg is planned again, with the
+tokens emitted so far appended to its prompt. `transitions.py` has the table of phases and events.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Request:
         return moves + effects
 
     def push_token(self, key: int, token_id: int, now: float) -> bool:
-        """`DecodeTokens(key, (token_id,))` without the cost. False: use `handle` instead."""
+        """Handle `DecodeTokens(key, (token_id,))` at less cost. False: use `handle` instead."""
         if key != self._held.decoding_key:
             return False
         if len(self.emitted) < self.max_tokens:
@@ -247,11 +247,11 @@ class Request:
 
     @property
     def deaths_witnessed(self) -> Sequence[Victim]:
-        """Instances that died while they had it; none if it got a token elsewhere since."""
+        """Instances that died while they had this request; none if it got a token since."""
         return self._deaths.witnessed(len(self.emitted))
 
     def _reason_if_complete(self) -> FinishReason | None:
-        """Set if the last token was emitted: a leg lost before it said so has lost nothing."""
+        """Set if the last token was emitted: losing the leg then costs nothing."""
         if self.emitted and self.emitted[-1] in self.stop_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else None
@@ -296,7 +296,7 @@ class Request:
         return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """There is no instance to ask. A request that had one before waits for one to come back."""
+        """There is no instance to ask. A request that was on one waits for one to come back."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         if self._exclusions.narrow():
@@ -373,7 +373,7 @@ class Request:
         return effects + self._lose(error, (), now)
 
     def _exclude_refusers(self, early: EarlyDecode) -> None:
-        """Exclude them from the next plan.
+        """Exclude the decodes that refused from the next plan.
 
         A master that does not know yet that its only decode is dead would name it until no
         migration is left.
@@ -459,7 +459,7 @@ class Request:
         return [SendStart(key, to, self.attempt, ticket, len(self.emitted), self.num_remaining)]
 
     def _start_decoding(self, now: float) -> None:
-        """The active leg decodes. News that proves it may overtake the acceptance."""
+        """The active leg decodes. A message that proves this may overtake the acceptance."""
         leg = self._active_leg
         self.phase = RequestPhase.DECODING
         self.decode_id = leg.to.instance_id
@@ -487,7 +487,7 @@ class Request:
         return self._held.close_ticket()
 
     def _on_tokens(self, event: DecodeTokens, now: float) -> list[Effect]:
-        """Tokens prove that decode accepted and has the KV: they may overtake the news of it."""
+        """Tokens prove that the decode accepted and has the KV. They may overtake that message."""
         self._accepted_by_now(now)
         self._silence.progress_at = now
         return [*self._ticket_taken(), EmitTokens(self._append(event.token_ids))]
@@ -512,7 +512,7 @@ class Request:
         self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
 
     def _on_slot_freed(self, event: SlotFreed, now: float) -> list[Effect]:
-        """Offer it to the instance that has a free slot. After another rejection it waits again."""
+        """Offer the request where a slot is free. After another rejection it waits again."""
         is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
         for candidate in on:
@@ -584,8 +584,8 @@ class Request:
             return []
         if self._held.leg is None:
             return self._lose_ticket(now)
-        # The decode may have all KV, and the news of it be on its way. Then a second prefill would
-        # be for nothing (F3).
+        # The decode may have all KV while its message is still on the way. Then a second prefill
+        # would be wasted (F3).
         self._held.kv_by = min(self._held.kv_by, now + self.limits.had_kv_s)
         return []
 

@@ -38,10 +38,11 @@ class PlanExclusions:
         return False
 
     def narrow(self) -> bool:
-        """Exclude only what lasts, once until the request waits. Whether that changes anything.
+        """Exclude only lasting obstacles, at most once before the request waits.
 
-        There is no other pair. Only the prefills whose KV could not be had stay excluded, so that a
-        decode may compute the prompt itself.
+        Call it when no other pair is left. Prefills whose KV no decode can get and instances that
+        are too small stay excluded, so that a decode may compute the prompt itself. Returns whether
+        that changes anything.
         """
         lasting = self._out_of_reach | self._too_small
         if self._has_narrowed or not lasting or self._ids.keys() == lasting.keys():
@@ -51,7 +52,7 @@ class PlanExclusions:
 
     @property
     def is_size_alone(self) -> bool:
-        """Whether all that are excluded are too small: no larger instance is there."""
+        """Whether every excluded instance is too small: then there is no larger one."""
         is_all = self._ids.keys() == self._too_small.keys() and not self._out_of_reach
         return is_all and bool(self._too_small)
 

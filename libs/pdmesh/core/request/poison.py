@@ -2,9 +2,9 @@
 (F38).
 
 A prompt that two instances died of is refused for a while. Prompts are known by digest. Without
-this, the client's own retries would carry a prompt that migration gave up on to the next two
-instances. Instances are counted, not calls: one that dies ends many calls at once, perhaps several
-with one prompt. Bounded: the oldest prompt is forgotten.
+this rule, the client's own retries would take a prompt that migration gave up on to the next two
+instances. Instances are counted, not calls: an instance that dies ends many calls at once, perhaps
+several with one prompt. Bounded: the oldest prompt is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Deaths:
     """Instances that died while they had one request. An instance that is only silent did not die.
 
     A prompt that kills instances does so at once. A death after `num_innocent_tokens` is not the
-    request's doing, and it clears the deaths before it, too.
+    request's doing, and it clears the earlier deaths, too.
     """
 
     __slots__ = ("_num_emitted", "_num_innocent_tokens", "_victims")
@@ -33,7 +33,7 @@ class Deaths:
         return len(self._victims)
 
     def count(self, victim: Victim, num_of_leg: int, num_emitted: int) -> None:
-        """`num_of_leg` of the `num_emitted` tokens came while it had the request."""
+        """`num_of_leg` of the `num_emitted` tokens came while the victim had the request."""
         if num_of_leg >= self._num_innocent_tokens:
             self._victims.clear()
         else:
@@ -41,7 +41,7 @@ class Deaths:
             self._num_emitted = num_emitted
 
     def witnessed(self, num_emitted: int) -> Sequence[Victim]:
-        """None of them if the request got a token elsewhere since."""
+        """The counted deaths; none if the request got a token elsewhere since."""
         return () if num_emitted > self._num_emitted else tuple(self._victims)
 
 
@@ -58,7 +58,7 @@ class PoisonBook:
         return len(self._victims)
 
     def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
-        """These died while they had a request with this prompt, which got no token since."""
+        """The victims died with a request that has this prompt and has got no token since."""
         known = self._get(digest, now)
         self._victims.pop(digest, None)
         self._victims[digest] = (known.union(victims), now + self.remember_s)
@@ -66,7 +66,7 @@ class PoisonBook:
             del self._victims[next(iter(self._victims))]
 
     def clear(self, digest: bytes) -> None:
-        """The prompt was answered: what died before died of something else."""
+        """The prompt was answered: earlier victims died of something else."""
         self._victims.pop(digest, None)
 
     def is_poison(self, digest: bytes, now: float) -> bool:

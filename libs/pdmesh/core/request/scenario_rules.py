@@ -1,4 +1,4 @@
-"""Decides to which scenario a request belongs that names none (P/D-Serve 2.2.1, 3.2; S4).
+"""Decides the scenario of a request that names none (P/D-Serve 2.2.1, 3.2; S4).
 
 The rules look at the operation and the prompt's length. A label always stands: the client that sent
 it knows better. Without a label the first rule that fits decides. If none fits, the scenario is

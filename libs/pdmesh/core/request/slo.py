@@ -1,6 +1,6 @@
 """Decides how long a request may wait for its first token, by scenario and prompt length (S9).
 
-It also has the text that answers a request for which that time was too short (S44).
+It also has the text that answers a request whose time ran out (S44).
 """
 
 from __future__ import annotations

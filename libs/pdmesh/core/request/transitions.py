@@ -1,8 +1,9 @@
 """Decides in which phase of a request an event means something, and to which phases it may lead.
 
-An event that is not in the table is late or impossible. Late is what was true when it was sent: its
-leg ended, or the request did. It changes nothing. Impossible is what no order of messages explains,
-and `Request.handle` raises `IllegalEvent` for it. Where both could be, an event is late.
+An event that is not in the table is late or impossible. A late event was true when it was sent, but
+its leg or the request has ended since: it changes nothing. No order of messages explains an
+impossible event, and `Request.handle` raises `IllegalEvent` for it. An event that could be either
+counts as late.
 `python -m tools.request_states` makes docs/request-states.md from this table.
 """
 
@@ -56,7 +57,7 @@ ENDED = RequestPhase.ENDED
 
 HAS_LEG: Final = frozenset({PREFILL_OFFERED, PREFILLING, DECODE_OFFERED, DECODING})
 WAITING: Final = frozenset({WAITING_PREFILL, WAITING_DECODE})
-# No prefill has accepted the request, or the one that had is lost.
+# No prefill has accepted the request, or the prefill that accepted it is lost.
 UNPLACED: Final = frozenset({PLANNING, WAITING_PLAN, PREFILL_OFFERED, WAITING_PREFILL})
 
 Row = Mapping[type, frozenset[RequestPhase]]
@@ -155,9 +156,10 @@ BESIDE: Final[Mapping[RequestPhase, Row]] = {
     DECODING: {LegFailed: _to(DECODING), LegLost: _to(DECODING)},
 }
 
-# No stream of an instance says this of the leg that is active in this phase.
+# What a decode says: no instance sends it about a prefill leg.
 _DECODES_WORDS: Final = frozenset({KvAdvanced, LegKvReceived, DecodeTokens, LegFinished})
-# `Submitted` comes first and once. Also impossible: another's leg, a plan that was not asked for.
+# `Submitted` comes first and once. Events of another role's leg, and a plan that was not asked for,
+# are impossible, too.
 IMPOSSIBLE: Final[Mapping[RequestPhase, frozenset[type]]] = {
     **{phase: frozenset({Submitted}) for phase in RequestPhase},
     NEW: frozenset({PlanReceived, PlanFailed, SlotFreed, WaitRefused, StopMatched}),

@@ -1,7 +1,7 @@
 """Decides which waiting request is called when an instance has a free slot (S43, S44).
 
-Here wait the requests that every candidate rejected. When a slot comes free, the requests that wait
-for that instance are called in this order:
+The requests that every candidate rejected wait here. When a slot comes free, the requests that wait
+for its instance are called in this order:
 - the lowest priority number first;
 - within one priority, the tenants take turns by their weights (start-time fair queueing);
 - within one tenant, the nearest deadline first. Where a `window` forms batches for engines that
@@ -28,7 +28,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """For which tenant a request waits, and with what right; the shell takes it from the tenant."""
+    """Whose request waits, and with which priority and weight; the tenant's settings say so."""
 
     tenant: str = ""
     weight: int = 1
@@ -37,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Joined(Generic[W]):
-    """`number` is what `leave` takes. `evicted` was in the room before and no longer is."""
+    """`number` is what `leave` takes. `evicted` had to leave the room for it."""
 
     number: int
     evicted: W | None = None
@@ -60,7 +60,7 @@ class _Entry(Generic[W]):
 class WaitingRoom(Generic[W]):
     max_waiting: int
     num_evicted: int = 0
-    window: LengthWindow | None = None  # None: the first goes as soon as there is one slot
+    window: LengthWindow | None = None  # None: the first request goes as soon as a slot is free
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
@@ -145,9 +145,9 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """The next of this group: one, or a batch. Empty while there is no room for a batch.
+        """The next waiter of this group, or the next batch. Empty while a batch has no room.
 
-        Fewer than a batch wait for no others: they go when there is room for them (S46).
+        Waiters that do not fill a batch do not wait for more: they go when they have room (S46).
         """
         heap = self._heaps[instance_id][group]
         first = heap[0][1]
@@ -159,7 +159,7 @@ class WaitingRoom(Generic[W]):
         return self.window.take([Place(n, self._entries[n].num_tokens) for _, n in sorted(waiting)])
 
     def _next_group(self, instance_id: str) -> _Group | None:
-        """Of the groups that wait for it: in the first priority, the tenant whose turn is next."""
+        """The group that this instance calls next: by priority, then by the tenants' turns."""
         heaps = self._heaps.get(instance_id)
         if not heaps:
             return None
@@ -174,7 +174,7 @@ class WaitingRoom(Generic[W]):
         return min(heaps, key=order, default=None)
 
     def _least_claim(self, claim: Claim) -> int | None:
-        """The waiter whose place a newcomer may take: the latest deadline of the group to yield."""
+        """The waiter whose place a newcomer may take: the last by deadline of `_group_to_yield`."""
         group = self._group_to_yield(claim)
         if group is None:
             return None

@@ -1,1 +1,1 @@
-"""What a request says of how its tokens are drawn, and which text ends its answer."""
+"""What a request says about how its tokens are drawn, and which text ends its answer."""

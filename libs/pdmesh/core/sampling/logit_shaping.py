@@ -1,7 +1,8 @@
 """What a request changes of the model's logits before a token is drawn.
 
-Names and meanings are those of vLLM's `SamplingParams`. What counts tokens of the answer
-(penalties, `min_tokens`, `bad_words`) counts all of them, wherever they were drawn.
+Names and meanings are those of vLLM's `SamplingParams`. Fields that depend on the answer's tokens
+(penalties, `min_tokens`, `bad_words`) count all of these tokens, on whatever instance they were
+drawn.
 """
 
 from __future__ import annotations

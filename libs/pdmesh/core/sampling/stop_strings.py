@@ -1,10 +1,10 @@
 """Finds stop strings in text that arrives in pieces.
 
 A tail that may begin a stop string is held back until more text decides. Where the pieces are cut
-never changes the result: the stop that is complete first wins, and the text before it is kept.
+never changes the result: the first stop string to be complete wins, and the text before it is kept.
 
-Each character is looked at once for each stop string (Knuth, Morris and Pratt), however much the
-strings repeat themselves.
+Each character is looked at once for each stop string (Knuth, Morris and Pratt), however repetitive
+the strings are.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Matcher:
         return None
 
     def pass_over(self, piece: str) -> None:
-        """`feed` that goes on after a complete stop string."""
+        """Like `feed`, but it goes on after a complete stop string."""
         while (end := self.feed(piece)) is not None:
             piece = piece[end:]
 
 
 class StopText:
-    """`is_shown`: the stop string that ends the text is part of it."""
+    """`is_shown`: the text includes the stop string that ends it."""
 
     __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped")
 
@@ -64,7 +64,7 @@ class StopText:
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
         """The text that may be shown now; empty once `is_stopped`.
 
-        A stop string that is complete while none may stop is text like any other.
+        A stop string that becomes complete while `may_stop` is false is ordinary text.
         """
         if self.is_stopped:
             return ""

@@ -1,12 +1,12 @@
-"""Decides what each tenant may use: requests and tokens by token buckets, open calls, tokens of a
-day.
+"""Decides what each tenant may use: requests and tokens by token buckets, open calls, and a daily
+quota of tokens.
 
 A call pays for one request on arrival. It pays for its prompt and its longest answer once both are
 known, and gets back at its end what it did not use. A call that is refused pays nothing.
 
 With several gateways on one mesh, each grants only the parts of a limit that it holds
-(`shared_limits`), and of a day's tokens only what it leased (`quota_leases`). So together they
-never grant more than the limit.
+(`shared_limits`), and only the tokens of the day that it has leased (`quota_leases`). So together
+they never grant more than the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TenantLimits:
 class Tenant:
     """`weight`: its share of calls from the waiting room. `priority`: 0 is called first.
 
-    `models`: those it may use; empty: all.
+    `models`: the models that it may use; empty: all.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRefused:
-    """`num_lacking`: so many tokens the call lacks that other gateways may give up."""
+    """`num_lacking`: how many tokens the call lacks that other gateways may give up."""
 
     limit: Limit
     retry_after_s: float
@@ -75,7 +75,7 @@ class Charge:
 class TokenBucket:
     """Fills with `rate` per second up to `capacity`.
 
-    A call that costs more than a full bucket leaves it in debt.
+    A call that costs more than a full bucket leaves the bucket in debt.
     """
 
     rate: float
@@ -112,7 +112,7 @@ class TokenBucket:
 class Part:
     """What goes with a part of a limit from gateway to gateway.
 
-    That is the levels of its buckets at the time `at`; None: full.
+    These are the levels of its buckets at the time `at`; None: full.
     """
 
     requests: float | None = None
@@ -122,7 +122,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`now` is this process's monotonic clock, `wall` the clock of all gateways.
+    """`now` is this process's monotonic clock, `wall` is the clock that all gateways share.
 
     `day` numbers the days; this day has `left_s` to go.
     """
@@ -148,9 +148,9 @@ class _Account:
 
 @dataclass(slots=True)
 class Tenants:
-    """`num_parts`: into how many parts limits are cut; only parts that are held count.
+    """`num_parts`: into how many parts limits are cut; only the parts that we hold count.
 
-    None: limits are not cut, and all of them are ours.
+    If it is None, limits are not cut, and all of each limit is ours.
     """
 
     num_parts: Callable[[TenantLimits], int] | None = None
@@ -216,8 +216,8 @@ class Tenants:
     def forget_but(self, names: frozenset[str]) -> None:
         """Forget tenants that left the key file.
 
-        Those with open calls stay until the next time. So do those with leases, so that the same
-        tokens are not granted twice to a tenant that comes back.
+        A tenant with open calls stays until the next time. So does a tenant with leases: otherwise
+        a tenant that comes back could be granted the same tokens twice.
         """
         for name, account in list(self._accounts.items()):
             if name not in names and not account.num_open and not account.num_leased:
@@ -230,7 +230,7 @@ class Tenants:
         return () if account is None else account.held
 
     def idle_s(self, name: str, now: float) -> float:
-        """For how long no call has come, admitted or not; 0 while one is open."""
+        """For how long no call has come, admitted or not; 0 while a call is open."""
         account = self._account(name)
         return 0.0 if account.num_open else now - account.came_at
 
@@ -253,7 +253,7 @@ class Tenants:
                 bucket.give(_level_now(bucket, level, part.at, len(account.held), clock.wall))
 
     def give_up(self, tenant: Tenant, index: int, clock: Clock) -> Part:
-        """Give a part up. Returns what goes with it. The part admits nothing from now on."""
+        """Give a part up; it admits nothing from now on. Returns what goes with it."""
         limits, account = tenant.limits, self._account(tenant.name)
         self._fit(account, limits, clock.now)
         going = self._one_part(account, clock)
@@ -271,7 +271,7 @@ class Tenants:
         account.held = {index: None for index in account.held if index < num}
 
     def news(self, tenant: Tenant, part: Part, clock: Clock) -> Part | None:
-        """What would go with one of our parts; None if that follows from `part`, told before."""
+        """What would go with one of our parts; None if it follows from the `part` told last."""
         account = self._account(tenant.name)
         self._fit(account, tenant.limits, clock.now)
         going, num = self._one_part(account, clock), len(account.held)
@@ -296,13 +296,13 @@ class Tenants:
     # --- leases ----------------------------------------------------------------------------------
 
     def today(self, name: str, day: int) -> tuple[int, int, int]:
-        """The day that counts here, the tokens leased for it, and those granted."""
+        """The day that counts here, the tokens leased for it, and the tokens granted."""
         account = self._account(name)
         self._begin_day(account, day)
         return account.day, account.num_leased, account.num_today
 
     def lease(self, name: str, num_tokens: int) -> None:
-        """We may grant so many tokens of today, including those that we granted already."""
+        """We may grant `num_tokens` today, including the tokens that we have granted already."""
         self._account(name).num_leased = num_tokens
 
     def granted_elsewhere(self, name: str, num_tokens: int) -> None:
@@ -327,7 +327,7 @@ class Tenants:
     def _fit(
         self, account: _Account, limits: TenantLimits, now: float, *, is_empty: bool = False
     ) -> None:
-        """Fit the buckets to these limits and our present share, both of which change.
+        """Fit the buckets to these limits and to our present share; both may have changed.
 
         `is_empty`: a new bucket starts empty.
         """
@@ -365,7 +365,7 @@ def _bucket(
 
 
 def _level_now(bucket: TokenBucket, level: float | None, at: float, num: int, wall: float) -> float:
-    """The level now of one part of `num` that had `level` at the time `at`."""
+    """The present level of one of `num` parts that had `level` at the time `at`."""
     full = bucket.capacity / num
     if level is None:
         return full

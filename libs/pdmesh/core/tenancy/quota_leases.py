@@ -1,9 +1,10 @@
-"""Decides how several gateways share a tenant's tokens of a day: each grants only what it leased.
+"""Decides how several gateways share a tenant's daily tokens: each grants only what it has leased.
 
-All leases of a day together never exceed the quota. A lease counts as used, but is small: a gateway
-that dies loses only what it had leased and not granted. A gateway that needs more takes tokens that
-are not leased. If there are none, it says in the ledger what it lacks, and the others give up what
-they have not granted. So a tenant gets all of its quota, wherever its calls go.
+All leases of a day together never exceed the quota. A lease counts as used, but is small: when a
+gateway dies, only the tokens that it had leased but not granted are lost. A gateway that needs more
+takes tokens that are not leased. If there are none, it says in the ledger how many it lacks, and
+the others give up tokens that they have not granted. So a tenant gets all of its quota, wherever
+its calls go.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-_SHARES: Final = 32  # one lease is such a share of what is left of the day
+_SHARES: Final = 32  # a lease is one of this many shares of what is left of the day
 _MAX_GONE: Final = 32
 _GONE: Final = ""  # holds the leases of gateways that are gone, beyond the last `_MAX_GONE`
 
@@ -23,7 +24,7 @@ Leases = tuple["QuotaLease", ...]
 class QuotaLease:
     """A lease of `allowed` tokens on `day`.
 
-    When the holder wrote it, `num_used` of them were granted, and `num_wanted` more were lacking.
+    When its holder wrote it, `num_used` of them were granted, and the holder lacked `num_wanted`.
     """
 
     holder: str
@@ -64,7 +65,7 @@ def num_used_by(leases: Iterable[QuotaLease], day: int, is_alive: Callable[[str]
 
 
 def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> QuotaLease:
-    """Lease free tokens for calls that wait for `num_needed`, and say how many are then lacking."""
+    """Lease free tokens for calls that wait for `num_needed`; `num_wanted` has what is missing."""
     num_lacking = num_needed - mine.unused
     if num_lacking <= 0:
         return mine
@@ -80,8 +81,8 @@ def given(
 ) -> tuple[Leases, QuotaLease]:
     """Give others what they lack, the longest waiting first.
 
-    Those before us in line may have all that we did not grant. Those behind us may have what our
-    own calls do not wait for.
+    Gateways ahead of us in line may have all that we did not grant. Gateways behind us may have
+    what our own calls do not wait for.
     """
     spare = max(0, mine.unused - num_needed)
     is_lacking = num_needed > mine.unused
@@ -99,9 +100,9 @@ def given(
 
 
 def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> QuotaLease:
-    """Our lease, resized to a share of what is left, or to none without calls.
+    """Our lease, resized to a share of what is left, or to nothing unused if no calls come.
 
-    With more, other gateways could grant less, and more would be lost if we die.
+    If it were larger, other gateways could grant less, and more would be lost if this one dies.
     """
     free = num_free(with_lease(leases, replace(mine, allowed=mine.num_used)), quota, mine.day)
     share = 0 if is_idle else free // _SHARES
@@ -111,13 +112,13 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """The leases without old ones of holders that are gone. Most of today's such are merged."""
+    """The leases without old ones of gateways that are gone; most of today's are merged."""
     kept = [x for x in leases if x.day == day or is_alive(x.holder)]
     gone = [x for x in kept if not is_alive(x.holder)]
     if len(gone) <= _MAX_GONE:
         return tuple(kept)
-    # A gateway that was only cut off writes its lease again, which then counts twice. So the last
-    # ones stay.
+    # A gateway that was only cut off writes its lease again, and a merged lease would then count
+    # twice. So the latest ones stay separate.
     gone = [x for x in gone if x.holder == _GONE] + [x for x in gone if x.holder != _GONE]
     gone = gone[: len(gone) - _MAX_GONE // 2]
     total = sum(x.allowed for x in gone)

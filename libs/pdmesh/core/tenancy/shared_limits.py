@@ -2,8 +2,8 @@
 
 Limits are cut into parts, and one gateway at a time holds a part. A ledger says which gateway holds
 which part. It is written by compare-and-set, so no part is ever held twice. A gateway grants only
-its own parts, so together they never grant more than the limit. Each part is of use by itself (one
-open call, one request), so a limit is cut into as many parts as are of use.
+its own parts, so all gateways together never grant more than the limit. A limit is cut into as many
+parts as possible, but each part is large enough for one open call or one request.
 
 Parts go where calls are. A gateway takes free parts when it needs them. If there are none, it says
 so in the ledger, and gateways that hold more than their share hand some over. A gateway without
@@ -32,8 +32,8 @@ from pdmesh.core.tenancy.limits import (
 from pdmesh.core.tenancy.quota_leases import Leases, QuotaLease
 
 _MAX_PARTS: Final = 16
-_IDLE_S: Final = 5.0  # after so long without a call others may have all of a gateway's parts
-_HELD_S: Final = 1.0  # a part is held for at least so long if there are fewer than gateways
+_IDLE_S: Final = 5.0  # after this time without a call, others may have all of a gateway's parts
+_HELD_S: Final = 1.0  # the least time that a part is held if there are fewer parts than gateways
 
 
 def num_parts(limits: TenantLimits) -> int:
@@ -50,7 +50,7 @@ def num_parts(limits: TenantLimits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`holders[i]` holds part i; empty: it is free.
+    """`holders[i]` holds part i; if empty, the part is free.
 
     `wanted`: gateways that found no part, the longest waiting first.
     """
@@ -77,7 +77,7 @@ class _Known:
     leaving: dict[int, Part] = field(default_factory=dict)  # given up, but not handed over yet
     since: float = 0.0  # when the last part came
     waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
-    # Less than the ledger says is ours: we grant no more than this.
+    # A smaller lease than the ledger says we have: we grant no more than this one allows.
     giving: QuotaLease | None = None
 
 
@@ -85,8 +85,8 @@ class _Known:
 class TenantParts:
     """What one gateway, `me`, knows of all ledgers, and what it writes to them.
 
-    `seen` takes whatever they hold, also what this gateway wrote. `more`, `more_tokens` and `due`
-    say what to write at the known revision, or None.
+    `seen` takes whatever they hold, including what this gateway wrote. `more`, `more_tokens` and
+    `due` say what to write at the known revision, or None.
     """
 
     me: str
@@ -109,7 +109,7 @@ class TenantParts:
         """What the store says now."""
         known = self._of(tenant)
         if revision < known.revision:
-            return  # from before what we know
+            return  # older than what we know
         known.ledger, known.revision = ledger, revision
         if ledger is None:
             return
@@ -120,14 +120,14 @@ class TenantParts:
             is_held = index in self.tenants.held(tenant.name)
             if holder != self.me:
                 known.leaving.pop(index, None)
-                if is_held:  # another gateway took it: we counted as gone
+                if is_held:  # another gateway took it, because we were taken for dead
                     self.tenants.give_up(tenant, index, clock)
             elif not is_held and index not in known.leaving:
                 self.tenants.hold(tenant, index, ledger.parts[index], clock)
                 known.since = clock.now
 
     def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
-        """The store took this write, so it can take none of our earlier writes any more."""
+        """The store took this write, so it can no longer take any earlier write of ours."""
         known = self._of(tenant)
         known.giving = None
         if revision < known.revision and known.ledger is not None:
@@ -135,7 +135,7 @@ class TenantParts:
         self.seen(tenant, ledger, revision, clock)
 
     def named(self, tenant: Tenant) -> set[str]:
-        """Gateways that hold something or want it."""
+        """Gateways that hold or want a part, or have a lease."""
         ledger = self._of(tenant).ledger
         if ledger is None:
             return set()
@@ -168,7 +168,7 @@ class TenantParts:
 
     @contextmanager
     def waiting(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
-        """A call waits until so many tokens may be granted here."""
+        """A call waits until `num_tokens` may be granted here."""
         waiting = self._of(tenant).waiting
         waiting.append(num_tokens)
         try:
@@ -177,7 +177,7 @@ class TenantParts:
             waiting.remove(num_tokens)
 
     def more_tokens(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Lease what calls wait for, or ask for it; None if it is leased or asked for already."""
+        """Lease the tokens that calls wait for, or ask for them; None if that is done already."""
         quota = tenant.limits.tokens_per_day
         if quota is None:
             return None
@@ -192,7 +192,7 @@ class TenantParts:
     def _with_lease_settled(
         self, tenant: Tenant, ledger: Ledger, clock: Clock, *, tells_use: bool, is_leaving: bool
     ) -> Ledger:
-        """Give up what others lack, and what is of no use here."""
+        """Give up leased tokens that others lack, and tokens that are of no use here."""
         quota, before = tenant.limits.tokens_per_day, self._lease(tenant, clock)
         told = quota_leases.lease_of(ledger.leases, self.me, before.day)
         if quota is None or (told is None and not before.allowed):
@@ -228,7 +228,7 @@ class TenantParts:
         self.tenants.granted_elsewhere(tenant.name, num)
 
     def _lease(self, tenant: Tenant, clock: Clock) -> QuotaLease:
-        """Our lease as `tenants` has it, which grants by it."""
+        """Our lease as `tenants` has it; `tenants` grants by it."""
         day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
         ledger = self._of(tenant).ledger
         told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
@@ -249,8 +249,8 @@ class TenantParts:
     ) -> Ledger | None:
         """Hand over what others need more, and say what was used; None if nothing is new.
 
-        `tells_use`: write also what was used. Not each time, for then every call would be a write.
-        `is_leaving`: this gateway takes no more calls.
+        `tells_use`: also write what was used. Do so only now and then, or every call would cause a
+        write. `is_leaving`: this gateway takes no more calls.
         """
         self._trim(tenant)
         known = self._of(tenant)
@@ -287,7 +287,7 @@ class TenantParts:
         *,
         is_leaving: bool,
     ) -> None:
-        """Give up the parts that others should have: they admit nothing here from now on."""
+        """Give up the parts that others should have; these parts admit nothing here from now on."""
         known, held = self._of(tenant), sorted(self.tenants.held(tenant.name))
         keep = len(held)
         if is_leaving:
@@ -307,13 +307,13 @@ class TenantParts:
             known.leaving[index] = self.tenants.give_up(tenant, index, clock)
 
     def _trim(self, tenant: Tenant) -> None:
-        """Forget parts that no longer exist: the limits may be cut into fewer than before."""
+        """Forget parts that no longer exist: the limits may be cut into fewer parts now."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         self.tenants.trim(tenant)
         known.leaving = {index: part for index, part in known.leaving.items() if index < num}
 
     def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
-        """The ledger with the parts that we hold, for the store may have lost it or them."""
+        """The ledger with the parts that we hold: the store may have lost the ledger or a part."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         found = Ledger.new(num) if known.ledger is None else _sized(known.ledger, num)
         for index in self.tenants.held(tenant.name):

@@ -2,11 +2,11 @@
 3.3; S22).
 
 An instance counts for its group from its assignment to its release, set-up and drain included. An
-instance that is kept for a pool counts for the group that was lent and for the pool. One without a
-role counts for the pool `free`. So all accounts together are the whole time of the fleet.
+instance that is kept for a pool counts for the group that was lent and for the pool. An instance
+without a role counts for the pool `free`. So all accounts together are the whole time of the fleet.
 
-While one process leads, time is the caller's clock. Between two leaders it is the wall clock, and
-only what both of them saw is counted.
+While one process leads, time is measured by the caller's clock. Between two leaders it is measured
+by the wall clock, and only instances that both leaders saw are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_GAP_S: Final = 600.0  # between leaders; a wall clock that jumped adds no mo
 class Account:
     """`pool`: the pool that has borrowed the instances; empty: they serve.
 
-    `group_id` empty: it sums groups that are gone.
+    If `group_id` is empty, the account sums groups that are gone.
     """
 
     service: str
@@ -104,7 +104,7 @@ class UsageBook:
     def _fold(self) -> None:
         """At the bound, merge the accounts of groups that are gone.
 
-        First by service, scenario and pool; if that is not enough, by pool alone.
+        First merge them by service, scenario and pool; if that is not enough, only by pool.
         """
         for merge in (_of_scenario, lambda account: Account("", "", "", account.pool)):
             if len(self._seconds) <= self.max_accounts:

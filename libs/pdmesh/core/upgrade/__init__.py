@@ -1,1 +1,1 @@
-"""Rolling upgrades: which group gets the new revision next, how it does, and when it rolls back."""
+"""Rolling upgrades: which group gets the new revision next, how it does, when it is rolled back."""

@@ -1,14 +1,14 @@
-"""Decides which group gets a new revision next, and when all roll back (S24).
+"""Decides which group gets a new revision next, and when all groups roll back (S24).
 
-One group after another gets the revision, its ratio unchanged, and proves itself before the next
-one. Level-triggered: each round compares what the scenarios' groups run with what the desired
-state asks for, and says which record to keep next. So a new leader takes up an upgrade where it is.
-Only times, and what went wrong meanwhile, are kept here. The rules:
+One group after another gets the revision, with its ratio unchanged. Each group proves itself before
+the next one begins. The controller is level-triggered: each round compares what the scenarios'
+groups run with what the desired state asks for, and says which record to keep next. So a new leader
+takes up an upgrade where it is. Only times and incidents are kept here. The rules:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
   scenario's requests. Groups that serve nothing get the revision when the others have proved it.
-- A group has proved itself when it served complete and well for a while. If it does not, all groups
-  roll back, one at a time, and so does the desired state, as a new version.
+- A group has proved itself when it was complete and served well for a while. If it fails, all
+  groups roll back, one at a time, and so does the desired state, as a new version.
 - A canary is a small group beside the others. It gets a share of the requests until it is promoted.
 """
 
@@ -39,7 +39,7 @@ from pdmesh.core.upgrade.trial import Trials
 class UpgradeController:
     """The only way to change state is `handle`.
 
-    A record to keep counts from the next round on, if it was written.
+    A new record counts from the next round on, if it was written.
     """
 
     kv_transport: str
@@ -74,7 +74,7 @@ class UpgradeController:
         known = dict(observed.upgrades)
         taken = {scenario for scenario, each in known.items() if each.current}
         self.reports = {}
-        # Those under way first: the others wait for them.
+        # Upgrades under way come first: the others wait for them.
         for scenario in sorted(
             observed.targets, key=lambda s: (s not in known or not known[s].current, s)
         ):

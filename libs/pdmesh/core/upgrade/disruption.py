@@ -13,7 +13,7 @@ from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen
 from pdmesh.core.upgrade.round import UpgradeRound
 
-MAX_BUSY: Final = 0.85  # of what is left while a group is out
+MAX_BUSY: Final = 0.85  # load of the instances that are left while a group is out
 
 
 def why_not_now(
@@ -21,7 +21,7 @@ def why_not_now(
 ) -> str:
     """Why no group may be changed now; empty if one may.
 
-    Groups in `may_be_broken` need not be complete for it.
+    Groups in `may_be_broken` need not be complete.
     """
     if round_.is_taken:
         return "a group of another scenario is being changed"
@@ -37,7 +37,7 @@ def why_not_now(
 def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
     """Why the group cannot spare the instances that must leave first; empty if it can.
 
-    These are as many as there are too few blank instances for, whichever they are.
+    As many instances must leave as there are blank instances missing, whichever they are.
     """
     short = max(0, group.size - group.num_blank)
     if not short:

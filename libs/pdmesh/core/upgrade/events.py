@@ -15,8 +15,8 @@ from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReporte
 class GroupSeen:
     """A group as the group controller has it.
 
-    `busy`: share of a role's slots; None: not known. `faulty`: instances of its revision that
-    something speaks against. `num_blank`: blank instances that could join it.
+    `busy`: the share of a role's slots that is taken; None: not known. `faulty`: instances of its
+    revision that are suspected or faulty. `num_blank`: blank instances that could join it.
     """
 
     group_id: str
@@ -37,23 +37,23 @@ class GroupSeen:
 
     @property
     def is_lacking(self) -> bool:
-        """It is incomplete only for want of instances."""
+        """Whether it is incomplete only for lack of instances."""
         return not (self.is_whole or self.failure or self.num_blank)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsObserved:
-    """What is asked for, and what is there.
+    """What the desired state asks for, and what is there.
 
     `targets`: each scenario's service. `planning`: scenarios in which a plan is under way;
-    `gathering`: those of them whose plan only waits for instances.
+    `gathering`: the scenarios among them whose plan only waits for instances.
     """
 
     version: int
     targets: Mapping[str, Service]
     upgrades: Upgrades
     groups: Mapping[str, GroupSeen]
-    canary_share: float = 0.0  # with which the version was applied
+    canary_share: float = 0.0  # the share with which the version was applied
     limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Builds what upgrades see of the groups, from the group controller's last round and reports."""
+"""Builds the picture that upgrades have of the groups, from the group controller's last round."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slot
 class Surroundings:
     """What the group controller does not know.
 
-    `faulty`: instances that something speaks against, by what they run.
+    `faulty`: suspected and faulty instances, by what they run.
     """
 
     busy: Busy
     faulty: Mapping[GroupRevision, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    canary_share: float = 0.0  # with which the version was applied
+    canary_share: float = 0.0  # the share with which the version was applied
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
 
 

@@ -1,9 +1,9 @@
-"""Decides whether a group's new revision answers as well as the one before.
+"""Decides whether a group's new revision answers as well as its old one.
 
 It counts failures and times of the answers of each revision of each group. They are compared with
-what the unchanged groups answer meanwhile; if no group is unchanged, with the answers before the
-change. What is not known speaks against no revision. `rollback.py` looks at lost and faulty
-instances, too.
+the answers of the unchanged groups in the same time. If no group is unchanged, they are compared
+with the answers before the change. Missing numbers never speak against a revision. `rollback.py`
+looks at lost and faulty instances, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
 _MIN_ANSWERS: Final = 20  # on each side, before times are compared
 _MIN_FAILED: Final = 3
-_T_P_NOISE_S: Final = 0.05  # a mean that is larger by less counts as equal
+_T_P_NOISE_S: Final = 0.05  # a mean that is larger by less than this counts as equal
 _TPOT_NOISE_S: Final = 0.005
 
 
@@ -30,7 +30,7 @@ _TPOT_NOISE_S: Final = 0.005
 class RequestAnswered:
     """`t_p_s`: from a prefill's acceptance to token 1.
 
-    `tpot_s`: per token after it; None: no token.
+    `tpot_s`: time per later token; None: there was no later token.
     """
 
     group_revision: GroupRevision
@@ -40,7 +40,7 @@ class RequestAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LegFailureReported:
-    """An instance of it failed a request, whether or not the client noticed."""
+    """An instance of the group failed a request, whether or not the client noticed."""
 
     group_revision: GroupRevision
 
@@ -72,7 +72,7 @@ class Tally:
 class Answers:
     """The answers of the last ten minutes, by group and revision.
 
-    Beyond the bound those that were silent longest are forgotten.
+    At the bound, those that were silent longest are forgotten.
     """
 
     _buckets: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
@@ -92,7 +92,7 @@ class Answers:
                     tally.tpot_s += tpot_s
 
     def of(self, group_revisions: Collection[GroupRevision], since: float, until: float) -> Tally:
-        """The sum over buckets that began in this time, so that nothing before `since` counts."""
+        """The sum over buckets that began in this time; answers before `since` do not count."""
         total = Tally()
         for group_revision in group_revisions:
             for began, tally in self._buckets.get(group_revision, ()):
@@ -111,7 +111,7 @@ class Answers:
 
 
 def why_worse(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
-    """What is wrong with the new revision; empty: nothing that is known."""
+    """What is wrong with the new revision; empty if nothing is known."""
     if new.num_failed >= _MIN_FAILED and new.failed_share > limits.max_failed_share:
         return f"{new.failed_share:.1%} of its requests failed"
     if min(new.num, old.num) >= _MIN_ANSWERS:

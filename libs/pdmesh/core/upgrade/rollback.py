@@ -1,8 +1,8 @@
 """Decides when a bad upgrade is turned back, and which group goes back next (S24).
 
 A revision is bad if a group cannot be set up with it or is not complete in time, if more than one
-of its instances were lost or faulty, or if it answers worse than the one before. Then all groups go
-back one at a time, and so does the desired state, as a new version.
+of the group's instances was lost or faulty, or if it answers worse than the old revision. Then all
+groups go back, one at a time, and so does the desired state, as a new version.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdmesh.core.upgrade.events import GroupSeen, RestoreVersion
 from pdmesh.core.upgrade.round import UpgradeRound
 from pdmesh.core.upgrade.trial import Trial
 
-_MAX_INCIDENTS: Final = 1  # so many lost or faulty instances may be chance
+_MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
 
 
 def why_bad(
     round_: UpgradeRound, upgrade: Upgrade, seen: GroupSeen, trial: Trial, *, can_wait: bool
 ) -> str:
-    """Why the group's new revision must not stay; empty: nothing speaks against it so far."""
+    """Why the group's new revision must not stay; empty if nothing speaks against it so far."""
     limits, now = round_.limits, round_.now
     trial.note(seen, now)
     if seen.failure:
@@ -68,7 +68,7 @@ def go_back(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 def _is_back(round_: UpgradeRound, upgrade: Upgrade, seen: GroupSeen) -> bool:
     """Whether the group is complete with the old revision again.
 
-    It counts, too, if it has lacked instances for so long that the others need not wait.
+    A group that has lacked instances for too long counts as complete: the others need not wait.
     """
     if seen.revision != round_.revision(upgrade.settled):
         return False
@@ -107,7 +107,7 @@ def _next_back(round_: UpgradeRound, upgrade: Upgrade, why_stopped: str) -> Upgr
 
 def _why_not_back(round_: UpgradeRound, left: list[GroupSeen], group: GroupSeen) -> str:
     """Why the group must wait; empty if it may go back now."""
-    # Do not wait for these: groups of the bad revision, or without instances for them, may never
+    # Do not wait for these groups: with the bad revision, or for lack of instances, they may never
     # be complete again.
     bad = {g.group_id for g in left} | {g.group_id for g in round_.groups if g.is_lacking}
     moving = round_.observed.planning - round_.observed.gathering
@@ -119,7 +119,7 @@ def _why_not_back(round_: UpgradeRound, left: list[GroupSeen], group: GroupSeen)
 
 
 def _restore(round_: UpgradeRound, upgrade: Upgrade) -> str:
-    """Restore the version before, unless an operator has changed more since.
+    """Restore the previous version, unless an operator has applied another one since.
 
     Returns what the operator must do if it cannot be restored.
     """

@@ -1,7 +1,7 @@
-"""Decides what the groups of one scenario run next in an upgrade, and why not yet (S24).
+"""Decides what the groups of one scenario run next in an upgrade, and why they must wait (S24).
 
-A canary serves its share until an operator promotes it. Otherwise one group after another gets the
-new revision, and proves itself before the next one.
+A canary serves its share until an operator promotes it. Without a canary, one group after another
+gets the new revision, and each proves itself before the next one begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def decide(round_: UpgradeRound, before: Upgrade | None) -> Upgrade:
 
 
 def _without_gone(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Forget groups that are lent or removed: if they come back, they run what is settled."""
+    """Forget groups that are lent or removed: if they come back, they run the settled service."""
     here = {g.group_id for g in round_.groups}
     changed = {g: s for g, s in upgrade.changed.items() if g in here}
     current = upgrade.current if upgrade.current in here else ""
@@ -44,9 +44,9 @@ def _without_gone(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 
 
 def _noted(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Note whether a complete group serves with what is settled.
+    """Note whether a complete group serves with the settled service.
 
-    From then on the groups go back to that, even if all of them are lost for a while.
+    From then on a rollback leads to it, even if all groups are lost for a while.
     """
     settled = round_.revision(upgrade.settled)
     is_proved = any(g.is_whole and g.revision == settled for g in round_.groups)
@@ -54,7 +54,7 @@ def _noted(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 
 
 def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgrade:
-    """The desired state asks for something else than before."""
+    """The desired state asks for another service now."""
     version = round_.observed.version
     after = replace(upgrade, target=target, version=version, canary_share=0.0)
     if target == upgrade.settled:
@@ -63,7 +63,7 @@ def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgr
     after = replace(after, back="", outcome="")
     if not upgrade.is_proved and not any(g.serves for g in round_.groups):
         return Upgrade(round_.scenario, target, version, target, version)
-    if upgrade.current:  # it has been taken out already
+    if upgrade.current:  # this group has been taken out already
         after = after.moved(upgrade.current)
     else:
         share = 0.0 if upgrade.changed else round_.observed.canary_share
@@ -98,10 +98,10 @@ def _go_on(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
     if not serving:
         if upgrade.target not in upgrade.changed.values():
             return _begin_unserved(round_, upgrade, left)
-        for group in left:  # they serve nothing, so all may change at once
+        for group in left:  # these groups serve nothing, so all may change at once
             upgrade = upgrade.moved(group.group_id)
         return _done(round_, upgrade)
-    group = serving[0]  # first one that cannot be set up again: its revision may be the cause
+    group = serving[0]  # a group that cannot be set up comes first: its revision may be the cause
     hopeless = {g.group_id for g in serving if g.failure}
     why = why_not_now(round_, hopeless, round_.observed.planning) or why_no_room(round_, group)
     if why:
@@ -113,7 +113,7 @@ def _go_on(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 def _begin_unserved(round_: UpgradeRound, upgrade: Upgrade, left: list[GroupSeen]) -> Upgrade:
     """No group serves now, and the target has not proved itself.
 
-    So one group begins: an outage of all groups must not make the target what they go back to.
+    So only one group begins: after an outage of all groups, the target must still prove itself.
     """
     if not left:
         round_.say(upgrade, "waiting", "all its groups are lent or not there yet")

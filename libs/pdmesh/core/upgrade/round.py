@@ -45,10 +45,10 @@ class UpgradeRound:
         return self.trials.trial(self.scenario, (group_id, self.revision(service)), self.now)
 
     def change(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
-        """The group gets what the upgrade leads to, forward or back."""
+        """The group gets the service that the upgrade leads to, forward or back."""
         after = replace(upgrade.moved(group.group_id), current=group.group_id)
         self.trials.forget(self.scenario)
-        self.trial(group.group_id, after.goal)  # from now on, before its first answer
+        self.trial(group.group_id, after.goal)  # the trial begins before its first answer
         self.announce("changing", after, group.group_id, upgrade.back)
         self.say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after

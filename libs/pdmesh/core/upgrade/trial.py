@@ -16,12 +16,12 @@ from pdmesh.core.upgrade.revision_health import (
     why_worse,
 )
 
-_BEFORE_S: Final = 300.0  # answers before a change that it is compared with
+_BEFORE_S: Final = 300.0  # a change is compared with the answers in this time before it
 
 
 @dataclass(slots=True)
 class Trial:
-    """One group since it was given a revision."""
+    """One group since it was given its revision."""
 
     group_revision: GroupRevision
     since: float
@@ -67,7 +67,7 @@ class Trials:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
     def trial(self, scenario: str, group_revision: GroupRevision, now: float) -> Trial:
-        """The present trial, or a new one if the group or its revision is another."""
+        """The present trial, or a new one if it is another group or revision."""
         trial = self._trials.get(scenario)
         if trial is None or trial.group_revision != group_revision:
             trial = self._trials[scenario] = Trial(group_revision, now, now)

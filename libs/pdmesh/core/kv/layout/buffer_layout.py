@@ -1,8 +1,8 @@
 """Decides how many bytes a prompt's KV has and where each piece lies in one buffer (S3, S47).
 
-The buffer is layer-major, then has the blocks in the order of the prompt. The bytes of a block are
-opaque here, so any engine's packing travels unchanged. Equal fingerprints say that both sides pack
-alike.
+The buffer has one layer after the other, and within a layer the blocks in the order of the prompt.
+The bytes of a block are opaque here, so any engine's packing travels unchanged. Equal fingerprints
+say that both sides pack alike.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-MAX_SPANS: Final = 512  # of one part: as many as one message can name
+MAX_SPANS: Final = 512  # per part: the most that one message can name
 # A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap.
 # Measured (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
 CHUNK_BYTES: Final = 4 << 20  # when the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # when layers are staged while later ones are computed
-INLINE_BYTES: Final = 64 << 10  # a part of at most so many bytes travels in its announcement
-_FEW_INLINE: Final = 4  # a prompt that fits so many inline parts has no others
+INLINE_BYTES: Final = 64 << 10  # a part of this size or less travels in its announcement
+_FEW_INLINE: Final = 4  # a prompt that fits this many inline parts has no other parts
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -34,9 +34,9 @@ DTYPE_BYTES: Final = {
 class KvShape:
     """What decides the size of a model's KV, or of one rank's share.
 
-    `num_kv_heads` equals the query heads in MHA and is smaller in GQA. `scale_bytes` are those that
-    a quantised cache keeps beside K and V of one token and head. They are 0 without scales, and for
-    scales of a whole tensor, which are part of the fingerprint.
+    `num_kv_heads` equals the query heads in MHA and is smaller in GQA. `scale_bytes` is the size of
+    the scales that a quantised cache keeps beside K and V of one token and head. It is 0 without
+    scales, and for scales of a whole tensor, which are part of the fingerprint.
     """
 
     num_layers: int
@@ -69,7 +69,7 @@ class KvSpan:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """One step of a pull: spans of the sender's buffer, joined at `offset` of what is pulled."""
+    """One step of a pull: spans of the sender's buffer, joined at `offset` of the pulled bytes."""
 
     offset: int
     length: int
@@ -83,7 +83,7 @@ class KvLayout:
     """One prompt's buffer on one rank.
 
     It is `num_layers` x `num_heads` x `num_blocks` x the bytes of one head of a block.
-    `block_bytes` are those of all heads of one layer. Opaque blocks count as one head.
+    `block_bytes` has all heads of a block in one layer. An opaque block counts as one head.
     """
 
     num_layers: int
@@ -108,7 +108,7 @@ class KvLayout:
     def offset(self, layer: int, block: int) -> int:
         """Where a block of a layer begins.
 
-        Only for one head: with more, a block is in several places.
+        Only for a layout of one head: with more heads, a block is in several places.
         """
         assert self.num_heads == 1
         if not (0 <= layer < self.num_layers and 0 <= block < self.num_blocks):
@@ -122,12 +122,12 @@ class KvLayout:
         chunk_bytes: int = CHUNK_BYTES,
         is_tapered: bool = False,
     ) -> tuple[KvPart, ...]:
-        """A pull of the blocks from `first_block` on, of the heads (first, number), cut into parts.
+        """Cut a pull of the blocks from `first_block` on into parts; `heads` is (first, number).
 
         A part is as many whole layers as fit `chunk_bytes`. A longer layer is cut into parts of
         whole blocks, at least one each. `is_tapered`: parts get shorter towards the end, so that
-        little is left to move when the last layer is there. A pull of nothing is one empty part.
-        Raises IndexError outside the layout.
+        little is left to move when the last layer is computed. A pull of no blocks is one empty
+        part. Raises IndexError outside the layout.
         """
         first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
@@ -189,11 +189,11 @@ def _parts(
 
 
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:
-    """Where `count` layers are cut: each part is half of what is left, down to an eighth of all.
+    """Where to cut `count` layers: each part is half of what is left, down to an eighth of all.
 
-    A part that does not travel in its announcement takes a question and an answer, however short it
-    is. If several layers can travel inline, they are the last part, and no other part is below a
-    quarter: so the part before the last is sent when the last layer is there.
+    A part that does not travel in its announcement takes a round trip, however short it is. If
+    several layers can travel inline, they form the last part, and every other part has at least a
+    quarter of all layers. So the last part but one is sent by the time the last layer is computed.
     """
     num_inline = num_inline if num_inline > 1 else 0
     end = max(0, count - num_inline)

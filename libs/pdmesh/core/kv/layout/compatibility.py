@@ -1,9 +1,9 @@
 """Decides whether two engines may exchange KV, and says in words where they differ (S126).
 
-What they must have in common is one short string: the `model_fingerprint` of tickets, registry and
-index. Engines with equal strings may exchange KV, others must not. The string names the number of
-ranks only where blocks are opaque. Where blocks can be cut by heads, it names the number of heads,
-and the numbers of ranks may differ (`rank_heads.py`).
+All that they must have in common is in one short string: the `model_fingerprint` of tickets,
+registry and index. Engines with equal strings may exchange KV, others must not. The string names
+the number of ranks only where blocks are opaque. Where blocks can be cut by heads, it names the
+number of heads, and the numbers of ranks may differ (`rank_heads.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Has `num_heads`, of the whole model, or `num_ranks`, for opaque blocks; the other is 0."""
+    """It has `num_heads` of the whole model or, for opaque blocks, `num_ranks`; the other is 0."""
 
-    model: str  # digest of the weights, of how they are computed with, and of the engine's version
+    model: str  # digest of the weights, of how they are used, and of the engine's version
     dtype: str  # of the stored K and V
     scales: str  # unscaled, per-tensor-<digest of the values>, or per-token-head
     block_size: int  # tokens
@@ -65,7 +65,7 @@ def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
 
 
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
-    """Bytes on each of their ranks of what is `our_bytes` on each of ours; None: no exchange."""
+    """The share on each of their ranks, if each of ours has `our_bytes`; None: no exchange."""
     if our_ranks == their_ranks:
         return our_bytes
     kind = parse(fingerprint)

@@ -1,10 +1,9 @@
-"""Finds where each kv head's bytes lie in a layer's paged cache, and fixes the order they travel
-in.
+"""Finds where each kv head's bytes lie in a layer's paged cache, and fixes their order of travel.
 
 Engines keep a block's tokens and heads in different orders, with K and V in one tensor or one
-behind the other. When they travel, a layer's bytes are [head][block][K or V][token][content], so
+behind the other. When a layer's bytes travel, they are [head][block][K or V][token][content], so
 that any run of heads is contiguous. Two caches may exchange blocks if a head's block has the same
-counts in that order, whatever their strides.
+counts in that order, whatever the strides of the caches.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Axis:
 class HeadBlocks:
     """One layer's cache on one rank.
 
-    A head's block is `outer` axes of runs of `run_bytes` contiguous bytes. `outer` is in the order
-    of travel, the last axis fastest. An opaque cache is one head whose block is one run.
+    A head's block has `outer` axes over runs of `run_bytes` contiguous bytes. `outer` is in the
+    order of travel, the last axis fastest. An opaque cache has one head, whose block is one run.
     """
 
     blocks: Axis
@@ -47,7 +46,7 @@ class HeadBlocks:
         return self.heads.count * self.head_bytes
 
     def runs(self, block: int, head: int) -> list[tuple[int, int]]:
-        """(where in the cache, where in the travelling head's block) of each run, in bytes."""
+        """For each run its offset in the cache and in the travelling head's block, in bytes."""
         starts = [block * self.blocks.stride + head * self.heads.stride]
         for axis in self.outer:
             starts = [s + i * axis.stride for s in starts for i in range(axis.count)]
@@ -62,8 +61,7 @@ def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
 def head_blocks(
     axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
 ) -> HeadBlocks:
-    """The cache of a tensor whose dimensions are named by `axes`, one letter each; strides in
-    items.
+    """The cache of a tensor; `axes` names its dimensions, one letter each. Strides are in items.
 
     "kbnhc" is flash attention's [2, blocks, tokens, heads, head size]. "bknhc" is the same with
     blocks first. "bhnc" has K and V one behind the other in the content. Raises ValueError unless
@@ -88,6 +86,6 @@ def head_blocks(
 
 
 def travel_shape(axes: str, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """The shape of a head's block when it travels: equal if two caches may exchange blocks."""
+    """The shape of a travelling head's block. Caches may exchange blocks if it is equal."""
     named = dict(zip(axes, shape, strict=True))
     return (*(named[a] for a in _TRAVEL_ORDER if a in named), item_bytes)

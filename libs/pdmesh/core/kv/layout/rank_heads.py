@@ -1,10 +1,10 @@
 """Decides which heads of which source rank make up each destination rank's KV (S57).
 
-Prefill and decode may differ in ranks. A rank holds a run of the model's kv heads, or one head that
-several ranks keep copies of. A destination pulls each head it needs from one source, straight into
-its own share. With equal numbers of ranks, rank i pulls from rank i and nothing else. Every source
-gets at least one pull, if only to learn that its bytes are not needed: only then does it free its
-staged range.
+Prefill and decode may have different numbers of ranks. A rank holds a run of the model's kv heads,
+or one head of which several ranks keep copies. A destination pulls each head that it needs from one
+source, straight into its own share. With equal numbers of ranks, rank i pulls only from rank i.
+Every source gets at least one pull, if only to learn that its bytes are not needed: only then does
+it free its staged range.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HeadRun:
 class Piece:
     """Heads that one destination rank takes from one source rank.
 
-    `count` 0: it only says it is done.
+    `count` 0: the pull only tells the source that this destination is done.
     """
 
     source_rank: int
@@ -35,9 +35,10 @@ class Piece:
 
 
 def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
-    """The heads a rank holds.
+    """The heads that a rank holds.
 
-    Raises ValueError if they do not divide, IndexError if there is no such rank.
+    Raises ValueError if the ranks cannot share the heads equally, IndexError if there is no such
+    rank.
     """
     if num_heads < 1 or num_ranks < 1:
         raise ValueError(f"{num_heads} kv heads over {num_ranks} ranks")
@@ -72,7 +73,7 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """Pieces for copies of a head that no destination needs: the head's first taker tells them."""
+    """Pieces without heads: a head's first taker tells the sources whose copies are not needed."""
     copies = max(1, num_sources // num_heads)
     takers = max(1, num_destinations // num_heads)  # destinations of each head
     if copies <= takers or rank % takers:

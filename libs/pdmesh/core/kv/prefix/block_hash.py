@@ -54,7 +54,7 @@ def block_hashes(
 ) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, in order; a partial tail has none.
 
-    `parent`: the hash of the block before, if the chain's earlier blocks are hashed already.
+    `parent`: the hash of the preceding block, if the chain's earlier blocks are hashed already.
     """
     data = memoryview(tokens_to_bytes(token_ids))
     step = 4 * block_size

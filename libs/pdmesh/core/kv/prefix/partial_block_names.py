@@ -1,11 +1,10 @@
 """Names the beginning of a block: sampled prefix hashing, for the tail of a conversation (S103).
 
-A block's full name says that all of its tokens are equal. But the last block of a prompt is seldom
-full, and two conversations seldom part at a block's end. So beginnings have names, too: one at
-`start` tokens and one at each further `step`, as far as there are tokens. Fewer than `start` tokens
-have a single name, at their number (RTP-LLM 5.2.3: 208 and 4). A name is keyed and chained as a
-full block's is (ADR 0003), with its own personalisation, so that it never equals a full block's
-name.
+A block's full name stands for all of its tokens. But the last block of a prompt is seldom full, and
+two conversations seldom part at a block's end. So beginnings have names, too: one at `start` tokens
+and one after each further `step` tokens, as far as there are tokens. A beginning of fewer than
+`start` tokens has one name, at its end (RTP-LLM 5.2.3: 208 and 4). A name is keyed and chained like
+a full block's name (ADR 0003), with its own personalisation, so that the two are never equal.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class PartialBlockName:
 def turn_ends(data: bytes, stop_token_ids: Collection[int], max_ends: int = 4) -> list[int]:
     """Where earlier turns of a conversation may have left KV: positions in the prompt, last first.
 
-    A prompt ends with what its template puts after the last turn: a stop token and a few more.
-    Where the same tokens stand earlier, an earlier prompt of this conversation ended. Its answer
-    ended at the first stop token after that. A prompt without a stop token near its end is no
-    conversation and has none.
+    A prompt ends with what its template puts after the last turn: a stop token and a few more
+    tokens. Where the same tokens stand earlier, an earlier prompt of this conversation ended. Its
+    answer ended at the first stop token after them. A prompt without a stop token near its end is
+    no conversation and has no such positions.
     """
     num_tokens = len(data) // _TOKEN_BYTES
     suffix = _suffix(data, num_tokens, stop_token_ids)

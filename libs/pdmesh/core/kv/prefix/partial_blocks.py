@@ -4,8 +4,8 @@ S104).
 A full block is shared and never changes. A partial block holds tokens up to its watermark. It is
 exclusive: one request at a time takes it over and appends after the watermark. A request that
 continues only its beginning, or finds it taken, gets a copy of that beginning in a block of its
-own. Appending leaves alone what is below the watermark, so a block may be copied while its owner
-goes on.
+own. Appending does not change what is below the watermark, so a block may be copied while its owner
+appends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.core.kv.prefix.partial_block_names import PartialSampling, partial_n
 
 @dataclass(frozen=True, slots=True)
 class PartialFound:
-    """The first `num_tokens` tokens of `block` are those that were looked for."""
+    """The first `num_tokens` tokens of `block` are the beginning of the wanted tokens."""
 
     block: int
     num_tokens: int
@@ -34,7 +34,7 @@ class _Tail:
 class PartialBlocks:
     """Partial blocks by block number.
 
-    Of blocks with equal beginnings the one kept last is found.
+    Of several blocks with equal beginnings, the one that was kept last is found.
     """
 
     sampling: PartialSampling
@@ -72,7 +72,7 @@ class PartialBlocks:
         return new
 
     def forget(self, block: int) -> list[bytes]:
-        """Its content is given up, or gets other names.
+        """The block's content is given up, or gets other names.
 
         Returns the names that no block has any more.
         """
@@ -93,7 +93,7 @@ class PartialBlocks:
         return gone
 
     def find(self, root: bytes, parent: bytes, data: bytes) -> PartialFound | None:
-        """The block with the longest beginning of `data`, which comes after `parent`."""
+        """The block that follows `parent` and holds the longest beginning of `data`."""
         most = len(data) // 4
         positions = sorted(p for p in self._counts.get(parent, ()) if p <= most)
         if not positions:
@@ -108,7 +108,7 @@ class PartialBlocks:
     def may_append(self, found: PartialFound) -> bool:
         """Whether a request that has the block to itself may append to it.
 
-        If not, it may only continue a copy of what was found.
+        If not, the request may only continue a copy of what was found.
         """
         watermark = self._partials[found.block].watermark
         return found.num_tokens == watermark < self.block_size

@@ -26,7 +26,7 @@ _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 class PinnedPrefix:
     """Blocks of one pin as an instance finds them.
 
-    `until` is in unix seconds: the end of a cache entry, on which nothing else depends.
+    `until` is in unix seconds. It ends a cache entry, and nothing else depends on it.
     """
 
     names: tuple[bytes, ...]
@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class WantedPin:
-    """A pin as an operator asks for it, checked. Raises InvalidRequest, which names the field."""
+    """A checked pin as an operator asks for it. Raises InvalidRequest, which names the field."""
 
     pin_id: str
     tenant: str
@@ -88,8 +88,7 @@ def check_room(
 ) -> None:
     """Raise InvalidRequest unless a pin fits beside the others.
 
-    `num_new`: its blocks by fingerprint; `num_held`: the same of the pins that there are, by pin
-    id.
+    `num_new`: its blocks by fingerprint; `num_held`: the same for each existing pin, by pin id.
     """
     others = {other: blocks for other, blocks in num_held.items() if other != pin_id}
     if len(others) >= MAX_PINS:

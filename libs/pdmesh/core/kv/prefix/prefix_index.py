@@ -2,13 +2,13 @@
 S102).
 
 It is one map, block -> bitmask of holders, kept up to date by numbered deltas. Deltas of one
-incarnation apply in order. Later ones wait (bounded) until the hole fills or a snapshot covers it.
-A match counts contiguous blocks from the start only: a block whose predecessor an instance lacks is
-of no use to it.
+incarnation apply in order. Deltas beyond a gap wait (bounded) until the gap is filled or a snapshot
+covers it. A match counts only contiguous blocks from the start: a block whose predecessor an
+instance lacks is of no use to it.
 
-An instance has two neighbouring bits, engine and host, so that "in either" is a shift of the whole
-mask. A block's name is kept once, under a row number. Equal masks are one object, so each block of
-a run costs a pointer comparison.
+An instance has two neighbouring bits, engine and host, so that a shift of the whole mask finds the
+blocks in either tier. A block's name is kept once, under a row number. Equal masks are one object,
+so each block of a run costs a pointer comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.kv.tiers.load_plan import Tier
 
 TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
-MAX_WAITING = 256  # deltas kept beyond a hole, per instance
+MAX_WAITING = 256  # deltas kept beyond a gap, per instance
 _MAX_RETIRED = 4  # incarnations remembered as over, per instance
 _MAX_INTERNED = 16_384
 _FEW = 8
@@ -98,16 +98,16 @@ class _Holder:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Bounded by `max_blocks` entries, a block counted once per instance and tier that holds it.
+    """Bounded by `max_blocks` entries; a block counts once per instance and tier that holds it.
 
-    Beyond that, a block that no prompt asked for lately is forgotten (clock); see `take_forgotten`.
-    Forgetting may cost a cache hit, but never causes a wrong one.
+    Beyond that, the clock algorithm forgets a block that no prompt has asked for lately; see
+    `take_forgotten`. Forgetting may cost a cache hit, but never causes a wrong one.
     """
 
     max_blocks: int = 8_000_000
     num_blocks: int = 0
     num_evicted: int = 0  # entries forgotten for lack of room
-    num_host_blocks: int = 0  # of the entries, those in host pools
+    num_host_blocks: int = 0  # the entries that are in host pools
     _rows: dict[bytes, int] = field(default_factory=dict)
     _names: list[bytes | None] = field(default_factory=list)  # by row
     _masks: list[int] = field(default_factory=list)  # by row
@@ -147,7 +147,7 @@ class PrefixIndex:
         return holder.num_blocks if holder else 0
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
-        """After GAP the delta waits until others fill the hole or a snapshot covers it."""
+        """After GAP, the delta waits until others fill the gap or a snapshot covers it."""
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
             return DeltaOutcome.STALE
@@ -165,8 +165,7 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> DeltaOutcome:
-        """Replace what is known of the instance by all that its engine and host pool held at
-        `sequence`.
+        """Replace what is known of the instance; its engine and host pool held this at `sequence`.
 
         GAP: deltas after the snapshot are still missing.
         """
@@ -185,7 +184,7 @@ class PrefixIndex:
     def remove_instance(self, instance_id: str) -> int:
         """Forget an instance that is gone, and its incarnation for good.
 
-        Returns the number of its blocks: the cost of the call.
+        Returns how many blocks it had, which is the cost of the call.
         """
         holder = self._instances.pop(instance_id, None)
         if holder is None:
@@ -207,8 +206,8 @@ class PrefixIndex:
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
         """Contiguous blocks from the start, for each instance that holds at least the first.
 
-        They count in `tier` alone or, without one, in either of the instance's own tiers. One pass,
-        with early exit.
+        They count in `tier` or, if it is None, in either of the instance's own tiers. It is one
+        pass, with early exit.
         """
         rows, masks, is_used = self._rows, self._masks, self._is_used
         matches: dict[str, int] = {}
@@ -234,7 +233,7 @@ class PrefixIndex:
         return matches
 
     def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
-        """What all host pools together hold of a prompt: a peer gives only from its pool (S77)."""
+        """What all host pools together hold of a prompt; a peer gives only from its pool (S77)."""
         if not self.num_host_blocks:
             return NO_PEERS
         rows, masks, in_host = self._rows, self._masks, self._everyone << 1
@@ -254,7 +253,7 @@ class PrefixIndex:
     def with_partials(
         self, matches: Mapping[str, int], partials: Iterable[PartialBlockName], block_size: int
     ) -> dict[str, float]:
-        """`matches`, plus the share of the next block that an instance holds the beginning of."""
+        """`matches`, plus the share of the next block whose beginning an instance holds."""
         best: dict[str, float] = dict(matches)
         for partial in partials:
             row = self._rows.get(partial.name)
@@ -270,9 +269,9 @@ class PrefixIndex:
         return best
 
     def pin(self, names: frozenset[bytes]) -> None:
-        """Do not forget these while there are others to forget.
+        """Do not forget these names while there are others to forget.
 
-        Replaces the names of the last call.
+        They replace the names of the last call.
         """
         self._pinned = names
 
@@ -319,9 +318,9 @@ class PrefixIndex:
         return mask if tier is Tier.ENGINE else mask >> 1
 
     def _note(self, matches: dict[str, int], mask: int, length: int) -> None:
-        """`mask` has engine bits only.
+        """Record `length` for the instances in `mask`, which has only engine bits.
 
-        Few are taken one by one; many in one pass, which is cached.
+        A few bits are read one by one; many are read in one pass, whose result is cached.
         """
         if mask.bit_count() <= _FEW:
             while mask:
@@ -339,7 +338,7 @@ class PrefixIndex:
         matches.update(dict.fromkeys(ids, length))
 
     def _holder_for(self, instance_id: str, incarnation: int) -> _Holder | None:
-        """The instance's state under this incarnation, created if new; None if that is over."""
+        """The state of this incarnation, created if new; None if the incarnation is over."""
         holder = self._instances.get(instance_id)
         if holder is not None:
             if holder.incarnation == incarnation:
@@ -388,7 +387,7 @@ class PrefixIndex:
                 continue
             if self.num_blocks >= self.max_blocks:
                 self._evict_one()
-                row = self._rows.get(block)  # it may have been the one that was evicted
+                row = self._rows.get(block)  # this very block may have been evicted
             if row is None:
                 row = self._new_row(block)
                 self._masks[row] = bit
@@ -426,7 +425,7 @@ class PrefixIndex:
         self._free.append(row)
 
     def _evict_one(self) -> None:
-        """Forget, for all its holders, the next row that no match touched since the hand passed."""
+        """Forget the next row that no match touched since the hand passed, for all its holders."""
         row = self._next_victim()
         name, mask = self._name(row), self._masks[row]
         while mask:
@@ -446,7 +445,7 @@ class PrefixIndex:
             row, name = self._hand, self._names[self._hand]
             if name is not None and not self._is_used[row]:
                 if name not in self._pinned or row == first_pinned:
-                    break  # in the second case the hand went round once: all others are pinned, too
+                    break  # in the second case the hand went round: all other rows are pinned, too
                 first_pinned = row if first_pinned < 0 else first_pinned
             self._is_used[row] = 0
             self._hand = (row + 1) % len(self._names)

@@ -1,8 +1,7 @@
 """Decides which instance is asked for its snapshot next: a few at a time, the longest wait first.
 
-An instance that could not be asked goes to the end with a growing pause and takes no place
-meanwhile. So any number of instances that do not answer delay the others by no more than their
-turns.
+An instance that could not be asked goes to the end, with a growing pause in which it takes no
+place. So instances that do not answer, however many, delay the others only by their own turns.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class _Wanted:
     due: float
     pause_s: float
     is_in_flight: bool = False
-    is_again: bool = False  # wanted again while in flight: what comes may be too old
+    is_again: bool = False  # wanted again while in flight: the answer may be too old
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
 """Decides whether a disk may be written and read (F33).
 
-A full, read-only, broken or hanging disk is left alone and tried again later. A failed write makes
-the store read-only: one probe per interval is let through until one succeeds. Several failed reads
-in a row turn reading off in the same way. Intervals double up to a bound. An operation that makes
-no progress for `hang_s` turns its direction off at once. It is the only probe while it hangs:
-another would hang beside it.
+A full, read-only, broken or hanging disk is not used and is tried again later. A failed write makes
+the store read-only: one write per interval is let through as a probe, until one succeeds. Several
+failed reads in a row turn reading off in the same way. Intervals double up to a bound. An operation
+that makes no progress for `hang_s` turns its direction off at once. While it hangs there is no
+other probe, which would hang, too.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DiskHealth:
     def watch(self, reading_since: float | None, writing_since: float | None, now: float) -> bool:
         """Report when the slowest read and the slowest write under way last made progress.
 
-        None: none is under way. To be called often. True if the state changed with it.
+        None: none is under way. Call it often. Returns whether the state changed.
         """
         before = self.state
         for gate, since in ((self._reads, reading_since), (self._writes, writing_since)):
@@ -103,7 +103,7 @@ class DiskHealth:
         return self._writes.is_hanging
 
     def wrote(self, is_ok: bool, now: float) -> bool:
-        """True if the state changed with it."""
+        """A write has ended. Returns whether the state changed."""
         before = self.state
         if is_ok:
             self._writes.worked()

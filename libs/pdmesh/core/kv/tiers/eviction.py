@@ -3,15 +3,16 @@
 It also knows which block is in which slot. Order of eviction:
 - free slots first;
 - then the least recently used block that no request has asked for again since it was stored;
-- then the least recently used of those asked for again.
+- then the least recently used block that some request has asked for again.
 
-A pinned block is in use and never goes. A block that many requests asked for (a system prompt) is
-kept: it does not go until so many others are kept that it is the least recently used of them.
-Blocks asked for again and kept blocks may each fill only a share of the pool, so that new blocks
-get their chance. An owner (a tenant, under one salt) at its quota makes room among its own blocks.
+A pinned block is in use and is never evicted. A block that many requests asked for (a system
+prompt) is kept. When too many blocks are kept, the least recently used kept block becomes an
+ordinary one. Blocks asked for again and kept blocks may each fill only a share of the pool, so that
+new blocks get their chance. An owner (a tenant, under one salt) at its quota makes room among its
+own blocks.
 
-A block of a prefix that an operator pinned is fixed: it does not go, up to a share of the pool.
-Beyond that share it is a block like any other until there is room.
+A block of a prefix that an operator pinned is fixed: it is not evicted. Fixed blocks may fill only
+a share of the pool; beyond it such a block is like any other until there is room.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PoolBook:
     """
 
     num_slots: int
-    owner_share: float = 1.0  # of the slots one owner may hold
+    owner_share: float = 1.0  # the share of the slots that one owner may hold
     protected_share: float = 0.8
     kept_share: float = 0.25
     keep_after: int = 8  # uses
@@ -57,7 +58,7 @@ class PoolBook:
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
-    _to_fix: dict[bytes, None] = field(default_factory=dict)  # here or not, in order of `fix`
+    _to_fix: dict[bytes, None] = field(default_factory=dict)  # in the order of `fix`, stored or not
     _num_fixed: int = 0
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class PoolBook:
     def unpin(self, name: bytes, is_use: bool = True) -> None:
         """`is_use`: the block served a request.
 
-        That makes it the most recently used one and protects it over new blocks.
+        Then it becomes the most recently used block, and is evicted only after new blocks.
         """
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
@@ -137,7 +138,7 @@ class PoolBook:
             self._keep(name, entry)
 
     def _keep(self, name: bytes, entry: _Entry) -> None:
-        """Keep a block that was in use until now. The kept block with the oldest use makes room."""
+        """Keep a block that was in use until now; at the bound, unkeep the least recently used."""
         if (most := int(self.kept_share * self.num_slots)) == 0:
             return
         if len(self._kept) >= most:
@@ -147,7 +148,7 @@ class PoolBook:
         self._kept[name] = self._newly_kept[name] = None
 
     def _unkeep(self, name: bytes) -> None:
-        """The block was taken out of `_kept`."""
+        """Undo what `_keep` did, once the block is out of `_kept`."""
         self._newly_kept.pop(name, None)
         entry = self._entries[name]
         entry.is_kept, entry.num_uses = False, 0
@@ -157,7 +158,7 @@ class PoolBook:
     def touch(self, names: Sequence[bytes]) -> None:
         """The chain was used as a whole.
 
-        Its head becomes the most recent, so its tail goes first.
+        Its head becomes the most recently used block, so its tail is evicted first.
         """
         for name in reversed(names):
             if name in self._probation:
@@ -179,9 +180,9 @@ class PoolBook:
         return name in self and self._entries[name].is_fixed
 
     def fix(self, names: Iterable[bytes]) -> None:
-        """These blocks stay once they are here, as far as the share allows.
+        """These blocks stay once they are stored, as far as the share allows.
 
-        Replaces the names of the last call.
+        They replace the names of the last call.
         """
         before, self._to_fix = self._to_fix, dict.fromkeys(names)
         for name in before:
@@ -332,7 +333,7 @@ class PoolBook:
             del self._idle_of[entry.owner]
 
     def _demote(self) -> None:
-        """If too many blocks are protected, the least recently used of them lose that."""
+        """If too many blocks are protected, end the protection of the least recently used."""
         while self._num_protected > int(self.protected_share * self.num_slots) and self._protected:
             name, _ = self._protected.popitem(last=False)
             self._entries[name].is_protected = False

@@ -1,7 +1,7 @@
 """Decides which tier serves which blocks of a prompt, and if loading beats computing (S76, S106).
 
-A prompt is a chain of block names. Blocks count only as an unbroken run from the first one missing
-in the engine. Each block comes from the fastest source that holds it, and sources work at the same
+A prompt is a chain of block names. Only an unbroken run counts, from the first block that the
+engine lacks. Each block comes from the fastest source that holds it, and sources work at the same
 time. The run ends where it saves most.
 """
 
@@ -25,7 +25,7 @@ _ORDER = {tier: rank for rank, tier in enumerate(Tier)}
 
 
 def prefix_length(mask: int, first: int = 0) -> int:
-    """How many positions from `first` on are in the mask without a hole."""
+    """How many positions from `first` on are in the mask without a gap."""
     mask >>= first
     return (~mask & (mask + 1)).bit_length() - 1
 
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`runs` are in order and without holes. `saved_s` compares with computing the same blocks."""
+    """`runs` are in order and without gaps. `saved_s` compares with computing the same blocks."""
 
     runs: tuple[Run, ...] = ()
     saved_s: float = 0.0
@@ -82,7 +82,7 @@ def plan_load(
 ) -> LoadPlan:
     """What to load of blocks `first` to `num_blocks - 1`; nothing unless it saves `min_saved_s`.
 
-    Of lengths that save as much, the longest is taken: it leaves the compute to others.
+    Of lengths that save equally much, the longest is taken: it leaves the compute to others.
     """
     ranked = sorted(sources, key=lambda s: (s.cost.block_s, s.cost.latency_s, _ORDER[s.tier]))
     chosen: list[int] = []  # by position from `first`, an index into `ranked`

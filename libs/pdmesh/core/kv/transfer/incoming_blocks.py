@@ -3,12 +3,12 @@ landing ranges are free.
 
 A load pulls one prompt's KV, and scatters what lands into blocks that its request holds. The blocks
 are released, or given to the computation, only when the pull has ended and no copy into them is
-under way; then no range is scattered any more, though the KV agent may not have heard of the end.
+under way. From then on no range is scattered, even if the KV agent has not heard of the end yet.
 Landing ranges are free when the pull has delivered them or the agent knows that no late write can
 reach them, and never before the blocks are settled.
 
-Pulls take turns (S53). One whose prompt is computed still takes none, since its KV comes at the
-pace of prefill; it is complete when its KV and token 1 are both there.
+Pulls take turns (S53). A pull whose prompt is still being computed takes no turn, since its KV
+comes at the pace of prefill. Its load is complete when the KV and token 1 are both there.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class _Load:
     started: float
     landings: set[int]  # offsets of ranges that may be written into
     awaits_token: bool
-    has_blocks: bool  # that are neither complete nor released
+    has_blocks: bool  # its blocks are neither complete nor released
     is_begun: bool = False
     is_over: bool = False  # its pull has ended, or will never begin
     num_scattering: int = 0
     failure: LoadFailure | None = None
     is_cancelled: bool = False
     is_landing_free: bool = False
-    waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
+    waits_since: float = math.inf  # since then only bytes are missing: turn and prefill are done
 
     @property
     def is_settled(self) -> bool:
@@ -85,7 +85,7 @@ class IncomingBlocks:
         return self._queue.num_waiting
 
     def is_waiting(self, leg: int) -> bool:
-        """For its turn."""
+        """Whether the leg waits for its turn."""
         return self._queue.is_waiting(leg)
 
     @with_story
@@ -180,7 +180,7 @@ class IncomingBlocks:
         return self._settle(event.leg, now)
 
     def _settle(self, leg: int, now: float) -> list[IncomingEffect]:
-        """Once the pull and all copies have ended; the turn goes to the next."""
+        """Call it once the pull and all copies have ended. The turn goes to the next pull."""
         if not self._loads[leg].is_settled:
             return []
         return self._end(leg, now) + self._begin_all(self._queue.end(leg), now)
@@ -236,12 +236,12 @@ class IncomingBlocks:
         if not load.is_begun:
             begun = self._queue.end(leg)
             return self._leave_queue(leg, now) + self._begin_all(begun, now)
-        if load.is_settled:  # it waits for token 1
+        if load.is_settled:  # it only waits for token 1
             return self._settle_blocks(leg)
         return [] if load.is_over else [CancelPull(leg)]
 
     def _leave_queue(self, leg: int, now: float) -> list[IncomingEffect]:
-        """It is over before its turn: nothing was asked for."""
+        """The load is over before its turn, so no pull was started."""
         load = self._loads[leg]
         load.is_over = True
         self._drop_landings(load, list(load.landings))

@@ -13,9 +13,9 @@ from pdmesh.core.model import Tick
 class LoadStarted:
     """A request's blocks are allocated, and its KV is to be pulled into them.
 
-    `landings`: the offsets of the ranges that its pull lands in. `source`: in whose queue it waits
-    for its turn, for `timeout_s` at most; None: it takes no turn. `is_early`: token 1 is not known.
-    Without blocks the pull only tells the sender that all KV is here.
+    `landings`: the offsets of the ranges that its pull lands in. `source`: the source in whose
+    queue it waits for its turn, for at most `timeout_s`; None: it takes no turn. `is_early`: token
+    1 is not known yet. Without blocks, the pull only tells the sender that all KV is here.
     """
 
     leg: int
@@ -50,7 +50,7 @@ class RangeScattered:
 
 @dataclass(frozen=True, slots=True)
 class PullFellSilent:
-    """Nothing has come of the pull for a while, though the sender has the bytes."""
+    """No byte of the pull has come for a while, though the sender has the bytes."""
 
     leg: int
 
@@ -63,7 +63,7 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """`landings`: the ranges that no write can reach any more. The KV agent tells of the others."""
+    """`landings`: ranges that no write can reach any more. The KV agent reports the others."""
 
     leg: int
     failure: LoadFailure | None
@@ -81,7 +81,7 @@ class LoadCancelled:
 class AgentLandingFreed:
     """No late write can reach the landing range at `offset`.
 
-    The KV agent says so once per pull that raised or was cancelled.
+    The KV agent says so once per pull that failed or was cancelled.
     """
 
     offset: int
@@ -145,9 +145,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class ReportLoad:
-    """Tell what became of the pull. Once per load that is not cancelled.
+    """Report the outcome of the pull, once per load that is not cancelled.
 
-    `waited_s`: since its turn had come and prefill was done.
+    `waited_s`: the time since its turn had come and prefill was done.
     """
 
     leg: int
@@ -158,7 +158,7 @@ class ReportLoad:
 
 @dataclass(frozen=True, slots=True)
 class CompleteLoad:
-    """The KV is in the blocks, token 1 is known: the request may compute."""
+    """The KV is in the blocks and token 1 is known: the request may compute."""
 
     leg: int
 

@@ -1,9 +1,9 @@
 """Decides when the landing range of a pull is free: when no late write can reach it.
 
-A part of the pull is announced, then its bytes arrive, inline or by a receive that was posted.
-Once a receive may have been posted, only two things prove that no late write lands: its bytes have
-arrived, or its connection has ended. So the range of a pull that ended early stays taken until all
-parts announced so far are drained and the sender announces no more.
+A part of the pull is announced, then its bytes arrive, inline or by a posted receive. Once a
+receive may have been posted, only two things prove that no late write lands: the part's bytes have
+arrived, or the connection has ended. So the range of a pull that ended early stays taken until all
+announced parts are drained and the sender announces no more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Landing:
     def announce(self, part: MetaArrived) -> int | None:
         """The number of the part, whose bytes may be written from now on.
 
-        None if it does not follow the one before without a gap: no byte lands twice or outside.
+        None if the part does not follow the last one without a gap: no byte may land twice or
+        outside the range.
         """
         if self.is_refused or self.is_announced or part.offset != self.num_announced:
             return None
@@ -64,7 +65,7 @@ class Landing:
         return index
 
     def lose_peer(self) -> bool:
-        """Its connection has ended: nothing lands any more. Whether bytes are missing."""
+        """The connection has ended: nothing lands any more. Returns whether bytes are missing."""
         is_short = self.is_owed
         self.is_peer_lost = True
         self.posted.clear()

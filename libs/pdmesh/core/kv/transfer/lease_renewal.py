@@ -1,7 +1,7 @@
-"""Decides which waiting tickets a receiver renews, and when. `receiver.py` renews those it pulls.
+"""Decides which waiting tickets a receiver renews, and when. `receiver.py` renews tickets in pulls.
 
-Renewals are a third of a lease apart and end by themselves, so that a receiver that forgets a
-ticket frees it.
+Renewals are a third of a lease apart and end by themselves, so that a ticket is freed even if its
+receiver forgets it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LeaseKeeper:
     def keep(self, ticket_id: str, lease_s: float, until: float, now: float) -> bool:
         """Renew until `until` or `stop_renewing`.
 
-        False, and no renewal, at the bound or without a lease.
+        Returns False and renews nothing if there are too many tickets, or if there is no lease.
         """
         if lease_s <= 0 or (ticket_id not in self._kept and len(self._kept) >= MAX_KEPT):
             return False
@@ -44,7 +44,7 @@ class LeaseKeeper:
         self._kept.pop(ticket_id, None)
 
     def due(self, now: float) -> tuple[list[str], list[str]]:
-        """Tickets to renew now, and those whose time has just run out."""
+        """Tickets to renew now, and tickets whose time has just run out."""
         over = [ticket_id for ticket_id, kept in self._kept.items() if now >= kept.until]
         for ticket_id in over:
             del self._kept[ticket_id]

@@ -1,13 +1,13 @@
 """Decides which pulls of KV are under way at a decode and which wait their turn (S52, S53).
 
-A few long pulls may share the link; more at once only stretch all of them. Short pulls spend their
-time in latency rather than on the link, so many may go together. So what is under way is bounded by
-bytes as well as by number. A pull that ends lets the next begin.
+A few long pulls may share the link; more at once only slow all of them down. Short pulls spend
+their time in latency rather than on the link, so many may go together. So the pulls under way are
+bounded by bytes as well as by number. A pull that ends lets the next begin.
 
-Each source has its own queue. A source that sends slowly, or not at all, holds up only the pulls
-from itself: the bytes under way from it are bounded, and so is its share of the number. A pull that
-falls silent uses none of the link. It gives up its turn to the next, and goes on beside it if its
-bytes come after all. Admission bounds the total number of pulls.
+Each source has its own queue. A source that sends slowly, or not at all, holds up only its own
+pulls: both the bytes under way from it and its share of the number are bounded. A pull that falls
+silent does not use the link. It gives up its turn to the next pull, and goes on beside that pull if
+its bytes come after all. Admission bounds the total number of pulls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _SourceQueue(Generic[K]):
 class PullQueue(Generic[K]):
     """`add`, `fell_silent`, `end` and `drop_overdue` return the pulls that begin now.
 
-    Of each source, the oldest comes first.
+    Within a source, the oldest comes first.
     """
 
     max_active: int
@@ -61,7 +61,7 @@ class PullQueue(Generic[K]):
         return self._begin()
 
     def fell_silent(self, key: K) -> list[K]:
-        """Nothing has come of a pull under way for a while. Unknown keys are ignored."""
+        """A pull under way has received nothing for a while. Unknown keys are ignored."""
         return [] if self.is_waiting(key) else self.end(key)
 
     def end(self, key: K) -> list[K]:
@@ -77,10 +77,10 @@ class PullQueue(Generic[K]):
         return self._begin()
 
     def drop_overdue(self, now: float) -> tuple[list[K], list[K]]:
-        """Remove the pulls whose turn has not come in time; return them and those that begin.
+        """Remove the pulls whose turn has not come in time; return them and the pulls that begin.
 
-        That says nothing about their source. All leave before any begins, for the end of one may
-        make room for another whose time is over, too.
+        A late turn says nothing about its source. All overdue pulls leave before any pull begins,
+        or the end of one could let another overdue pull begin.
         """
         dropped = [
             key

@@ -1,17 +1,18 @@
-"""Decides how a receiver's pulls end, once each; `landing.py` decides when their bytes are free.
+"""Decides how a receiver's pulls end, each once; `landing.py` decides when their ranges are free.
 
 The sender announces a pull's bytes part by part. Each part arrives, is verified, and is delivered
 in order. While a pull waits or receives, its lease is renewed. A pull that fails or is given up
 asks the sender to stop and is then drained: it waits until its landing range is free.
 
-A pull also fails when nothing of it came for `stall_s`. So a cut link is known long before the
-deadline, all of which a slow link may use. If a sender does not answer within STOP_S of the
-deadline, its connection is aborted: a frozen peer looks like a slow one, and both end there. A pull
-that waits for prefill may have minutes left when it is given up; it has PULL_DRAIN_S to be drained.
+A pull also fails when none of its bytes came for `stall_s`. So a cut link is known long before the
+deadline, while a slow link may use all of the time. If a sender does not answer within STOP_S after
+the deadline, its connection is aborted: a frozen sender looks like a slow one, and both end there.
+A pull that waits for prefill may have minutes left when it is given up; it has PULL_DRAIN_S to be
+drained.
 
-The end of one pull costs no other. While others get their bytes on its connection, that connection
-is retired: it takes no new pull and is aborted after the last one. A sender of which nothing at all
-was heard for PULL_DRAIN_S loses all its pulls at once.
+The end of one pull costs no other pull. While others get their bytes on its connection, the
+connection is retired: it takes no new pull and is aborted after the last one. A sender that was not
+heard at all for PULL_DRAIN_S loses all its pulls at once.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class _Pull:
     renew_every_s: float
     renew_at: float
     stall_s: float
-    heard_at: float  # when something of it came last
+    heard_at: float  # when the last message or byte of it came
     num_delivered: int = 0  # parts
-    verified: set[int] = field(default_factory=set)  # and not delivered yet
+    verified: set[int] = field(default_factory=set)  # parts that are not delivered yet
     is_silent: bool = False
     has_caller: bool = True
     is_stopped: bool = False  # it failed or was given up: drain it
@@ -74,7 +75,7 @@ class PullBook:
     def __init__(self) -> None:
         self.story = Story()
         self._pulls: dict[int, _Pull] = {}
-        self._heard_at: dict[int, float] = {}  # by peer: when anything of any pull came last
+        self._heard_at: dict[int, float] = {}  # by peer: the last sign of any of its pulls
         self._retired: dict[int, None] = {}  # peers
 
     def __len__(self) -> int:
@@ -82,7 +83,7 @@ class PullBook:
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing that time ends."""
+        """Whether no pull depends on time, so that no Tick is needed."""
         return not (self._pulls or self._retired)
 
     @with_story
@@ -135,7 +136,7 @@ class PullBook:
     def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
         if pull is None or pull.peer != event.peer or pull.landing.is_peer_lost:
-            # Inline bytes can be ignored. Bytes that follow would wait for ever for a receive.
+            # Inline bytes can be ignored. Other bytes would wait for ever for a receive.
             return [] if event.is_inline else [AbortPeer(event.peer)]
         index = pull.landing.announce(event)
         if index is None:
@@ -226,7 +227,7 @@ class PullBook:
         self._retired.pop(peer, None)
         for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
             pull = self._pulls[pull_id]
-            if pull.landing.lose_peer():  # else all bytes are here
+            if pull.landing.lose_peer():  # if not, all bytes are here
                 effects += self._fail(pull_id, PullFailure.PEER_LOST)
             effects += self._settle(pull_id)
         return effects
@@ -253,7 +254,7 @@ class PullBook:
         return effects + self._end_peers(overdue, now) if overdue or self._retired else effects
 
     def _end_peers(self, overdue: Iterable[int], now: float) -> list[ReceiverEffect]:
-        """A pull of each of `overdue` should be drained by now and is not."""
+        """Each peer in `overdue` has a pull that should be drained by now and is not."""
         effects: list[ReceiverEffect] = []
         wanted = {
             pull.peer
@@ -271,12 +272,15 @@ class PullBook:
 
     @staticmethod
     def _is_newly_silent(pull: _Pull, now: float) -> bool:
-        """Whether to tell that a pull is silent. One that waits for prefill is expected to be."""
+        """Whether to report a silent pull; a pull that waits for prefill is expected to be silent.
+
+        Each pull is reported once.
+        """
         is_known = pull.is_silent or pull.is_stopped or math.isinf(pull.stall_s)
         return not is_known and now >= pull.heard_at + SILENT_S
 
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
-        """Tell the caller, once, and the sender."""
+        """Tell the caller once, and ask the sender to stop."""
         pull = self._pulls[pull_id]
         told: list[ReceiverEffect] = [FailPull(pull_id, reason)] if pull.has_caller else []
         pull.has_caller = False

@@ -18,9 +18,9 @@ from pdmesh.core.model import Tick as Tick  # noqa: PLC0414
 class PullRequested:
     """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`.
 
-    `peer` is the connection. `lease_s`: for so long after it last heard from us the sender keeps
-    the bytes; 0: there is no lease to renew. `stall_s`: the longest silence of a sender that has
-    the bytes; infinite while they are still to be computed.
+    `peer` is the connection. `lease_s`: how long the sender keeps the bytes after it last heard
+    from us; 0: there is no lease to renew. `stall_s`: the longest silence of a sender that has the
+    bytes; infinite while they are still being computed.
     """
 
     pull_id: int
@@ -34,7 +34,7 @@ class PullRequested:
 
 @dataclass(slots=True)
 class SourceComplete:
-    """The sender has all bytes by now: from now on it may be silent for `stall_s` at most."""
+    """The sender has all bytes by now: from here on it may be silent for at most `stall_s`."""
 
     pull_id: int
     stall_s: float
@@ -42,7 +42,7 @@ class SourceComplete:
 
 @dataclass(slots=True)
 class MetaArrived:
-    """The sender announces the next `length` bytes, at `offset` of `num_bytes` in all.
+    """The sender announces the next `length` bytes, at `offset` of the pull's `num_bytes`.
 
     `is_inline`: the bytes came with the message; else they follow.
     """
@@ -136,7 +136,7 @@ class CheckPart:
 
 @dataclass(slots=True)
 class DeliverPart:
-    """Part `index` and all before it are verified: hand it to the caller. In order, each once."""
+    """Part `index` and all earlier parts are verified: hand it to the caller, in order and once."""
 
     pull_id: int
     index: int
@@ -159,9 +159,9 @@ class RenewLease:
 
 @dataclass(slots=True)
 class TellSilent:
-    """Nothing of the pull came for SILENT_S, though the sender has it: the link is free for others.
+    """No byte came for SILENT_S, though the sender has the bytes: the link is free for others.
 
-    Once per pull, which goes on.
+    It comes once per pull, and the pull goes on.
     """
 
     pull_id: int
@@ -169,7 +169,7 @@ class TellSilent:
 
 @dataclass(slots=True)
 class RetirePeer:
-    """Begin no new pull on this connection. AbortPeer follows its last one. May be repeated."""
+    """Begin no new pull on this connection. AbortPeer follows its last pull. May be repeated."""
 
     peer: int
 
@@ -193,7 +193,7 @@ class FailPull:
 class FreeLanding:
     """No late write can land any more: the last effect of a pull that did not complete.
 
-    Of a load: the ranges of its `leg`, whether it completed or not.
+    For a load, it frees the ranges of its `leg`, whether the load completed or not.
     """
 
     owner: int  # pull id or leg

@@ -1,16 +1,16 @@
 """Decides which peer may pull which bytes of a ticket, and when those bytes may be reused.
 
-A ticket is open while its engine writes layers into its range. Only the engine ends that, with the
+A ticket is open while its engine writes layers into its range. Only the engine ends this, with the
 last layer or with a release. From the last layer on, the ticket has a lease.
 
 A ticket is closed once: taken, released or expired. It is never closed while a send reads its
-bytes. A send that outlives the lease has its connection aborted, and the end of the connection
+bytes. The connection of a send that outlives the lease is aborted, and the end of the connection
 proves that nothing reads any more. A peer that is merely slow keeps the lease alive, within a
-bound, by what it takes and by renewing it. A frozen peer does neither.
+bound, by taking bytes and by renewing. A frozen peer does neither.
 
-All of a peer's pulls share its connection. A peer that takes or renews any ticket is not frozen, so
-a send that outlives its lease does not end the connection until the peer falls silent for a lease,
-or the ticket could be renewed no more.
+All of a peer's pulls share its connection. A peer that takes or renews any ticket is not frozen. So
+a send that outlives its lease does not end the connection until the peer has been silent for a
+lease, or the ticket's last possible lease has ended.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _Key = tuple[int, int]  # peer, pull
 
 @dataclass(slots=True)
 class _Pull:
-    """One reader. The first `num_announced` parts were announced.
+    """One reader. Its first `num_announced` parts were announced.
 
-    Sends of `num_in_flight` of them read the range right now.
+    The sends of `num_in_flight` of these parts read the range right now.
     """
 
     parts: tuple[KvPart, ...]
@@ -81,7 +81,7 @@ class _Ticket:
     is_tapered: bool = False
     num_ready: int = 0  # layers
     has_writer: bool = True  # until the last layer or the release
-    lease_ends: float = math.inf  # while there is a writer
+    lease_ends: float = math.inf  # infinite while there is a writer
     last_lease_ends: float = math.inf
     takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took it, by decode
     pulls: dict[_Key, _Pull] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class TicketBook:
 
     @with_story
     def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
-        """Raises ValueError for a ticket id that is open already, leaving the book as it was."""
+        """Raises ValueError for a ticket id that is open already, and then changes nothing."""
         match event:
             case PullAsked():
                 return self._on_pull(event, now)
@@ -189,7 +189,7 @@ class TicketBook:
             return self._close(event.ticket_id, CloseReason.FAILED)
         ticket = self._tickets.get(event.ticket_id)
         if ticket is not None and ticket.has_writer:
-            ticket.begin_lease(now)  # bounds the sends that are under way
+            ticket.begin_lease(now)  # the lease bounds the sends that are under way
         return self._close(event.ticket_id, CloseReason.RELEASED)
 
     # -- a pull -----------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class TicketBook:
         return self._drop_stopped(ticket_id, key)
 
     def _stop(self, ticket_id: str, key: _Key, refusal: Refusal) -> list[SenderEffect]:
-        """Announce no more of this pull, and say so unless everything was announced."""
+        """Announce no more of this pull, and tell the peer unless everything was announced."""
         pull = self._tickets[ticket_id].pulls[key]
         if pull.is_stopped:
             return []
@@ -339,7 +339,7 @@ class TicketBook:
         return effects
 
     def _is_alive(self, peer: int, ticket: _Ticket, now: float) -> bool:
-        """Whether the peer still takes or renews something, so that its sends may yet end."""
+        """Whether the peer still takes or renews some ticket, so that its sends may still end."""
         return now < min(self._heard_at[peer] + ticket.lease_s, ticket.last_lease_ends)
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:

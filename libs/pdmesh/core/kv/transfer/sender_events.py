@@ -16,8 +16,8 @@ from pdmesh.core.model import Tick
 class OpenAsked:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
-    `is_single`: the ticket closes with its only pull, however that ends. `KvLayout.parts` says how
-    pulls are cut into parts.
+    `is_single`: the ticket closes with its only pull, however the pull ends. `KvLayout.parts` says
+    how pulls are cut into parts.
     """
 
     ticket_id: str = field(repr=False)
@@ -39,10 +39,10 @@ class LayersReady:
 
 @dataclass(slots=True)
 class PullAsked:
-    """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number).
+    """A peer wants a ticket's blocks from `first_block` on; `heads` is (first, number).
 
-    `peer` is the connection. `num_takers`: how many peers of its `decode` take this ticket before
-    it is closed. `question` goes back with each part.
+    `peer` is the connection. `num_takers`: how many peers of its `decode` must take this ticket
+    before it is closed. `question` goes back with each part.
     """
 
     peer: int
@@ -71,7 +71,7 @@ class PartSent:
 class PullAcked:
     """The receiver is done.
 
-    `is_taken`: it verified the bytes and uses them; else it wants no more.
+    `is_taken`: it has verified the bytes and uses them; if false, it only wants no more.
     """
 
     peer: int

@@ -1,13 +1,13 @@
 """Decides which sources a decode takes no KV from for a while (F23, F24, F34).
 
 It uses what the decode found out itself and what all decodes report. A decode *ejects* a source
-whose KV was corrupt three times within a minute: no token may come of that KV. It *avoids* a source
-that it could not pull from twice in a row. It also avoids one whose KV came so slowly, three times
-in a row, that computing it would have been quicker.
+whose KV was corrupt three times within a minute: no token may be computed from such KV. It *avoids*
+a source when pulls from it failed twice in a row. It also avoids a source whose KV came so slowly,
+three times in a row, that computing it would have been quicker.
 
-The link between the two may be bad while both are well. So another pair is better, and one instance
-for both phases is better than none. But only another try shows that the fault is over. Each
-exclusion ends with time, or with the incarnation.
+The link between the two may be bad while both are well. So another pair is better than this one,
+and one instance for both phases is better than none. But only another try shows that the fault is
+over. So each exclusion ends after a time, or with the incarnation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pdmesh.core.kv.transfer.source_strikes import SourceStrikes
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
-_CONDEMNED: Final = 2  # if so many decodes eject a source, it is at fault, not one of them
-# KV is slow if the wait for it is so many times as long as computing it, and long enough to notice.
+_CONDEMNED: Final = 2  # if this many decodes eject a source, the fault is the source's
+# KV is slow if the wait for it is this many times as long as computing it, and long enough to
+# notice.
 _SLOW_FACTOR: Final = 2.0
 _LEAST_SLOW_S: Final = 1.0
 
@@ -38,7 +39,7 @@ _AVOIDED: Final = frozenset({SourceFault.UNREACHABLE, SourceFault.SLOW})
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """One incarnation of an instance that sends KV. A restarted one has a clean record."""
+    """One incarnation of an instance that sends KV. A restarted instance has a clean record."""
 
     instance_id: str
     incarnation: int
@@ -77,11 +78,10 @@ class KvSources:
     def succeeded(
         self, source: KvSource, waited_s: float, compute_s: float, now: float
     ) -> SourceFault | None:
-        """Its KV came after `waited_s`. Returns the fault if the source is excluded from now on as
-        slow.
+        """Its KV came after `waited_s`. Returns the fault if this excludes the source as slow.
 
-        `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that
-        waited at the same time are one observation. Good KV does not clear the record of
+        `compute_s` is how long computing the same KV takes; 0: not known, which proves nothing.
+        Pulls that waited at the same time are one observation. Good KV does not clear the record of
         corruption, which comes and goes.
         """
         self._faults[SourceFault.UNREACHABLE].forgive(source)
@@ -148,7 +148,7 @@ NO_EXCLUSIONS: Final = SourceExclusions()
 
 @dataclass(frozen=True, slots=True)
 class KvExchange:
-    """Which instances should exchange KV, by the reports of all decodes.
+    """Which instances should exchange KV, according to the reports of all decodes.
 
     A prefill that two decodes eject is ejected by all.
     """
@@ -160,7 +160,7 @@ class KvExchange:
     def of(
         cls, reports: Mapping[str, Sequence[ExcludedSource]], incarnations: Mapping[str, int]
     ) -> KvExchange:
-        """`reports` by decode. A report about any but the present incarnation is ignored."""
+        """`reports` by decode. A report about an earlier incarnation is ignored."""
         current = {
             decode: [
                 h

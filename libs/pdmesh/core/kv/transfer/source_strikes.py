@@ -20,10 +20,10 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(slots=True)
 class SourceStrikes(Generic[K]):
-    """`K` is what names a source. At most MAX_SOURCES are remembered.
+    """`K` names a source. At most MAX_SOURCES are remembered.
 
-    The source whose last failure is oldest is forgotten first. `is_probation`: once its time is
-    over, the next failure excludes a source again, unless it is forgiven first.
+    The source whose last failure is oldest is forgotten first. `is_probation`: once a source's time
+    is over, its next failure excludes it again, unless it is forgiven first.
     """
 
     limit: int = 3
@@ -61,12 +61,12 @@ class SourceStrikes(Generic[K]):
         return strikes
 
     def last_strike(self, source: K) -> float:
-        """When the last failure that still counts was, or when probation began; -inf: never."""
+        """When the last failure that still counts came, or when probation began; -inf: neither."""
         strikes = self._strikes.get(source)
         return strikes[-1] if strikes else -math.inf
 
     def forgive(self, source: K) -> None:
-        """Its earlier failures no longer count. A source that is excluded stays so."""
+        """Its earlier failures no longer count. An excluded source stays excluded."""
         self._strikes.pop(source, None)
 
     def excluded(self) -> list[K]:

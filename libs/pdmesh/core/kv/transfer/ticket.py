@@ -30,7 +30,7 @@ def shown_ticket_id(ticket_id: str) -> str:
 class Ticket:
     """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`.
 
-    Its `repr` leaves out what gives that right.
+    Its `repr` leaves out the secret.
     """
 
     ticket_id: str = field(repr=False)
@@ -81,6 +81,6 @@ class PullFailure(StrEnum):
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"
-    # This end was too late: no turn came in time, or the engine did not say what became of the
-    # pull. That says nothing about the source.
+    # The receiving end was too late: no turn came in time, or the engine did not report the pull's
+    # outcome. That says nothing about the source.
     OVERDUE = "KV_PULL_OVERDUE"
