@@ -12,6 +12,7 @@ from pdmesh.services.gateway.access.access_control import AccessControl
 from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
 from tests.fakes.fake_instance import FakeInstance, reference
@@ -55,7 +56,7 @@ class GatewayMesh:
         return self.tokenizer.text_stream(ids).feed(reference(ids, num_tokens, seed))
 
     def chat_prompt(self, content: str) -> str:
-        return self.tokenizer.render_chat([{"role": "user", "content": content}])
+        return self.tokenizer.render_chat(Conversation([{"role": "user", "content": content}]))
 
     async def add(self, instance: FakeInstance) -> FakeInstance:
         instance.peers = list(self.instances.values())

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.chat_messages import messages_of
 from pdmesh.services.gateway.http.schema import (
-    messages_of,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -34,7 +34,7 @@ def feed(data: bytes) -> None:
         request = _PARSERS[data[0] % len(_PARSERS)](body)
         if getattr(request, "messages", None):
             for message in messages_of(request.messages):
-                assert set(message) - {"name"} == {"role", "content"}
+                assert set(message) >= {"role", "content"}
         elif request.prompt is not None:
             prompts_of(request.prompt, _VOCABULARY, _MAX_TOKENS)
     except InvalidRequest as exc:

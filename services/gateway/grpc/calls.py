@@ -28,6 +28,7 @@ from pdmesh.services.gateway.request.bounds import (
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import AskedShaping, shaping_of, stop_ids_of
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
+from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.v1 import inference_service_pb2 as pb
 
 _OPTIONAL: Final = (
@@ -77,10 +78,11 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
         if "\0" in message.content:
             raise nul_refused(f"messages[{index}].content")
     messages = [{"role": m.role, "content": m.content} for m in request.messages]
+    tokens = await chat_tokens(Conversation(messages), model)
     return CallSpec(
         operation="chat",
         model=model.name,
-        prompts=(_truncated(await chat_tokens(messages, model), request.params),),
+        prompts=(_truncated(tokens, request.params),),
         sampling=sampling,
         tokenizer=model.tokenizer,
         n=request.n or 1,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.chat_messages import messages_of
+from pdmesh.services.gateway.http.body.tools import tools_of
 from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
-    messages_of,
     prompts_of,
 )
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
@@ -27,7 +29,7 @@ from pdmesh.services.gateway.request.shaping import (
     stop_ids_of,
 )
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
-from pdmesh.services.gateway.text.chat_template import Message as ChatMessage
+from pdmesh.services.gateway.text.chat_template import RESERVED_VARIABLES, Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
@@ -39,7 +41,10 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model.name, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tokens = await chat_tokens(messages_of(request.messages), model)
+    if request.tools and request.tool_choice != "none":
+        message = "tools are supported with tool_choice none only"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
+    tokens = await chat_tokens(conversation_of(request), model)
     sampling = await _sampling(request, max_tokens, num_logprobs, model.tokenizer)
     check_shaping(frontend, model.name, sampling.shaping)
     return CallSpec(
@@ -111,7 +116,9 @@ async def tokenized(
     """
     model = await frontend.served_model(request.model, tenant)
     if request.messages is not None:
-        tokens = await chat_tokens(messages_of(request.messages), model)
+        variables = template_variables(request.chat_template_kwargs)
+        messages, tools = messages_of(request.messages), tools_of(request.tools)
+        tokens = await chat_tokens(Conversation(messages, tools, variables), model)
     else:
         tokens = await text_tokens(request.prompt or "", model)
     return tokens, model.context_length
@@ -125,11 +132,40 @@ async def text_tokens(text: str, model: ServedModel, field: str = "prompt") -> a
     return await model.tokenizer.encode(text, add_special_tokens=field == "prompt")
 
 
-async def chat_tokens(messages: Sequence[ChatMessage], model: ServedModel) -> array[int]:
+async def chat_tokens(conversation: Conversation, model: ServedModel) -> array[int]:
     """Raises MeshError."""
-    if not model.tokenizer.has_chat_template:
+    tokenizer = model.tokenizer
+    if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
-    return await text_tokens(model.tokenizer.render_chat(messages), model, "messages")
+    if conversation.tools or conversation.variables:
+        # They may be long to go through, unlike messages.
+        text = await asyncio.to_thread(tokenizer.render_chat, conversation)
+    else:
+        text = tokenizer.render_chat(conversation)
+    return await text_tokens(text, model, "messages")
+
+
+def template_variables(
+    given: Mapping[str, object] | None, reasoning_effort: str | None = None
+) -> dict[str, object]:
+    """The template's variables that a client set. Raises InvalidRequest."""
+    variables = dict(given or {})
+    for name in sorted(variables.keys() & RESERVED_VARIABLES):
+        field = f"chat_template_kwargs.{name}"
+        raise InvalidRequest(f"{field} cannot be set", reason="UNSUPPORTED_FIELD", field=field)
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+        variables.setdefault("enable_thinking", reasoning_effort != "none")
+    return variables
+
+
+def conversation_of(request: ChatCompletionRequest) -> Conversation:
+    """Raises InvalidRequest."""
+    return Conversation(
+        messages_of(request.messages),
+        tools_of(request.tools),
+        template_variables(request.chat_template_kwargs, request.reasoning_effort),
+    )
 
 
 def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:

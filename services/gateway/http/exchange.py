@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
+from pdmesh.services.gateway.http.body.unknown_fields import header_of
 from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
-from pdmesh.services.gateway.http.unknown_fields import header_of
 from pdmesh.services.gateway.request.frontend import new_request_id
 
 # Any: ASGI's messages and scopes are plain dicts.

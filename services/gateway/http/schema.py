@@ -7,59 +7,44 @@ lists those fields with the values that ask for nothing. A field that no API we 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest, shortened
-from pdmesh.services.gateway.http.json_bounds import SMALL_BYTES, outline
-from pdmesh.services.gateway.http.unknown_fields import Nested, without_unknown
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.chat_messages import (
+    NESTED_IN_MESSAGES,
+    ChatMessage,
+    check_messages,
+)
+from pdmesh.services.gateway.http.body.json_body import decoded
+from pdmesh.services.gateway.http.body.tools import (
+    NESTED_IN_TOOLS,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    check_depth,
+    check_tools,
+)
+from pdmesh.services.gateway.http.body.unknown_fields import Nested
 from pdmesh.services.gateway.request.bounds import (
-    MAX_MESSAGES,
     check_choices,
     check_names,
     check_sampling,
     context_exceeded,
     in_range,
-    nul_refused,
     stops_of,
 )
 
 MAX_CHOICES: Final = 64  # prompts times n
-_MAX_PARTS: Final = 256
 _MAX_PROMPTS: Final = 16
 
 # Any: these hold anything that a client sends; `_check_neutral` compares them with neutral values.
 _Anything = Any
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Only `type` text is served.
-
-    The others are known so that the part is refused, not its fields.
-    """
-
-    type: str
-    text: str | None = None
-    image_url: _Anything = None
-    input_audio: _Anything = None
-    file: _Anything = None
-    refusal: _Anything = None
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`developer` is what newer clients call `system`; the chat template may know it."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: _Anything = None
-    tool_calls: _Anything = None
-    function_call: _Anything = None
-    audio: _Anything = None
-    annotations: _Anything = None
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -132,13 +117,13 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     service_tier: _Anything = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    tools: _Anything = None
-    tool_choice: _Anything = None
-    parallel_tool_calls: _Anything = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: _Anything = None
     function_call: _Anything = None
     chat_template: _Anything = None
-    chat_template_kwargs: _Anything = None
+    chat_template_kwargs: dict[str, _Anything] | None = None
     add_generation_prompt: _Anything = None
     continue_final_message: _Anything = None
     documents: _Anything = None
@@ -149,7 +134,7 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     modalities: _Anything = None
     audio: _Anything = None
     prediction: _Anything = None
-    reasoning_effort: _Anything = None
+    reasoning_effort: ReasoningEffort | None = None
     verbosity: _Anything = None
     web_search_options: _Anything = None
     prompt_cache_retention: _Anything = None
@@ -172,6 +157,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, _Anything] | None = None
 
 
 # The values of unsupported fields that ask for nothing. None always does.
@@ -192,7 +179,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "vllm_xargs": ({},),
     "mm_payload": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -200,16 +186,12 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     "prompt_cache_retention": (),
@@ -228,10 +210,16 @@ _NEUTRAL_COMPLETION: Final = {
 }
 
 _NESTED: Final[Nested] = {
-    ChatCompletionRequest: {"messages": ChatMessage, "stream_options": StreamOptions},
+    **NESTED_IN_MESSAGES,
+    **NESTED_IN_TOOLS,
+    ChatCompletionRequest: {
+        "messages": ChatMessage,
+        "stream_options": StreamOptions,
+        "tools": Tool,
+        "tool_choice": NamedTool,
+    },
     CompletionRequest: {"stream_options": StreamOptions},
-    TokenizeRequest: {"messages": ChatMessage},
-    ChatMessage: {"content": ContentPart},
+    TokenizeRequest: {"messages": ChatMessage, "tools": Tool},
 }
 
 
@@ -244,15 +232,6 @@ def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[objec
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
-# How those of msgspec's messages begin that name a field.
-_UNKNOWN: Final = "Object contains unknown field `"
-_NAMES_A_FIELD: Final = {
-    _UNKNOWN: "UNKNOWN_FIELD",
-    "Object missing required field `": "MISSING_FIELD",
-}
-_MAX_EXPLAINED: Final = 256
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionRequest:
@@ -260,9 +239,11 @@ def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionR
 
     An unknown field is refused, or added to `ignored` by its path.
     """
-    request = _decode(_chat_decoder, body, ignored)
+    request = decoded(_chat_decoder, _NESTED, body, ignored)
     _check_common(request, _NEUTRAL_CHAT)
-    _check_messages(request.messages)
+    check_messages(request.messages)
+    check_tools(request.tools, request.tool_choice)
+    check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
     in_range("top_logprobs", request.top_logprobs, 0, 20)
     if request.top_logprobs is not None and not request.logprobs:
@@ -272,7 +253,7 @@ def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionR
 
 def parse_completion(body: bytes, ignored: list[str] | None = None) -> CompletionRequest:
     """As `parse_chat`."""
-    request = _decode(_completion_decoder, body, ignored)
+    request = decoded(_completion_decoder, _NESTED, body, ignored)
     _check_common(request, _NEUTRAL_COMPLETION)
     in_range("logprobs", request.logprobs, 0, 5)
     if request.echo and request.logprobs is not None:
@@ -285,31 +266,14 @@ def parse_completion(body: bytes, ignored: list[str] | None = None) -> Completio
 
 def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeRequest:
     """As `parse_chat`."""
-    request = _decode(_tokenize_decoder, body, ignored)
+    request = decoded(_tokenize_decoder, _NESTED, body, ignored)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
     if request.messages is not None:
-        _check_messages(request.messages)
+        check_messages(request.messages)
+    check_tools(request.tools, None)
+    check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
-
-
-def messages_of(messages: list[ChatMessage]) -> list[dict[str, str | Sequence[str]]]:
-    """The messages as a chat template takes them: role, content and, if there is one, name.
-
-    The content is text, or the texts of its parts.
-    """
-    plain: list[dict[str, str | Sequence[str]]] = []
-    for message in messages:
-        content: str | Sequence[str] = ""
-        if isinstance(message.content, list):
-            content = [part.text or "" for part in message.content]
-        elif message.content:
-            content = message.content
-        given: dict[str, str | Sequence[str]] = {"role": message.role, "content": content}
-        if message.name:
-            given["name"] = message.name
-        plain.append(given)
-    return plain
 
 
 def prompts_of(
@@ -349,103 +313,6 @@ def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list
     return ids
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes, ignored: list[str] | None) -> T:
-    outlined = outline(body)
-    try:
-        request = _parsed(decoder, body, ignored)
-        _check_duplicates(outlined, body)
-    except msgspec.ValidationError as exc:
-        refusal = _explain(str(exc))
-    except (msgspec.DecodeError, ValueError):
-        refusal = InvalidRequest("the body is not valid JSON", reason="INVALID_JSON")
-    except RecursionError:
-        refusal = InvalidRequest("the body is nested too deeply", reason="INVALID_JSON")
-    else:
-        if b"\\u0000" in body:
-            _check_no_nul(request)
-        return request
-    raise refusal  # without the parser's error, which may hold all of the body
-
-
-def _parsed(decoder: msgspec.json.Decoder[T], body: bytes, ignored: list[str] | None) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as exc:
-        if ignored is None or not str(exc).startswith(_UNKNOWN):
-            raise
-    return msgspec.convert(without_unknown(body, decoder.type, _NESTED, ignored), decoder.type)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Two parsers may use different values of two: a filter before us must see the one we use."""
-    if len(dict(pairs)) == len(pairs):
-        return
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            field = shortened(key)
-            raise InvalidRequest(f"{field} is given twice", reason="DUPLICATE_FIELD", field=field)
-        seen.add(key)
-
-
-_find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode
-
-
-def _check_duplicates(outlined: bytes, body: bytes) -> None:
-    """msgspec silently takes the last of two equal keys.
-
-    The standard parser's hook, which sees both, costs 2 us for a usual body.
-    """
-    try:
-        _find_duplicates(outlined.decode())
-    except InvalidRequest:
-        if len(body) > SMALL_BYTES:
-            raise
-        _find_duplicates(body.decode())  # a name that looks like a list of token ids
-
-
-def _explain(text: str) -> InvalidRequest:
-    """Turn msgspec's message into ours, with the path of the field.
-
-    What the client sent is in the middle of it, at any length.
-    """
-    if len(text) > _MAX_EXPLAINED:
-        text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
-    what, _, where = text.rpartition(" - at `$")
-    if not what:
-        what, where = text, ""
-    where = where.removesuffix("`").removeprefix(".")
-    for kind, reason in _NAMES_A_FIELD.items():
-        if what.startswith(kind):
-            name = shortened(what.removeprefix(kind).removesuffix("`"))
-            field = f"{where}.{name}" if where else name
-            return InvalidRequest(
-                f"{reason.lower().replace('_', ' ')}: {field}", reason=reason, field=field
-            )
-    what = what[:1].lower() + what[1:]
-    return InvalidRequest(f"{where}: {what}" if where else what, field=where or None)
-
-
-def _check_no_nul(request: object) -> None:
-    """Raises InvalidRequest with the first field that has a NUL, which ends strings in C."""
-    left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
-    while left:
-        where, value = left.pop()
-        if isinstance(value, str) and "\0" in value:
-            raise nul_refused(where)
-        if isinstance(value, dict):
-            for name, each in reversed(value.items()):
-                if "\0" in name:
-                    raise nul_refused(where)
-                left.append((f"{where}.{name}" if where else name, each))
-        elif isinstance(value, list):
-            left += [
-                (f"{where}[{at}]", each)
-                for at, each in enumerate(value)
-                if isinstance(each, str | dict | list)
-            ][::-1]
-
-
 def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
     for field, values in neutral.items():
         if (value := getattr(request, field)) is not None and value not in values:
@@ -464,38 +331,3 @@ def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -
         chat_id=request.chat_id,
         scenario=request.scenario,
     )
-
-
-def _check_messages(messages: list[ChatMessage]) -> None:
-    if not messages:
-        raise InvalidRequest("messages is empty", field="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        for field in ("refusal", "tool_calls", "function_call", "audio", "annotations"):
-            if getattr(message, field):
-                raise InvalidRequest(
-                    f"{where}.{field} is not supported",
-                    reason="UNSUPPORTED_FIELD",
-                    field=f"{where}.{field}",
-                )
-        if message.content is None and message.role != "assistant":
-            raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
-        if isinstance(message.content, list):
-            _check_parts(message.content, where)
-
-
-def _check_parts(parts: list[ContentPart], where: str) -> None:
-    if len(parts) > _MAX_PARTS:
-        raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
-    for index, part in enumerate(parts):
-        if part.type == "text" and part.text is None:
-            field = f"{where}.content[{index}].text"
-            raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
-        if part.type != "text":
-            raise InvalidRequest(
-                f"content parts of type {part.type[:32]} are not supported; only text is",
-                reason="UNSUPPORTED_FIELD",
-                field=f"{where}.content[{index}]",
-            )

@@ -6,7 +6,8 @@ bound.
 
 Some templates read a message's content as text, some as a list of parts, some as either. A template
 is tried once on both and then gets what it reads, as in plain vLLM: parts if it reads parts, else
-one text with a line for each part.
+one text with a line for each part. Tools and the variables that a client gives reach it as in plain
+vLLM, too: only variables that the template reads and that are not its own.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -32,13 +36,33 @@ _TEMPLATE_FAULTS: Final = (
     ArithmeticError,
     LookupError,
     AttributeError,
+    RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
 _TRIED_KEY: Final = "pdmesh-key"  # shows up only if a part is printed as it is, and not read
 
-# `role`, and `name` where the client gives one, are text; `content` is text, or the texts of its
-# parts.
-Message = Mapping[str, str | Sequence[str]]
+# The names of templates in a model directory.
+DEFAULT: Final = "default"
+WITH_TOOLS: Final = "tool_use"
+# `role` is text; `content` is text, or the texts of its parts. What else there is is as templates
+# take it.
+Message = Mapping[str, object]
+# What the renderer itself gives to a template: a client's variable of such a name is refused.
+RESERVED_VARIABLES: Final = frozenset(
+    (
+        "messages", "conversation", "tools", "documents", "chat_template", "tokenize",
+        "add_generation_prompt", "continue_final_message",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a prompt is made of. `variables`: those that a client may set for the template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -56,6 +80,9 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
+        # The names that the template reads and that nobody but a client gives it.
+        found = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self._variables = found - environment.globals.keys() - RESERVED_VARIABLES
         self._template = environment.from_string(source)
         # A plain dict: jinja copies it for each rendering, and its own chain of maps costs ten
         # times as much to copy.
@@ -66,22 +93,27 @@ class ChatTemplate:
         self._reads_parts = self._shows([{**p, _TRIED_KEY: ""} for p in _parts(_TRIED_TEXTS)])
         self._reads_text = not self._reads_parts or self._shows("".join(_TRIED_TEXTS))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, conversation: Conversation) -> str:
         """Raises InvalidRequest if the template refuses the conversation or it gets too long."""
+        messages = conversation.messages
+        if not self._knows_developer and any(m["role"] == "developer" for m in messages):
+            messages = _with_one_system([{**m, "role": _undeveloped(m["role"])} for m in messages])
+        given = conversation.variables
         return self._render(
-            [
-                {**m, "role": self._role(m["role"]), "content": self._as_read(m["content"])}
-                for m in messages
-            ]
+            [{**m, "content": self._as_read(m)} for m in messages],
+            conversation.tools,
+            {name: given[name] for name in given.keys() & self._variables} if given else given,
         )
 
-    def _role(self, role: object) -> object:
-        return "system" if role == "developer" and not self._knows_developer else role
-
-    def _as_read(self, content: str | Sequence[str]) -> str | list[dict[str, str]]:
+    def _as_read(self, message: Message) -> str | list[dict[str, str]]:
+        content = message["content"]
         if isinstance(content, str):
-            return content if self._reads_text else _parts((content,))
-        return _parts(content) if self._reads_parts else "\n".join(content)
+            is_text = self._reads_text or message["role"] == "tool"
+            return content if is_text else _parts((content,))
+        assert isinstance(content, list | tuple)
+        # The result of a tool is text in each template.
+        is_parts = self._reads_parts and message["role"] != "tool"
+        return _parts(content) if is_parts else "\n".join(content)
 
     def _shows(self, content: object) -> bool:
         """Whether the template shows this content's texts rather than its raw form."""
@@ -91,16 +123,21 @@ class ChatTemplate:
             return False
         return all(tried in text for tried in _TRIED_TEXTS) and _TRIED_KEY not in text
 
-    def _render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
         parts: list[str] = []
         num_chars = 0
         try:
             for part in self._template.generate(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **{**self._special_tokens, **variables},
             ):
                 parts.append(part)
                 num_chars += len(part)
@@ -112,6 +149,46 @@ class ChatTemplate:
                 field="messages",
             ) from exc
         return "".join(parts)
+
+
+def _undeveloped(role: object) -> object:
+    return "system" if role == "developer" else role
+
+
+def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """All system messages as one at the beginning, where alone many templates take one."""
+    if all(m["role"] != "system" for m in messages[1:]):
+        return messages
+    texts = [_text_of(m["content"]) for m in messages if m["role"] == "system"]
+    merged: Message = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [merged, *(m for m in messages if m["role"] != "system")]
+
+
+def _text_of(content: object) -> str:
+    return "\n".join(content) if isinstance(content, list | tuple) else str(content)
+
+
+class ChatTemplates:
+    """A model's templates: some have one of their own for conversations with tools."""
+
+    def __init__(self, plain: ChatTemplate, with_tools: ChatTemplate) -> None:
+        self._plain = plain
+        self._with_tools = with_tools
+
+    @classmethod
+    def of(
+        cls, sources: Mapping[str, str], special_tokens: Mapping[str, str], max_chars: int
+    ) -> ChatTemplates:
+        """Raises jinja2.TemplateError."""
+        plain = ChatTemplate(sources[DEFAULT], special_tokens, max_chars)
+        if not (source := sources.get(WITH_TOOLS)):
+            return cls(plain, plain)
+        return cls(plain, ChatTemplate(source, special_tokens, max_chars))
+
+    def render(self, conversation: Conversation) -> str:
+        """Raises InvalidRequest."""
+        template = self._plain if conversation.tools is None else self._with_tools
+        return template.render(conversation)
 
 
 class _GenerationBlocks(jinja2.ext.Extension):

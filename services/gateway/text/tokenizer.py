@@ -21,7 +21,11 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.errors import MeshError
-from pdmesh.services.gateway.text.chat_template import ChatTemplate, Message
+from pdmesh.services.gateway.text.chat_template import (
+    DEFAULT,
+    ChatTemplates,
+    Conversation,
+)
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
 from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from pdmesh.services.gateway.text.text_stream import PLAIN, Detokenizer, TextRules, TextStream
@@ -42,7 +46,7 @@ class Tokenizer:
     def __init__(
         self,
         inner: HfTokenizer,
-        template: ChatTemplate | None,
+        template: ChatTemplates | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
         num_threads: int = 1,
@@ -71,9 +75,9 @@ class Tokenizer:
         config = _read_json(model_dir / "tokenizer_config.json")
         model_config = _read_json(model_dir / "config.json")
         special = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n)))}
-        source = _template_source(model_dir, config)
+        sources = _template_sources(model_dir, config)
         try:
-            template = ChatTemplate(source, special, max_chars) if source else None
+            template = ChatTemplates.of(sources, special, max_chars) if sources else None
         except jinja2.TemplateError as exc:
             raise BadModelDir(f"the chat template of {model_dir} cannot be read: {exc}") from exc
         generation = _read_json(model_dir / "generation_config.json")
@@ -88,9 +92,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, conversation: Conversation) -> str:
+        """Raises InvalidRequest."""
         assert self._template is not None
-        return self._template.render(messages)
+        return self._template.render(conversation)
 
     @property
     def num_pending_chars(self) -> int:
@@ -174,15 +179,19 @@ def _token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _template_source(model_dir: Path, config: Mapping[str, Any]) -> str:
-    path = model_dir / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By their names; most models have the default one only."""
+    found: dict[str, str] = {}
     source = config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else ""
+    if isinstance(source, list):
+        found = {t.get("name", ""): t.get("template") or "" for t in source if isinstance(t, dict)}
+    elif isinstance(source, str):
+        found = {DEFAULT: source}
+    paths = {path.stem: path for path in (model_dir / "additional_chat_templates").glob("*.jinja")}
+    if (path := model_dir / "chat_template.jinja").exists():
+        paths[DEFAULT] = path
+    found |= {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    return found if found.get(DEFAULT) else {}
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh.services.gateway.http import schema as openai_schema
+from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
 from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     StreamOptions,
 )

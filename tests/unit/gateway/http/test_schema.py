@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.chat_messages import messages_of
 from pdmesh.services.gateway.http.schema import (
-    messages_of,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -47,7 +47,7 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"stop": "x" * 1000}, "stop"),
         ({"seed": 2**70}, "seed"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -59,7 +59,7 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"echo": True}, "echo"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_id": "x" * 1000}, "chat_id"),
     ],
@@ -190,7 +190,7 @@ def test_messages_reach_the_template_as_they_are() -> None:
     assert messages_of(parse_chat(chat(messages=messages)).messages) == [
         {"role": "developer", "content": "be"},
         {"role": "user", "content": ["a", "b"], "name": "ann"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": ()},
     ]
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.text.chat_template import ChatTemplate
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from tests.fakes.tiny_model import EOS, write_tiny_model
@@ -78,96 +75,6 @@ async def test_long_text_is_encoded_alike_off_the_loop(tokenizer: Tokenizer) -> 
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadModelDir, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path, max_chars=100)
-
-
-def test_a_template_is_bounded_and_sandboxed() -> None:
-    def render(source: str) -> str:
-        return ChatTemplate(source, {"eos_token": "</s>"}, 1000).render(
-            [{"role": "user", "content": "x"}]
-        )
-
-    assert render("{{ eos_token }}{{ messages | tojson }}") == (
-        '</s>[{"role": "user", "content": "x"}]'
-    )
-    assert len(render("{{ strftime_now('%Y') }}")) == 4
-    for source in (
-        "{% for i in range(100000) %}xxxxxxxxxx{% endfor %}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception('no such role') }}",
-        "{{ 1 / 0 }}",
-    ):
-        with pytest.raises(InvalidRequest) as caught:
-            render(source)
-        assert caught.value.field == "messages"
-
-
-TEXT_ONLY = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '|' }}{% endfor %}"
-PARTS_ONLY = (
-    "{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] + '|' }}{% endif %}{% endfor %}{% endfor %}"
-)
-EITHER = (
-    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endif %}|{% endfor %}"
-)
-SHOWN_AS_IT_IS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
-
-
-def rendered(source: str, *contents: str | Sequence[str]) -> str:
-    return ChatTemplate(source, {}, 1000).render([{"role": "user", "content": c} for c in contents])
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (TEXT_ONLY, "<user>x|<user>a\nb|<user>|"),
-        (SHOWN_AS_IT_IS, "<user>x|<user>a\nb|<user>|"),
-        (PARTS_ONLY, "<user>x|<user>a|b|<user>"),
-        (EITHER, "<user>x|<user>ab|<user>|"),
-    ],
-)
-def test_a_template_gets_contents_in_the_form_that_it_reads(source: str, expected: str) -> None:
-    """As plain vLLM: parts where the template reads parts, else lines of one text."""
-    assert rendered(source, "x", ["a", "b"], []) == expected
-
-
-def test_a_template_that_refuses_to_be_tried_gets_text() -> None:
-    source = "{% if messages[0]['content'] != 'x' %}{{ raise_exception('no') }}{% endif %}ok"
-    assert rendered(source, "x") == "ok"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% if tools is not none or documents is not none %}tools!{% endif %}x",
-        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
-        (
-            "{{ messages[0]['content'] | tojson(separators=(',', ':'), sort_keys=true) | "
-            "replace('\"', '') }}"
-        ),
-    ],
-)
-def test_a_template_finds_what_transformers_gives_it(source: str) -> None:
-    assert rendered(source, "x") == "x"
-
-
-def test_a_template_may_name_who_speaks() -> None:
-    source = "{% for m in messages %}{{ m.get('name', m['role']) }}: {{ m['content'] }}{% endfor %}"
-    messages = [{"role": "user", "name": "ann", "content": "x"}]
-    assert ChatTemplate(source, {}, 1000).render(messages) == "ann: x"
-
-
-@pytest.mark.parametrize(
-    ("known", "expected"),
-    [("'developer'", "developer"), ('"developer"', "developer"), ("", "system")],
-)
-def test_a_developer_is_system_to_a_template_that_does_not_know_it(
-    known: str, expected: str
-) -> None:
-    source = "{{ messages[0]['role'] }}{# " + known + " #}"
-    template = ChatTemplate(source, {}, 1000)
-    assert template.render([{"role": "developer", "content": "x"}]) == expected
 
 
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.json_bounds import (
+from pdmesh.services.gateway.http.body.json_bounds import (
     MAX_IDS,
     MAX_OUTSIDE_BYTES,
     MAX_VALUES,

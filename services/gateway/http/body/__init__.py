@@ -1,0 +1,1 @@
+"""The JSON that clients send: parsed within bounds, with the wrong field named."""

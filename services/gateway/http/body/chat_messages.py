@@ -1,0 +1,241 @@
+"""The messages of a conversation: their structs, their checks, and how a chat template takes them.
+
+Templates get what they get from plain vLLM: the arguments of a tool call as an object, not as its
+JSON; the result of a tool as text; an assistant's reasoning under both of its names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.json_bounds import MAX_VALUES, SMALL_BYTES
+from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.request.bounds import MAX_MESSAGES, nul_refused
+from pdmesh.services.gateway.text.chat_template import Message
+
+MAX_CALLS: Final = 128  # of tools, in one message
+_MAX_PARTS: Final = 256
+_MAX_ID_CHARS: Final = 256
+_STRING: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
+# A line that a coding agent puts before its system prompt; it differs in each request, so that no
+# two prompts would share a prefix. Plain vLLM leaves it out too.
+_BILLING_LINE: Final = "x-anthropic-billing-header"
+
+# Any: these hold anything that a client sends; only whether they are empty matters.
+_Anything = Any
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """Only `type` text is served.
+
+    The others are known so that the part is refused, not its fields.
+    """
+
+    type: str
+    text: str | None = None
+    image_url: _Anything = None
+    input_audio: _Anything = None
+    file: _Anything = None
+    refusal: _Anything = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`arguments` is the text that the model wrote, mostly a JSON object."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """`index`: as in the deltas of a stream, which some clients send back as they were."""
+
+    function: CalledFunction | None = None
+    id: str = ""
+    type: str = "function"
+    index: int | None = None
+    custom: _Anything = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """`developer` is what newer clients call `system`; the chat template may know it.
+
+    `reasoning_content` is another name of `reasoning`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: _Anything = None
+    function_call: _Anything = None
+    audio: _Anything = None
+    annotations: _Anything = None
+    tools: _Anything = None
+
+
+NESTED_IN_MESSAGES: Final[Nested] = {
+    ChatMessage: {"content": ContentPart, "tool_calls": ToolCall},
+    ToolCall: {"function": CalledFunction},
+}
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises InvalidRequest with the field."""
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
+    called_ids: set[str] = set()
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        for field in ("refusal", "function_call", "audio", "annotations", "tools"):
+            if getattr(message, field):
+                raise _unsupported(f"{where}.{field}")
+        if message.tool_calls:
+            _check_calls(message, where)
+            called_ids.update(call.id for call in message.tool_calls)
+        if message.role == "tool":
+            _check_result(message, where, called_ids)
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
+        if isinstance(message.content, list):
+            _check_parts(message.content, where)
+    _check_work(messages)
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The messages as a chat template takes them; a content of parts is the list of their texts.
+
+    Raises InvalidRequest.
+    """
+    plain: list[Message] = []
+    for index, message in enumerate(messages):
+        content: str | Sequence[str] = message.content if isinstance(message.content, str) else ()
+        if isinstance(message.content, list):
+            content = [part.text or "" for part in message.content]
+        if message.role == "system" and _BILLING_LINE in str(content):
+            content = _without_billing_line(content)
+        given: dict[str, object] = {"role": message.role, "content": content}
+        if message.role == "assistant":
+            if message.tool_calls:
+                where = f"messages[{index}].tool_calls"
+                given["tool_calls"] = [
+                    _call_of(call, f"{where}[{at}]") for at, call in enumerate(message.tool_calls)
+                ]
+            reasoning = message.reasoning
+            if reasoning is None:
+                reasoning = message.reasoning_content
+            if reasoning is not None:
+                given["reasoning"] = given["reasoning_content"] = reasoning
+        elif message.role == "tool":
+            given["tool_call_id"] = message.tool_call_id
+        if message.name:
+            given["name"] = message.name
+        plain.append(given)
+    return plain
+
+
+def _call_of(call: ToolCall, where: str) -> dict[str, object]:
+    assert call.function is not None
+    arguments = _arguments_of(call.function.arguments, f"{where}.function.arguments")
+    function = {"arguments": arguments, "name": call.function.name}
+    return {"id": call.id, "function": function, "type": call.type}
+
+
+def _arguments_of(text: str, field: str) -> dict[str, Any]:
+    """What is no JSON object is none in the prompt either.
+
+    A model may write anything, and a conversation has to go on after it.
+    """
+    try:
+        found = json.loads(text) if text else {}
+    except RecursionError as exc:
+        raise InvalidRequest(f"{field} is nested too deeply", field=field) from exc
+    except ValueError:
+        return {}
+    if "\\u0000" in text:
+        raise nul_refused(field)
+    return found if isinstance(found, dict) else {}
+
+
+def _without_billing_line(content: str | Sequence[str]) -> list[str]:
+    texts = [content] if isinstance(content, str) else content
+    shown = [t.partition("\n")[2] if t.startswith(_BILLING_LINE) else t for t in texts]
+    return [new for new, old in zip(shown, texts, strict=True) if new or new == old]
+
+
+def _check_calls(message: ChatMessage, where: str) -> None:
+    calls = message.tool_calls or ()
+    where = f"{where}.tool_calls"
+    if message.role != "assistant":
+        raise InvalidRequest("only an assistant's message has tool_calls", field=where)
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(f"at most {MAX_CALLS} tool calls in a message", field=where)
+    for index, call in enumerate(calls):
+        if call.type != "function":
+            raise _unsupported(f"{where}[{index}].type")
+        if call.function is None:
+            raise _missing(f"{where}[{index}].function")
+        for name, value in (("id", call.id), ("function.name", call.function.name)):
+            _check_name(value, f"{where}[{index}].{name}")
+
+
+def _check_result(message: ChatMessage, where: str, called_ids: set[str]) -> None:
+    field = f"{where}.tool_call_id"
+    if not message.tool_call_id:
+        raise _missing(field)
+    if message.tool_call_id not in called_ids:
+        raise InvalidRequest(f"{field} is the id of no tool call before it", field=field)
+
+
+def _check_name(name: str, field: str) -> None:
+    if not name:
+        raise _missing(field)
+    if len(name) > _MAX_ID_CHARS:
+        raise InvalidRequest(f"{field} has at most {_MAX_ID_CHARS} characters", field=field)
+
+
+def _check_work(messages: Sequence[ChatMessage]) -> None:
+    """Bound the values in all arguments, which are parsed on the event loop."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    texts = [call.function.arguments for call in calls if call.function]
+    if sum(map(len, texts)) <= SMALL_BYTES:
+        return
+    num_values = 0
+    for text in texts:
+        num_values += len(_BEGINS_A_VALUE.findall(_STRING.sub("", text)))
+        if num_values > MAX_VALUES:
+            message = f"the arguments of the tool calls hold more than {MAX_VALUES} values"
+            raise InvalidRequest(message, field="messages")
+
+
+def _check_parts(parts: Sequence[ContentPart], where: str) -> None:
+    if len(parts) > _MAX_PARTS:
+        raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
+    for index, part in enumerate(parts):
+        if part.type == "text" and part.text is None:
+            raise _missing(f"{where}.content[{index}].text")
+        if part.type != "text":
+            raise InvalidRequest(
+                f"content parts of type {part.type[:32]} are not supported; only text is",
+                reason="UNSUPPORTED_FIELD",
+                field=f"{where}.content[{index}]",
+            )
+
+
+def _unsupported(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
+
+
+def _missing(field: str) -> InvalidRequest:
+    return InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
