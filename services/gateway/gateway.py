@@ -165,7 +165,7 @@ class Gateway:
         )
         metrics.total(
             names.GATEWAY_CONNECTIONS_REFUSED,
-            "HTTP connections refused: too many of one address, or of all",
+            "HTTP connections refused: too many from one address, or in total",
             lambda: self._bounds.num_refused,
         )
         metrics.gauge(

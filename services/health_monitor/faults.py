@@ -276,6 +276,6 @@ class FaultWatch:
 def observe(watch: FaultWatch) -> None:
     metrics.gauge(
         names.HEALTH_FAULTS,
-        "Instances with a fault, by level and by why nothing is done",
+        "Instances with a fault, by level and by what holds the action back",
         watch.counts,
     )

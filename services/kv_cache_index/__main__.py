@@ -139,7 +139,9 @@ def _observe(parts: KvCacheIndex) -> None:
         "1 while Redis accepts writes",
         lambda: parts.mirror.is_store_up,
     )
-    metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(parts.view.records))
+    metrics.gauge(
+        names.REGISTRY_RECORDS, "Records in the registry view", lambda: len(parts.view.records)
+    )
 
 
 def main() -> None:

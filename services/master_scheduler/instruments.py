@@ -22,7 +22,7 @@ def observe_registry(view: RegistryView) -> None:
         return time.monotonic() - connected_at
 
     metrics.gauge(names.VIEW_AGE, "Upper bound of the registry view's age", age_s, "s")
-    metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(view.records))
+    metrics.gauge(names.REGISTRY_RECORDS, "Records in the registry view", lambda: len(view.records))
 
 
 def observe_fleet(fleet: Fleet) -> None:
@@ -34,7 +34,7 @@ def observe_fleet(fleet: Fleet) -> None:
 
     metrics.gauge(
         names.FLEET_INSTANCES,
-        "Instances that may be candidates",
+        "Instances that can be candidates of a plan",
         lambda: sum(i.is_usable for i in fleet.instances.values()),
     )
     metrics.gauge(
@@ -53,7 +53,7 @@ def observe_fleet(fleet: Fleet) -> None:
     )
     metrics.gauge(
         names.PREDICTION_OBSERVED,
-        "Prefills that the predictor has learnt from, by kind of instance",
+        "Prefills that the predictor has learned from, by kind of instance",
         lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
     )
 

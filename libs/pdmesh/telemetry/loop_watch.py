@@ -25,8 +25,8 @@ class LoopWatch:
         )
         metrics.gauge(
             names.LOOP_HELD,
-            "Upper bound of the part of such a delay that this process caused, worst since the "
-            "last scrape",
+            "Largest part of a timer's delay since the last scrape that this process can have "
+            "caused itself",
             self._take_held,
             "s",
         )

@@ -12,27 +12,28 @@ from typing import Final
 # OpenTelemetry's attributes.
 ATTR_OPERATION: Final = "gen_ai.operation.name"  # chat, text_completion
 ATTR_PROVIDER: Final = "gen_ai.provider.name"  # always pdmesh
-ATTR_REQUEST_MODEL: Final = "gen_ai.request.model"
-ATTR_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
-ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
-ATTR_ERROR_TYPE: Final = "error.type"
+ATTR_REQUEST_MODEL: Final = "gen_ai.request.model"  # the served model, as its clients name it
+ATTR_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # of the prompt
+ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"  # of all choices
+ATTR_ERROR_TYPE: Final = "error.type"  # the reason, if the call failed
 
 # Our attributes.
 ATTR_REQUEST_ID: Final = "pdmesh.request.id"  # made by the gateway; also the header x-request-id
-ATTR_ATTEMPT: Final = "pdmesh.request.attempt"  # counts plans: more than one after a lost leg
-ATTR_GROUP_ID: Final = "pdmesh.group.id"
+ATTR_ATTEMPT: Final = "pdmesh.request.attempt"  # counts plans; above 1 after a lost leg
+ATTR_GROUP_ID: Final = "pdmesh.group.id"  # the group that the plan names
 ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.ErrorInfo
-ATTR_OUTCOME: Final = "pdmesh.outcome"  # completed, failed, cancelled; or a metric's own
+ATTR_OUTCOME: Final = "pdmesh.outcome"  # completed, failed, cancelled; some metrics have others
 ATTR_TIER: Final = "tier"  # host, peer, file
 ATTR_EVENT: Final = "event"  # served, stored, lent, evicted, corrupt, failed, late, dropped
-ATTR_PART: Final = "part"  # of an instance's way from blank to ready
+ATTR_PART: Final = "part"  # of the time from blank to ready: fetch, verify, build, connect
 ATTR_STEP: Final = "step"  # assigned, loaded, ...: see docs/events.md
-ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
-ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
+ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured scenario, or default
+ATTR_TENANT: Final = "pdmesh.tenant"  # as in the key file; empty: unknown
 # prompt tokens that prefill did not compute
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
-ATTR_PLAN_QUERIES: Final = "pdmesh.plan.queries"  # planned together, of one gateway
-ATTR_PLAN_HOLDERS: Final = "pdmesh.plan.holders"  # instances that hold a beginning of the prompt
+# queries from one gateway that were planned together
+ATTR_PLAN_QUERIES: Final = "pdmesh.plan.queries"
+ATTR_PLAN_HOLDERS: Final = "pdmesh.plan.holders"  # instances that hold the beginning of the prompt
 # the prompt tokens that the best prefill holds
 ATTR_MATCHED_TOKENS: Final = "pdmesh.plan.matched_tokens"
 ATTR_PREFILL_ID: Final = "pdmesh.prefill.id"  # the best prefill of a plan
@@ -41,26 +42,26 @@ ATTR_PREFILL_ID: Final = "pdmesh.prefill.id"  # the best prefill of a plan
 SPAN_CALL: Final = "{operation} {model}"  # the whole call, at the gateway (SERVER)
 SPAN_PLAN: Final = "plan"  # the wait at the gateway (CLIENT); the work at the master (SERVER)
 SPAN_PLAN_HASH: Final = "plan.hash"  # the names of the prompt's blocks, computed at the gateway
-SPAN_PLAN_MATCH: Final = "plan.match"  # the look-up of their holders in the index, at the master
+SPAN_PLAN_MATCH: Final = "plan.match"  # the look-up of the blocks' holders, at the master
 # the choice of instances (filter, score, pick), at the master
 SPAN_PLAN_DECIDE: Final = "plan.decide"
 SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token, at the prefill (SERVER)
-SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start to the KV being usable, at decode (CLIENT)
+SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start until the KV is usable, at the decode (CLIENT)
 SPAN_DECODE: Final = "decode"  # from Start to the last token, at the decode (SERVER)
 
 PROVIDER: Final = "pdmesh"
 
-# OpenTelemetry's metrics; seconds.
+# OpenTelemetry's metrics, in seconds.
 REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 
-# Our metrics: every process.
+# Metrics of every process.
 LOOP_LAG: Final = "pdmesh.process.loop_lag"
 LOOP_HELD: Final = "pdmesh.process.loop_held"
 READY: Final = "pdmesh.process.ready"
 
-# Our metrics: gateway.
+# Metrics of the gateway.
 REQUESTS: Final = "pdmesh.requests"
 REQUESTS_IN_FLIGHT: Final = "pdmesh.requests.in_flight"
 REQUEST_REJECTIONS: Final = "pdmesh.request.rejections"
@@ -86,7 +87,7 @@ GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
 TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
-# Our metrics: instances.
+# Metrics of instances.
 SLOTS: Final = "pdmesh.slots"
 SLOTS_USED: Final = "pdmesh.slots.used"
 ADMISSIONS: Final = "pdmesh.admissions"
@@ -120,7 +121,7 @@ ERRORS_DROPPED: Final = "pdmesh.instance.errors.dropped"
 LOAD_SECONDS: Final = "pdmesh.instance.load_seconds"
 PEER_CHECKS: Final = "pdmesh.instance.peer_checks"
 
-# Our metrics: bus, registry, index, master.
+# Metrics of bus, registry, index, health-monitor and master.
 BUS_DROPPED: Final = "pdmesh.bus.dropped"
 BUS_RECONNECTS: Final = "pdmesh.bus.reconnects"
 REGISTRY_RECORDS: Final = "pdmesh.registry.records"

@@ -43,7 +43,7 @@ from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
 
 _scenarios = metrics.counter(
-    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: a label, a rule, or nothing"
+    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: a label, a rule, or the default"
 )
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _UNBOUNDED: Final = 1 << 31

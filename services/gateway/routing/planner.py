@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 _unasked = metrics.counter(
     names.REFUSED_UNASKED,
-    "Requests refused for the queue's length, before the master was asked",
+    "Requests refused because of the queue's length, without asking the master",
 )
 
 _MAX_BATCH: Final = 256

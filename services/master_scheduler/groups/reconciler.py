@@ -223,5 +223,5 @@ class GroupReconciler:
 
 _steps = metrics.counter(names.GROUP_STEPS, "Steps of groups, by kind")
 _skipped = metrics.counter(
-    names.GROUP_ROUNDS_SKIPPED, "Rounds in which the leader decided nothing, by reason"
+    names.GROUP_ROUNDS_SKIPPED, "Rounds in which the leader made no decision, by reason"
 )

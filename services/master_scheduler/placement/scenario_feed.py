@@ -111,7 +111,7 @@ class ScenarioFeed:
         )
         metrics.gauge(
             names.SCENARIO_PHI,
-            "Phi, requests/s per instance: the least of the three rates over n_p + n_d",
+            "Phi, requests/s per instance: the lowest of the three rates divided by n_p + n_d",
             lambda: [(phi.value, {"scenario": scenario}) for scenario, phi in self._phis()],
         )
         metrics.gauge(
@@ -121,8 +121,8 @@ class ScenarioFeed:
         )
         metrics.gauge(
             names.SCENARIO_SLOTS,
-            "Requests that they take at once, by role (n_p b_p, n_d b_d); includes a decode's few "
-            "that wait for their turn, as T_d does",
+            "Requests that the usable instances take at once, by role (n_p b_p, n_d b_d); includes "
+            "the few that wait at a decode for their turn, as T_d does",
             lambda: self._slots(lambda slots: slots.num_slots),
         )
 
@@ -155,7 +155,7 @@ class ScenarioFeed:
 
 # What each is, in which unit, for docs/telemetry.md too.
 _MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]] = (
-    (names.SCENARIO_QUEUE, "Wait until a prefill accepted", "s", lambda s: s.queue),
+    (names.SCENARIO_QUEUE, "Wait until a prefill accepted the request", "s", lambda s: s.queue),
     (names.SCENARIO_T_P, "T_p, from a prefill's acceptance to token 1", "s", lambda s: s.t_p),
     (
         names.SCENARIO_DECODE_QUEUE,

@@ -15,11 +15,11 @@ from tools.telemetry_doc import Constant
 def test_names_are_grouped_by_the_comment_above_them() -> None:
     source = (
         '# First.\nA: Final = "a.b"\nB: Final = "c"  # why\n\n'
-        '# Second.\nC: Final = (\n    "d"  # on lines\n)\n'
+        '# Second.\nC: Final = (\n    "d"  # on lines\n)\n# above it\nD: Final = "e"\n'
     )
     assert list(telemetry_doc.sections(source)) == [
         ("First", [Constant("A", "a.b"), Constant("B", "c", "why")]),
-        ("Second", [Constant("C", "d", "on lines")]),
+        ("Second", [Constant("C", "d", "on lines"), Constant("D", "e", "above it")]),
     ]
 
 

@@ -32,8 +32,8 @@ def _gauge(name: str, help_text: str, read: Callable[[InstanceHost], float], uni
 
 
 for _name, _help, _read, _unit in (
-    (names.SLOTS, "Legs that it runs at once", lambda h: h.admission.num_places, "1"),
-    (names.SLOTS_USED, "Slots held", lambda h: h.admission.num_slots_used, "1"),
+    (names.SLOTS, "Legs that the instance can run at once", lambda h: h.admission.num_places, "1"),
+    (names.SLOTS_USED, "Slots in use", lambda h: h.admission.num_slots_used, "1"),
     (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
     (
         names.KV_ENGINE_BLOCKS_FREE,
@@ -47,22 +47,32 @@ for _name, _help, _read, _unit in (
         lambda h: h.num_kv_connections,
         "1",
     ),
-    (names.KV_TICKETS, "Prefills with a ticket", lambda h: h.num_tickets, "1"),
-    (names.STAGING_BYTES_USED, "Staging arena", lambda h: h.admission.staging_bytes_used, "By"),
-    (names.LANDING_BYTES_USED, "Landing arena", lambda h: h.admission.landing_bytes_used, "By"),
+    (names.KV_TICKETS, "Prefill legs with an open ticket", lambda h: h.num_tickets, "1"),
+    (
+        names.STAGING_BYTES_USED,
+        "Bytes used in the staging arena",
+        lambda h: h.admission.staging_bytes_used,
+        "By",
+    ),
+    (
+        names.LANDING_BYTES_USED,
+        "Bytes used in the landing arena",
+        lambda h: h.admission.landing_bytes_used,
+        "By",
+    ),
     (
         names.RETRIEVALS,
         "Requests whose KV has not arrived",
         lambda h: h.admission.num_retrieving,
         "1",
     ),
-    (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda h: h.num_pulls_queued, "1"),
+    (names.PULLS_QUEUED, "KV pulls that wait for their turn", lambda h: h.num_pulls_queued, "1"),
     (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
 ):
     _gauge(_name, _help, _read, _unit)
 metrics.gauge(
     names.KV_SOURCES_EXCLUDED,
-    "Senders of KV that are ejected or avoided here, by fault",
+    "Sources of KV that this decode ejects or avoids, by fault",
     lambda: (
         []
         if (host := _Shown.host) is None

@@ -13,7 +13,7 @@ admissions: Final = metrics.counter(
     names.ADMISSIONS, "Legs asked for, by outcome: accepted, or the reason of the rejection"
 )
 legs_ended: Final = metrics.counter(names.LEGS_ENDED, "Legs that ended, by outcome")
-tokens: Final = metrics.counter(names.INSTANCE_TOKENS, "Tokens drawn here")
+tokens: Final = metrics.counter(names.INSTANCE_TOKENS, "Tokens drawn by this instance")
 transfer_s: Final = metrics.histogram(
     names.KV_TRANSFER_DURATION, "From Start to the KV being usable at decode"
 )
@@ -61,7 +61,7 @@ metrics.gauge(
 )
 metrics.gauge(
     names.KV_TIER_LEASED,
-    "Blocks of a tier that a request or a peer reads now, so that they stay; 0 when idle",
+    "Blocks of a tier that cannot be evicted because they are being read; 0 when idle",
     lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_leased.items()],
 )
 load_seconds: Final[dict[str, float]] = {}  # of the present run, by part

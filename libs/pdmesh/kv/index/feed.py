@@ -40,11 +40,11 @@ log = structlog.get_logger(__name__)
 _ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
 _FETCH_S: Final = 5.0
 
-_gaps = metrics.counter(names.INDEX_GAPS, "Times deltas of an instance were missing")
+_gaps = metrics.counter(names.INDEX_GAPS, "How often deltas from an instance were missing")
 _snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshot requests, by outcome")
 _delay = metrics.histogram(
     names.INDEX_DELTA_DELAY,
-    "From the publishing of a delta until this copy has it",
+    "Time from the publishing of a delta until this process has it",
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
 )
 

@@ -39,7 +39,7 @@ _CLIENT_TASKS: Final = (
 )  # fmt: skip
 
 _dropped = metrics.counter(names.BUS_DROPPED, "Events not sent or not handled, by reason")
-_reconnects = metrics.counter(names.BUS_RECONNECTS, "Times the NATS server came back")
+_reconnects = metrics.counter(names.BUS_RECONNECTS, "How often the connection to NATS was restored")
 
 
 class NatsSubscription:
