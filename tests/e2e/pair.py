@@ -291,6 +291,7 @@ class Pair:
             sampling,
             max_tokens=sampling.max_tokens - 1,
             num_logprobs=None,
+            num_prompt_logprobs=None,
             num_drawn=sampling.num_drawn + 1,
         )
         host.engine.decode(

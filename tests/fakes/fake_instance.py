@@ -23,6 +23,7 @@ from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     InstanceRecord,
+    PromptLogprobs,
     Role,
     SamplingParams,
     Ticket,
@@ -51,6 +52,16 @@ def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -
     for position in range(num_tokens):
         tokens.append(next_token(tokens, noise_of(seed, position)))
     return tokens[len(prompt) :]
+
+
+def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> PromptLogprobs:
+    """Made up: the likeliest tokens of each are 0, 1, ... ."""
+    found = PromptLogprobs(num_top=num_top)
+    for at, token in enumerate(prompt[1:], start=1):
+        found.token_ids.extend([token, *range(num_top)])
+        found.logprobs.extend([-float(at), *(-0.5 * (1 + top) for top in range(num_top))])
+        found.ranks.append(at)
+    return found
 
 
 def seed_of(sampling: SamplingParams) -> int | None:
@@ -215,6 +226,12 @@ class FakeInstance:
     ) -> AsyncIterator[pb.GetKvSnapshotResponse]:
         yield pb.GetKvSnapshotResponse(incarnation=self.incarnation)
 
+    async def GetModelText(
+        self, request: pb.GetModelTextRequest, context: object
+    ) -> AsyncIterator[pb.GetModelTextResponse]:
+        raise Unavailable("no files of text here")
+        yield  # an async generator, as the real one
+
     # --- behaviour -------------------------------------------------------------------------------
 
     async def _read(
@@ -339,6 +356,10 @@ class FakeInstance:
         first = pb.FirstToken(token_id=token, num_cached_tokens=min(16, len(tokens) // 2))
         if prefill.sampling.HasField("num_logprobs"):
             first.logprob.CopyFrom(_logprob(token, prefill.sampling.num_logprobs))
+        if prefill.sampling.HasField("num_prompt_logprobs"):
+            prompt = tokens_from_bytes(prefill.prompt_token_ids)
+            num_top = prefill.sampling.num_prompt_logprobs
+            first.prompt_logprobs.CopyFrom(prompt_logprobs_of(prompt, num_top))
         if leg.num_left == 0:
             first.finish_reason = FINISH_REASON_LENGTH
         elif prefill.is_local:

@@ -50,6 +50,7 @@ class Sampling:
     num_logprobs: int | None = None
     num_drawn: int = 0
     shaping: LogitShaping = UNSHAPED
+    num_prompt_logprobs: int | None = None  # all of the prompt is computed for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,19 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of a prompt's tokens from the second on: each and then the `num_top` likeliest, in one row.
+
+    `ranks` are of the prompt's own tokens; 1 is the likeliest.
+    """
+
+    num_top: int
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    ranks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,7 @@ class Prefilled:
     num_cached_tokens: int
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ class SamplingParams(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_DRAWN_FIELD_NUMBER: _builtins.int
     SHAPING_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """tokens still to produce, at least 1"""
     temperature: _builtins.float
@@ -157,6 +158,8 @@ class SamplingParams(_message.Message):
     """absent: none; 0: of the chosen token alone"""
     num_drawn: _builtins.int
     """tokens of the answer drawn before, the last ones of the prompt: they count as output"""
+    num_prompt_logprobs: _builtins.int
+    """of each of the prompt's tokens; absent: none; 0: of the prompt's own alone"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end-of-sequence ids and the client's own"""
@@ -177,17 +180,22 @@ class SamplingParams(_message.Message):
         num_logprobs: _builtins.int | None = ...,
         num_drawn: _builtins.int = ...,
         shaping: Global___LogitShaping | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_seed", b"_seed", "num_logprobs", b"num_logprobs", "seed", b"seed", "shaping", b"shaping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
@@ -330,6 +338,73 @@ class TokenLogprob(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """The log probabilities of a prompt's tokens from the second on, each followed by those of the likeliest ones in its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """likeliest ones for each"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """num_top + 1 for each of the prompt's tokens"""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """same order and length as token_ids"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the prompt's own tokens among all; 1: the likeliest"""
+
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_top", b"num_top", "ranks", b"ranks", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class StopReason(_message.Message):
+    """What ended an answer whose reason is FINISH_REASON_STOP. Absent: the model's own end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    text: _builtins.str
+    """a stop string"""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_reason: _TypeAlias = _typing.Literal["token_id", "text"]  # noqa: Y015
+    _WhichOneofArgType_reason: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_reason) -> _WhichOneofReturnType_reason | None: ...
+
+Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

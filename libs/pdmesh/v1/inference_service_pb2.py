@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/v1/inference_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x93\x06\n\x10GenerationParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\rH\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x12\n\x05top_k\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x12\n\x05min_p\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.pdmesh.v1.GenerationParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12\x1e\n\x16include_stop_in_output\x18\x12 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x13 \x01(\x08\x12#\n\x16truncate_prompt_tokens\x18\x14 \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x08\n\x06_top_kB\x08\n\x06_min_pB\x19\n\x17_truncate_prompt_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd3\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.pdmesh.v1.TokenIdsH\x00\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.pdmesh.v1.GenerationParams\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x0f\n\x07\x63hat_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\t\n\x01n\x18\x08 \x01(\rB\x08\n\x06prompt\"\x93\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\"\xfc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12(\n\rother_choices\x18\x08 \x03(\x0b\x32\x11.pdmesh.v1.Choice\"D\n\x15GenerateStreamRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pdmesh.v1.GenerateRequest\"\xd8\x01\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\r\n\x05index\x18\x07 \x01(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb5\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.pdmesh.v1.ChatMessage\x12+\n\x06params\x18\x03 \x01(\x0b\x32\x1b.pdmesh.v1.GenerationParams\x12\x10\n\x08scenario\x18\x04 \x01(\t\x12\x0f\n\x07\x63hat_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\"\x80\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x07message\x18\x03 \x01(\x0b\x32\x16.pdmesh.v1.ChatMessage\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12(\n\rother_choices\x18\x07 \x03(\x0b\x32\x11.pdmesh.v1.Choice\"<\n\x11\x43hatStreamRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.ChatRequest\"\xc4\x01\n\x12\x43hatStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\r\n\x05index\x18\x06 \x01(\r\"\x13\n\x11ListModelsRequest\"$\n\x12ListModelsResponse\x12\x0e\n\x06models\x18\x01 \x03(\t2\x81\x03\n\x10InferenceService\x12\x43\n\x08Generate\x12\x1a.pdmesh.v1.GenerateRequest\x1a\x1b.pdmesh.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12 .pdmesh.v1.GenerateStreamRequest\x1a!.pdmesh.v1.GenerateStreamResponse0\x01\x12\x37\n\x04\x43hat\x12\x16.pdmesh.v1.ChatRequest\x1a\x17.pdmesh.v1.ChatResponse\x12K\n\nChatStream\x12\x1c.pdmesh.v1.ChatStreamRequest\x1a\x1d.pdmesh.v1.ChatStreamResponse0\x01\x12I\n\nListModels\x12\x1c.pdmesh.v1.ListModelsRequest\x1a\x1d.pdmesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/v1/inference_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\xcd\x06\n\x10GenerationParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\rH\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x07\x88\x01\x01\x12\x12\n\x05top_k\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x12\n\x05min_p\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.pdmesh.v1.GenerationParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x19\n\x11\x61llowed_token_ids\x18\x10 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12\x1e\n\x16include_stop_in_output\x18\x12 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x13 \x01(\x08\x12#\n\x16truncate_prompt_tokens\x18\x14 \x01(\rH\n\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x1e \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x08\n\x06_top_kB\x08\n\x06_min_pB\x19\n\x17_truncate_prompt_tokensB\x16\n\x14_num_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd3\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.pdmesh.v1.TokenIdsH\x00\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.pdmesh.v1.GenerationParams\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x0f\n\x07\x63hat_id\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\t\n\x01n\x18\x08 \x01(\rB\x08\n\x06prompt\"\xf3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12*\n\x0bstop_reason\x18\x1e \x01(\x0b\x32\x15.pdmesh.v1.StopReason\x12\x32\n\x0fprompt_logprobs\x18\x1f \x01(\x0b\x32\x19.pdmesh.v1.PromptLogprobs\"\xdc\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12(\n\rother_choices\x18\x08 \x03(\x0b\x32\x11.pdmesh.v1.Choice\x12*\n\x0bstop_reason\x18\x1e \x01(\x0b\x32\x15.pdmesh.v1.StopReason\x12\x32\n\x0fprompt_logprobs\x18\x1f \x01(\x0b\x32\x19.pdmesh.v1.PromptLogprobs\"D\n\x15GenerateStreamRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pdmesh.v1.GenerateRequest\"\xb8\x02\n\x16GenerateStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\r\n\x05index\x18\x07 \x01(\r\x12*\n\x0bstop_reason\x18\x1e \x01(\x0b\x32\x15.pdmesh.v1.StopReason\x12\x32\n\x0fprompt_logprobs\x18\x1f \x01(\x0b\x32\x19.pdmesh.v1.PromptLogprobs\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb5\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.pdmesh.v1.ChatMessage\x12+\n\x06params\x18\x03 \x01(\x0b\x32\x1b.pdmesh.v1.GenerationParams\x12\x10\n\x08scenario\x18\x04 \x01(\t\x12\x0f\n\x07\x63hat_id\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\"\xe0\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x07message\x18\x03 \x01(\x0b\x32\x16.pdmesh.v1.ChatMessage\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12(\n\rother_choices\x18\x07 \x03(\x0b\x32\x11.pdmesh.v1.Choice\x12*\n\x0bstop_reason\x18\x1e \x01(\x0b\x32\x15.pdmesh.v1.StopReason\x12\x32\n\x0fprompt_logprobs\x18\x1f \x01(\x0b\x32\x19.pdmesh.v1.PromptLogprobs\"<\n\x11\x43hatStreamRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.ChatRequest\"\xa4\x02\n\x12\x43hatStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\r\n\x05index\x18\x06 \x01(\r\x12*\n\x0bstop_reason\x18\x1e \x01(\x0b\x32\x15.pdmesh.v1.StopReason\x12\x32\n\x0fprompt_logprobs\x18\x1f \x01(\x0b\x32\x19.pdmesh.v1.PromptLogprobs\"\x13\n\x11ListModelsRequest\"$\n\x12ListModelsResponse\x12\x0e\n\x06models\x18\x01 \x03(\t2\x81\x03\n\x10InferenceService\x12\x43\n\x08Generate\x12\x1a.pdmesh.v1.GenerateRequest\x1a\x1b.pdmesh.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12 .pdmesh.v1.GenerateStreamRequest\x1a!.pdmesh.v1.GenerateStreamResponse0\x01\x12\x37\n\x04\x43hat\x12\x16.pdmesh.v1.ChatRequest\x1a\x17.pdmesh.v1.ChatResponse\x12K\n\nChatStream\x12\x1c.pdmesh.v1.ChatStreamRequest\x1a\x1d.pdmesh.v1.ChatStreamResponse0\x01\x12I\n\nListModels\x12\x1c.pdmesh.v1.ListModelsRequest\x1a\x1d.pdmesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATIONPARAMS']._serialized_start=73
-  _globals['_GENERATIONPARAMS']._serialized_end=860
-  _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._serialized_start=632
-  _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._serialized_end=680
-  _globals['_TOKENIDS']._serialized_start=862
-  _globals['_TOKENIDS']._serialized_end=885
-  _globals['_GENERATEREQUEST']._serialized_start=888
-  _globals['_GENERATEREQUEST']._serialized_end=1099
-  _globals['_CHOICE']._serialized_start=1102
-  _globals['_CHOICE']._serialized_end=1249
-  _globals['_GENERATERESPONSE']._serialized_start=1252
-  _globals['_GENERATERESPONSE']._serialized_end=1504
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=1506
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=1574
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1577
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1793
-  _globals['_CHATMESSAGE']._serialized_start=1795
-  _globals['_CHATMESSAGE']._serialized_end=1839
-  _globals['_CHATREQUEST']._serialized_start=1842
-  _globals['_CHATREQUEST']._serialized_end=2023
-  _globals['_CHATRESPONSE']._serialized_start=2026
-  _globals['_CHATRESPONSE']._serialized_end=2282
-  _globals['_CHATSTREAMREQUEST']._serialized_start=2284
-  _globals['_CHATSTREAMREQUEST']._serialized_end=2344
-  _globals['_CHATSTREAMRESPONSE']._serialized_start=2347
-  _globals['_CHATSTREAMRESPONSE']._serialized_end=2543
-  _globals['_LISTMODELSREQUEST']._serialized_start=2545
-  _globals['_LISTMODELSREQUEST']._serialized_end=2564
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2566
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2602
-  _globals['_INFERENCESERVICE']._serialized_start=2605
-  _globals['_INFERENCESERVICE']._serialized_end=2990
+  _globals['_GENERATIONPARAMS']._serialized_end=918
+  _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._serialized_start=666
+  _globals['_GENERATIONPARAMS_LOGITBIASENTRY']._serialized_end=714
+  _globals['_TOKENIDS']._serialized_start=920
+  _globals['_TOKENIDS']._serialized_end=943
+  _globals['_GENERATEREQUEST']._serialized_start=946
+  _globals['_GENERATEREQUEST']._serialized_end=1157
+  _globals['_CHOICE']._serialized_start=1160
+  _globals['_CHOICE']._serialized_end=1403
+  _globals['_GENERATERESPONSE']._serialized_start=1406
+  _globals['_GENERATERESPONSE']._serialized_end=1754
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=1756
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=1824
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1827
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2139
+  _globals['_CHATMESSAGE']._serialized_start=2141
+  _globals['_CHATMESSAGE']._serialized_end=2185
+  _globals['_CHATREQUEST']._serialized_start=2188
+  _globals['_CHATREQUEST']._serialized_end=2369
+  _globals['_CHATRESPONSE']._serialized_start=2372
+  _globals['_CHATRESPONSE']._serialized_end=2724
+  _globals['_CHATSTREAMREQUEST']._serialized_start=2726
+  _globals['_CHATSTREAMREQUEST']._serialized_end=2786
+  _globals['_CHATSTREAMRESPONSE']._serialized_start=2789
+  _globals['_CHATSTREAMRESPONSE']._serialized_end=3081
+  _globals['_LISTMODELSREQUEST']._serialized_start=3083
+  _globals['_LISTMODELSREQUEST']._serialized_end=3102
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3104
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3140
+  _globals['_INFERENCESERVICE']._serialized_start=3143
+  _globals['_INFERENCESERVICE']._serialized_end=3528
 # @@protoc_insertion_point(module_scope)

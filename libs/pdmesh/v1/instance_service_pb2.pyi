@@ -661,6 +661,7 @@ class FirstToken(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """UNSPECIFIED: goes on"""
@@ -671,6 +672,8 @@ class FirstToken(_message.Message):
 
     @_builtins.property
     def logprob(self) -> _common_pb2.TokenLogprob: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -679,10 +682,11 @@ class FirstToken(_message.Message):
         ticket: _common_pb2.Ticket | None = ...,
         num_cached_tokens: _builtins.int = ...,
         logprob: _common_pb2.TokenLogprob | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "prompt_logprobs", b"prompt_logprobs", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprob", b"logprob", "num_cached_tokens", b"num_cached_tokens", "ticket", b"ticket", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprob", b"logprob", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "ticket", b"ticket", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

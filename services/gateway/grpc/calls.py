@@ -12,6 +12,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.calls import (
     chat_tokens,
     check_logprobs,
+    check_num_prompt_logprobs,
     check_shaping,
     text_tokens,
 )
@@ -22,6 +23,7 @@ from pdmesh.services.gateway.request.bounds import (
     check_sampling,
     check_text,
     context_exceeded,
+    in_range,
     nul_refused,
     stops_of,
 )
@@ -54,7 +56,7 @@ async def generate_spec(
     return CallSpec(
         operation="text_completion",
         model=model.name,
-        prompts=(_truncated(tokens, request.params),),
+        prompts=(_prompt(tokens, request, sampling),),
         sampling=sampling,
         tokenizer=model.tokenizer,
         n=request.n or 1,
@@ -82,7 +84,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     return CallSpec(
         operation="chat",
         model=model.name,
-        prompts=(_truncated(tokens, request.params),),
+        prompts=(_prompt(tokens, request, sampling),),
         sampling=sampling,
         tokenizer=model.tokenizer,
         n=request.n or 1,
@@ -118,6 +120,15 @@ async def _served_model(
     return await frontend.served_model(request.model, tenant)
 
 
+def _prompt(
+    tokens: array[int], request: pb.GenerateRequest | pb.ChatRequest, sampling: SamplingSpec
+) -> array[int]:
+    """Raises InvalidRequest."""
+    prompt = _truncated(tokens, request.params)
+    check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
+    return prompt
+
+
 def _truncated(tokens: array[int], params: pb.GenerationParams) -> array[int]:
     if not params.HasField("truncate_prompt_tokens"):
         return tokens
@@ -141,6 +152,11 @@ async def _sampling(
     if num_logprobs is not None and num_logprobs > 20:
         raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
     check_logprobs(frontend, model.name, num_logprobs)
+    num_prompt_logprobs: int | None = None
+    if params.HasField("num_prompt_logprobs"):
+        num_prompt_logprobs = params.num_prompt_logprobs
+        in_range("num_prompt_logprobs", num_prompt_logprobs, 0, 20)
+        check_logprobs(frontend, model.name, num_prompt_logprobs, "num_prompt_logprobs")
     for word in params.bad_words:
         check_text(bad_words=word)
     asked = AskedShaping(
@@ -161,6 +177,7 @@ async def _sampling(
         stop=stops,
         ignore_eos=params.ignore_eos,
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
         shaping=shaping,
         stop_token_ids=stop_ids_of(params.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=params.include_stop_in_output,

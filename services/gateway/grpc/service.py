@@ -29,7 +29,13 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend, new_request
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1 import inference_service_pb2 as pb
-from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
+from pdmesh.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FinishReason,
+    StopReason,
+    Usage,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +84,9 @@ class InferenceServicer:
             text=first.text,
             token_ids=first.token_ids,
             finish_reason=first.finish_reason,
+            stop_reason=_of(first, "stop_reason"),
             logprobs=first.logprobs,
+            prompt_logprobs=_of(first, "prompt_logprobs"),
             usage=usage,
             other_choices=choices[1:],
         )
@@ -95,6 +103,8 @@ class InferenceServicer:
                     text=delta.text,
                     token_ids=delta.token_ids,
                     logprobs=delta.logprobs,
+                    prompt_logprobs=delta.prompt_logprobs,
+                    stop_reason=_stop_reason(delta),
                 )
                 if delta.is_last:
                     response.finish_reason = _REASONS[delta.finish_reason]
@@ -114,7 +124,9 @@ class InferenceServicer:
             model=spec.model,
             message=pb.ChatMessage(role="assistant", content=first.text),
             finish_reason=first.finish_reason,
+            stop_reason=_of(first, "stop_reason"),
             logprobs=first.logprobs,
+            prompt_logprobs=_of(first, "prompt_logprobs"),
             usage=usage,
             other_choices=choices[1:],
         )
@@ -130,6 +142,8 @@ class InferenceServicer:
                     index=delta.index,
                     content=delta.text,
                     logprobs=delta.logprobs,
+                    prompt_logprobs=delta.prompt_logprobs,
+                    stop_reason=_stop_reason(delta),
                 )
                 if delta.is_last:
                     response.finish_reason = _REASONS[delta.finish_reason]
@@ -167,8 +181,12 @@ class InferenceServicer:
             choice = choices[delta.index]
             choice.token_ids.extend(delta.token_ids)
             choice.logprobs.extend(delta.logprobs)
+            if delta.prompt_logprobs is not None:
+                choice.prompt_logprobs.CopyFrom(delta.prompt_logprobs)
             if delta.is_last:
                 choice.finish_reason = _REASONS[delta.finish_reason]
+                if (reason := _stop_reason(delta)) is not None:
+                    choice.stop_reason.CopyFrom(reason)
             if is_end:
                 request_id, usage = call.request_id, _usage(call)
         for choice, parts in zip(choices, texts, strict=True):
@@ -316,6 +334,21 @@ class _Writer:
     def cut(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+
+def _stop_reason(delta: TextDelta) -> StopReason | None:
+    match delta.stop_reason:
+        case None:
+            return None
+        case int():
+            return StopReason(token_id=delta.stop_reason)
+        case str():
+            return StopReason(text=delta.stop_reason)
+
+
+def _of(choice: pb.Choice, field: str) -> Any:
+    """A message of the choice; None if it has none, so that the answer has none either."""
+    return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
 
 
 def _usage(call: Call) -> Usage:

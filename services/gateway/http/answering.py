@@ -105,7 +105,7 @@ async def _stream(exchange: HttpExchange, call: Call, writer: StreamWriter) -> N
         deltas = call.take()
         for delta in map(_without_a_bad_end, deltas):
             num_open -= delta.is_last
-            if len(delta.logprobs) <= MAX_LOGPROBS_HERE:
+            if delta.num_logprobs <= MAX_LOGPROBS_HERE:
                 pending.append(writer.chunk(delta))
             else:
                 pending.append(await asyncio.to_thread(writer.chunk, delta))
@@ -152,11 +152,10 @@ def _joined(pieces: list[TextDelta]) -> TextDelta:
     if len(pieces) == 1:
         return pieces[0]
     last = pieces[-1]
-    return TextDelta(
-        last.index,
-        "".join(p.text for p in pieces),
-        [t for p in pieces for t in p.token_ids],
-        [lp for p in pieces for lp in p.logprobs],
-        True,
-        last.finish_reason,
+    return replace(
+        last,
+        text="".join(p.text for p in pieces),
+        token_ids=[t for p in pieces for t in p.token_ids],
+        logprobs=[lp for p in pieces for lp in p.logprobs],
+        prompt_logprobs=next((p.prompt_logprobs for p in pieces if p.prompt_logprobs), None),
     )

@@ -62,10 +62,23 @@ class ChatLogprobs(Answer):
 
 
 class CompletionLogprobs(Answer):
+    """With `echo` also of the prompt's tokens; the first of those has none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptTokenLogprob(Answer):
+    logprob: float
+    rank: int  # among all tokens; 1: the likeliest
+    decoded_token: str
+
+
+# By token id, for each of the prompt's tokens but the first.
+PromptLogprobsAnswer = list[dict[str, PromptTokenLogprob] | None]
+StopReasonAnswer = int | str | None  # a stop token or stop string; None: the model's own end
 
 
 FinishReasonName = Literal["stop", "length"]
@@ -82,6 +95,7 @@ class ChatChoice(Answer):
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
+    stop_reason: StopReasonAnswer
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -93,6 +107,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: UsageAnswer
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsAnswer | UnsetType = UNSET
 
 
 class ChatDelta(Answer):
@@ -105,6 +120,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
+    stop_reason: int | str | UnsetType | None = UNSET  # in the last chunk of a choice
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -125,8 +141,10 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName
+    stop_reason: StopReasonAnswer
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsAnswer | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Answer):
@@ -134,6 +152,7 @@ class CompletionChunkChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
+    stop_reason: int | str | UnsetType | None = UNSET  # in the last chunk of a choice
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 

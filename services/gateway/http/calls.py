@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
@@ -18,6 +19,7 @@ from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
+    is_echo_alone,
     prompts_of,
 )
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
@@ -33,6 +35,7 @@ from pdmesh.services.gateway.text.chat_template import RESERVED_VARIABLES, Conve
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
+MAX_PROMPT_LOGPROBS: Final = 1 << 18  # of a call
 
 
 async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
@@ -40,6 +43,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     model = await frontend.served_model(request.model, tenant)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model.name, num_logprobs)
+    check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.tools and request.tool_choice != "none":
         message = "tools are supported with tool_choice none only"
@@ -47,10 +51,12 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     tokens = await chat_tokens(conversation_of(request), model)
     sampling = await _sampling(request, max_tokens, num_logprobs, model.tokenizer)
     check_shaping(frontend, model.name, sampling.shaping)
+    prompt = _truncated(tokens, request, model.context_length)
+    check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
     return CallSpec(
         operation="chat",
         model=model.name,
-        prompts=(_truncated(tokens, request, model.context_length),),
+        prompts=(prompt,),
         sampling=sampling,
         tokenizer=model.tokenizer,
         n=request.n or 1,
@@ -72,6 +78,7 @@ async def completion_spec(
     """Raises MeshError."""
     model = await frontend.served_model(request.model, tenant)
     check_logprobs(frontend, model.name, request.logprobs)
+    check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     context = model.context_length
     asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
     n = request.n or 1
@@ -85,8 +92,13 @@ async def completion_spec(
         )
         for p in asked
     ]
-    sampling = await _sampling(request, request.max_tokens, request.logprobs, model.tokenizer)
+    max_tokens = 1 if is_echo_alone(request) else request.max_tokens
+    sampling = await _sampling(request, max_tokens, request.logprobs, model.tokenizer)
     check_shaping(frontend, model.name, sampling.shaping)
+    num_prompt_logprobs = sampling.num_prompt_logprobs
+    if num_prompt_logprobs is None and request.echo:
+        num_prompt_logprobs = request.logprobs
+    check_num_prompt_logprobs(prompts, num_prompt_logprobs, n)
     return CallSpec(
         operation="text_completion",
         model=model.name,
@@ -95,12 +107,14 @@ async def completion_spec(
         sampling=replace(
             sampling,
             default_max_tokens=sampling.default_max_tokens or _COMPLETION_DEFAULT_TOKENS,
+            num_prompt_logprobs=num_prompt_logprobs,
         ),
         n=n,
         scenario=request.scenario,
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
-        echoed=await _echoed(asked, prompts, model.tokenizer) if request.echo else (),
+        echoed=await _echoed(asked, prompts, request, model.tokenizer) if request.echo else (),
+        is_echo_alone=is_echo_alone(request),
         has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
     )
@@ -168,17 +182,34 @@ def conversation_of(request: ChatCompletionRequest) -> Conversation:
     )
 
 
-def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:
+def check_logprobs(
+    frontend: Frontend, model: str, num_logprobs: int | None, field: str = "logprobs"
+) -> None:
     """Refuse logprobs that the instances cannot give, rather than leave them out."""
     if num_logprobs is None:
         return
     record = frontend.shared.fleet.reference(model)
     if record is not None and not record.supports_logprobs:
         raise InvalidRequest(
-            "logprobs are not supported by this model's engine",
+            f"{field} are not supported by this model's engine",
             reason="UNSUPPORTED_FIELD",
-            field="logprobs",
+            field=field,
         )
+
+
+def check_num_prompt_logprobs(
+    prompts: Sequence[array[int]], num_each: int | None, num_choices: int
+) -> None:
+    """Each is an object of the answer. Raises InvalidRequest."""
+    if num_each is None:
+        return
+    num = sum(map(len, prompts)) * (num_each + 1) * num_choices
+    if num > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"the answer would have {num} log probabilities of prompt tokens, and may have "
+            f"{MAX_PROMPT_LOGPROBS}: ask for fewer of each, or for a shorter prompt"
+        )
+        raise InvalidRequest(message, field="prompt_logprobs")
 
 
 def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None:
@@ -204,12 +235,18 @@ def _truncated(
 
 
 async def _echoed(
-    asked: Sequence[str | list[int]], prompts: Sequence[array[int]], tokenizer: Tokenizer
+    asked: Sequence[str | list[int]],
+    prompts: Sequence[array[int]],
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
 ) -> tuple[str, ...]:
-    pairs = zip(asked, prompts, strict=True)
-    return tuple(
-        [p if isinstance(p, str) else await tokenizer.decode_prompt(tokens) for p, tokens in pairs]
-    )
+    """The text of each prompt; of one that may have been cut, the text of what is left."""
+    if request.truncate_prompt_tokens is None:
+        pairs = zip(asked, prompts, strict=True)
+        return tuple(
+            [p if isinstance(p, str) else await tokenizer.decode_prompt(ids) for p, ids in pairs]
+        )
+    return tuple([await tokenizer.decode_prompt(ids) for ids in prompts])
 
 
 async def _sampling(
@@ -239,6 +276,7 @@ async def _sampling(
         stop=stops_of(request.stop),
         ignore_eos=request.ignore_eos,
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=None if request.stream else request.prompt_logprobs,
         shaping=await shaping_of(asked, tokenizer, max_tokens),
         stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=bool(request.include_stop_str_in_output),

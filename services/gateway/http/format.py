@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from pdmesh.services.gateway.http.answering import MAX_LOGPROBS_HERE
-from pdmesh.services.gateway.http.logprobs import LogprobWriter
+from pdmesh.services.gateway.http.logprobs import LogprobWriter, prompt_logprobs
 from pdmesh.services.gateway.request.frontend import Call
+from pdmesh.services.gateway.request.generation import Generation
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -55,11 +57,12 @@ class ChunkWriter:
         self._told_prompts: set[int] = set()  # choices whose prompt was told of
         self._is_chat = call.spec.operation == "chat"
         self._include_usage = include_usage
-        self._logprobs = [
-            LogprobWriter(call.spec.tokenizer, g.prompt.tokens)
-            for g in call.generations
-            if has_logprobs
-        ]
+        self._logprobs = [_logprob_writer(call, g) for g in call.generations if has_logprobs]
+        self._is_full = bool(
+            self._logprobs or counts_each or self._has_token_ids or call.spec.is_echo_alone
+        )
+        self._told_echoes: set[int] = set()
+        self._is_echoed_late = bool(call.spec.echoed) and has_logprobs  # with the first token
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
             {
@@ -77,16 +80,13 @@ class ChunkWriter:
             for index in range(len(call.generations))
         ]
         close = b"}" if self._is_chat else b""
-        tail = b',"logprobs":null,"finish_reason":%b}]%b}\n\n'
-        self._after = {
-            reason: close + tail % (_encode(reason), self._usage)
-            for reason in (None, "stop", "length")
-        }
+        tail = b',"logprobs":null,"finish_reason":null}]%b}\n\n'
+        self._after = close + tail % self._usage
 
     def opening(self) -> bytes:
         """The role of each choice, as OpenAI sends it before any content."""
         if not self._is_chat:
-            return self._echoes()
+            return b"" if self._is_echoed_late else self._echoes()
         return b"".join(
             b'%b,"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
             b'"finish_reason":null}]%b}\n\n' % (self._head, index, self._usage)
@@ -96,41 +96,56 @@ class ChunkWriter:
     def _echoes(self) -> bytes:
         echoed, num = self._call.spec.echoed, self._call.spec.n
         return b"".join(
-            before + _encode(echoed[index // num]) + self._after[None]
+            before + _encode(echoed[index // num]) + self._after
             for index, before in enumerate(self._before)
             if echoed
         )
 
     def chunk(self, delta: TextDelta) -> bytes:
-        if self._logprobs or self._counts_each or self._has_token_ids:
+        if self._is_full:
             return self._full_chunk(delta)
         if not delta.is_last:
             if not delta.text:
                 return b""  # the tokens have not completed a character yet
-            return self._before[delta.index] + _encode(delta.text) + self._after[None]
+            return self._before[delta.index] + _encode(delta.text) + self._after
         return self._last(delta)
 
     def _last(self, delta: TextDelta) -> bytes:
         before = self._before[delta.index]
+        reason, stop = _encode(delta.finish_reason), _encode(delta.stop_reason)
         if not self._is_chat:
-            return before + _encode(delta.text) + self._after[delta.finish_reason]
-        content = before + _encode(delta.text) + self._after[None] if delta.text else b""
+            return b'%b%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b}\n\n' % (
+                before,
+                _encode(delta.text),
+                reason,
+                stop,
+                self._usage,
+            )
+        content = before + _encode(delta.text) + self._after if delta.text else b""
         return (
-            b'%b%b,"choices":[{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}]%b}\n\n'
-            % (content, self._head, delta.index, _encode(delta.finish_reason), self._usage)
+            b'%b%b,"choices":[{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,'
+            b'"stop_reason":%b}]%b}\n\n'
+            % (content, self._head, delta.index, reason, stop, self._usage)
         )
 
     def _full_chunk(self, delta: TextDelta) -> bytes:
+        if self._call.spec.is_echo_alone:
+            delta = replace(delta, text="", logprobs=())
         choice: Json = {"index": delta.index, "logprobs": None}
         choice["finish_reason"] = delta.finish_reason
+        if delta.is_last:
+            choice["stop_reason"] = delta.stop_reason
         if self._is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
         else:
             choice["text"] = delta.text
         if self._logprobs:
+            has_echo = self._is_echoed_late and delta.index not in self._told_echoes
+            if has_echo:
+                self._told_echoes.add(delta.index)
+                choice["text"] = _echo(self._call, delta.index) + delta.text
             writer = self._logprobs[delta.index]
-            write = writer.chat if self._is_chat else writer.completion
-            choice["logprobs"] = write(delta.logprobs)
+            choice["logprobs"] = _logprobs(self._call, writer, delta, has_echo=has_echo)
         rest = self._usage
         if self._counts_each:
             rest = b',"usage":' + _encode(usage(self._call))
@@ -168,7 +183,7 @@ class OpenAiFormat:
         )
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        if sum(len(delta.logprobs) for delta in deltas) <= MAX_LOGPROBS_HERE:
+        if sum(delta.num_logprobs for delta in deltas) <= MAX_LOGPROBS_HERE:
             return whole_body(call, deltas)
         return await asyncio.to_thread(whole_body, call, deltas)
 
@@ -179,25 +194,34 @@ def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
     has_logprobs = call.spec.sampling.num_logprobs is not None
     choices: list[Json] = []
     for delta, generation in zip(deltas, call.generations, strict=True):
+        if call.spec.is_echo_alone:
+            delta = replace(delta, text="", logprobs=())
         choice: Json = {"index": delta.index, "logprobs": None}
         if is_chat:
             choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
         else:
-            echo = call.spec.echoed[delta.index // call.spec.n] if call.spec.echoed else ""
-            choice["text"] = echo + delta.text
+            choice["text"] = _echo(call, delta.index) + delta.text
         if call.spec.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if not is_chat:
                 choice["prompt_token_ids"] = generation.prompt.tokens.tolist()
         if has_logprobs:
-            writer = LogprobWriter(call.spec.tokenizer, generation.prompt.tokens)
-            write = writer.chat if is_chat else writer.completion
-            choice["logprobs"] = write(delta.logprobs)
+            writer = _logprob_writer(call, generation)
+            has_echo = bool(call.spec.echoed)
+            choice["logprobs"] = _logprobs(call, writer, delta, has_echo=has_echo)
+        if delta.prompt_logprobs is not None and not is_chat:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                call.spec.tokenizer, generation.prompt.tokens, delta.prompt_logprobs
+            )
         choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
         choices.append(choice)
     further: Json = {}
     if is_chat and call.spec.has_token_ids:
         further["prompt_token_ids"] = call.generations[0].prompt.tokens.tolist()
+    if is_chat and (found := deltas[0].prompt_logprobs) is not None:
+        prompt = call.generations[0].prompt.tokens
+        further["prompt_logprobs"] = prompt_logprobs(call.spec.tokenizer, prompt, found)
     return _encode(
         {
             "id": _id(call),
@@ -209,6 +233,28 @@ def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
             **further,
         }
     )
+
+
+def _echo(call: Call, index: int) -> str:
+    """The prompt's text, if a choice begins with it."""
+    return call.spec.echoed[index // call.spec.n] if call.spec.echoed else ""
+
+
+def _logprob_writer(call: Call, generation: Generation) -> LogprobWriter:
+    """Its text begins with the prompt where that is echoed."""
+    before = () if call.spec.echoed else generation.prompt.tokens
+    return LogprobWriter(call.spec.tokenizer, before)
+
+
+def _logprobs(call: Call, writer: LogprobWriter, delta: TextDelta, *, has_echo: bool) -> Json:
+    if call.spec.operation == "chat":
+        return writer.chat(delta.logprobs)
+    if not has_echo:
+        return writer.completion(delta.logprobs)
+    prompt = call.generations[delta.index].prompt.tokens
+    echo = writer.echoed(prompt, _echo(call, delta.index), delta.prompt_logprobs)
+    drawn = writer.completion(delta.logprobs)
+    return {name: [*values, *drawn[name]] for name, values in echo.items()}
 
 
 def _id(call: Call) -> str:

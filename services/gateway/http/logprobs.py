@@ -9,23 +9,27 @@ alike.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
-from pdmesh.v1.common_pb2 import TokenLogprob
+from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
 # Any: JSON objects on their way out.
 Json = dict[str, Any]
 
 _LEAST: Final = -9999.0  # what stands for a probability of 0: JSON has no infinity
 _utf8: Final = getincrementaldecoder("utf-8")
+_INCOMPLETE: Final = "\ufffd"
+_MAX_BYTES: Final = 4  # of a character
+# A token with its log probability, and the likeliest ones in its place.
+_Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
     """Writes one choice's log probabilities, which come in pieces, in order.
 
-    `prompt_ids`: the prompt that its text continues.
+    `prompt_ids`: the prompt that its text continues, which is not part of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -63,18 +67,36 @@ class LogprobWriter:
         return {
             "tokens": [_spelt(self._tokenizer.token_bytes(lp.token_id)) for lp in logprobs],
             "token_logprobs": [max(lp.logprob, _LEAST) for lp in logprobs],
-            "top_logprobs": [self._top(lp) for lp in logprobs],
+            "top_logprobs": [
+                self._top((lp.token_id, lp.logprob, lp.top_token_ids, lp.top_logprobs))
+                for lp in logprobs
+            ],
             "text_offset": [self._offset_of(lp.token_id) for lp in logprobs],
+        }
+
+    def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
+        """`completion` of a prompt whose text `echo` begins the answer; its first token has none.
+
+        A special token need not be part of the text, even where the prompt has it.
+        """
+        entries = list(_entries(found)) if found is not None else []
+        none = [None] * (len(prompt_ids) - len(entries))
+        return {
+            "tokens": [_spelt(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids],
+            "token_logprobs": [*none, *(max(logprob, _LEAST) for _, logprob, _, _ in entries)],
+            "top_logprobs": [*none, *map(self._top, entries)],
+            "text_offset": [self._offset_in(token_id, echo) for token_id in prompt_ids],
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         own = self._tokenizer.token_bytes(token_id)
         return {"token": _spelt(own), "logprob": max(logprob, _LEAST), "bytes": list(own)}
 
-    def _top(self, lp: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: _Entry) -> dict[str, float]:
         """Of tokens that are spelt alike the drawn one counts, else the likeliest."""
-        found = {_spelt(self._tokenizer.token_bytes(lp.token_id)): max(lp.logprob, _LEAST)}
-        for token_id, logprob in zip(lp.top_token_ids, lp.top_logprobs, strict=False):
+        token_id, logprob, top_ids, top_logprobs = entry
+        found = {_spelt(self._tokenizer.token_bytes(token_id)): max(logprob, _LEAST)}
+        for token_id, logprob in zip(top_ids, top_logprobs, strict=False):
             found.setdefault(_spelt(self._tokenizer.token_bytes(token_id)), max(logprob, _LEAST))
         return found
 
@@ -89,6 +111,75 @@ class LogprobWriter:
             self._is_first_of_text = False
             self._offset += len(self._characters.decode(own))
         return begin
+
+    def _offset_in(self, token_id: int, echo: str) -> int:
+        """As `_offset_of`, of a token of the prompt, whose text begins with `echo`."""
+        if self._tokenizer.has_text((token_id,)):
+            return self._offset_of(token_id)
+        begin = self._offset
+        own = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        if own and echo.startswith(own, begin):
+            self._offset += len(own)
+            self._is_first_of_text = False
+        return begin
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], found: PromptLogprobs
+) -> list[Json | None]:
+    """vLLM's form: for each token but the first, by token id, its log probability and rank."""
+    written: list[Json | None] = [None]
+    entries = zip(_entries(found), found.ranks, strict=True)
+    for at, ((token_id, logprob, top_ids, top_logprobs), rank) in enumerate(entries, start=1):
+        before = prompt_ids[max(0, at - _MAX_BYTES) : at]
+        ranked = [(token_id, logprob, rank)]
+        ranked += [
+            (top_id, top_logprob, place)
+            for place, (top_id, top_logprob) in enumerate(
+                zip(top_ids, top_logprobs, strict=True), start=1
+            )
+        ]
+        written.append(
+            {
+                str(each): {
+                    "logprob": max(value, _LEAST),
+                    "rank": place,
+                    "decoded_token": _decoded(tokenizer, each, before),
+                }
+                for each, value, place in ranked
+            }
+        )
+    return written
+
+
+def _entries(found: PromptLogprobs) -> Iterator[_Entry]:
+    size = found.num_top + 1
+    token_ids, logprobs = list(found.token_ids), list(found.logprobs)
+    for begin in range(0, len(token_ids), size):
+        own, end = begin + 1, begin + size
+        yield token_ids[begin], logprobs[begin], token_ids[own:end], logprobs[own:end]
+
+
+def _decoded(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
+    """The token's text as vLLM tells it.
+
+    The last token of a character that is spread over several has the character, its other tokens
+    have nothing.
+    """
+    own = tokenizer.token_bytes(token_id)
+    text = own.decode(errors="replace")
+    if not text.endswith(_INCOMPLETE):
+        return text
+    pieces = [tokenizer.token_bytes(each) for each in before]
+    for num in range(1, len(pieces) + 1):
+        context = pieces[-num:]
+        whole = (b"".join(context) + own).decode(errors="replace")
+        if whole.endswith(_INCOMPLETE):
+            continue
+        while context and context[-1].decode(errors="replace").endswith(_INCOMPLETE):
+            context.pop()
+        return whole[len(b"".join(context).decode(errors="replace")) :]
+    return ""
 
 
 def _spelt(token: bytes) -> str:

@@ -82,12 +82,12 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     request_id: str | None = None  # ours names the request
     session_id: str | None = None
     priority: _Anything = None
     use_beam_search: _Anything = None
     length_penalty: _Anything = None
-    prompt_logprobs: _Anything = None
     logprob_token_ids: _Anything = None
     thinking_token_budget: _Anything = None
     structured_outputs: _Anything = None
@@ -166,7 +166,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "priority": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "thinking_token_budget": (-1,),
     "structured_outputs": (),
@@ -256,9 +255,6 @@ def parse_completion(body: bytes, ignored: list[str] | None = None) -> Completio
     request = decoded(_completion_decoder, _NESTED, body, ignored)
     _check_common(request, _NEUTRAL_COMPLETION)
     in_range("logprobs", request.logprobs, 0, 5)
-    if request.echo and request.logprobs is not None:
-        message = "echo with logprobs is not supported: prompts have no log probabilities here"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="echo")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of other than n is not supported", field="best_of")
     return request
@@ -274,6 +270,13 @@ def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeReq
     check_tools(request.tools, None)
     check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
+
+
+def is_echo_alone(request: _Common) -> bool:
+    """Whether a completion asks for its prompt and no more."""
+    if not isinstance(request, CompletionRequest):
+        return False
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def prompts_of(
@@ -318,9 +321,12 @@ def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -
         if (value := getattr(request, field)) is not None and value not in values:
             message = f"{field} is not supported"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
-    check_sampling(
-        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
-    )
+    max_tokens = None if is_echo_alone(request) else request.max_tokens
+    check_sampling(max_tokens=max_tokens, temperature=request.temperature, top_p=request.top_p)
+    in_range("prompt_logprobs", request.prompt_logprobs, 0, 20)
+    if request.prompt_logprobs and request.stream:
+        message = "prompt_logprobs are not available in a stream"
+        raise InvalidRequest(message, field="prompt_logprobs")
     in_range("min_tokens", request.min_tokens, 0, 1 << 31)
     in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 1 << 31)
     check_choices(n=request.n, seed=request.seed)

@@ -191,8 +191,25 @@ class Generation:
             self.on_event(StopMatched())
         if self.is_ended:
             is_empty = not self.core.emitted
-            return self._text.last(taken, self.core.outcome, self.error, is_empty=is_empty)
+            return self._text.last(
+                taken,
+                self.core.outcome,
+                self.error,
+                is_empty=is_empty,
+                stop_token=self._stop_token(),
+            )
         return taken if taken.text or taken.token_ids else None
+
+    def _stop_token(self) -> int | None:
+        """The stop token that ended it, as vLLM tells it: not the tokenizer's own end."""
+        outcome = self.core.outcome
+        if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
+            return None
+        if not self.core.emitted:
+            return None
+        last, sampling = self.core.emitted[-1], self._spec.sampling
+        is_own_end = last == self._spec.tokenizer.eos_token_id and not sampling.ignore_eos
+        return None if is_own_end else last
 
     # --- what instances, planner and timers call --------------------------------------------------
 
@@ -271,6 +288,8 @@ class Generation:
         if isinstance(event, FirstToken) and self.core.is_current(event.key):
             if self._text.has_logprobs:
                 self._text.add_logprobs((detail.first_token.logprob,))
+            if detail.first_token.HasField("prompt_logprobs"):
+                self._text.prompt_logprobs = detail.first_token.prompt_logprobs
         elif isinstance(event, LegKvReceived):
             self.timings.kv_transfer_us = detail.kv_received.duration_us
 

@@ -88,7 +88,9 @@ class LegCommands:
                 attempt=effect.attempt,
                 prompt_token_ids=prompt.with_replayed(replayed),
                 block_hashes=prompt.hashes(record, replayed),
-                sampling=self._sampling(effect.max_tokens, len(replayed)),
+                sampling=self._sampling(
+                    effect.max_tokens, len(replayed), self._num_prompt_logprobs(len(replayed))
+                ),
                 remaining_ms=self._remaining_ms(),
                 is_local=effect.to.is_local,
                 traceparent=self._identity.traceparent,
@@ -130,7 +132,13 @@ class LegCommands:
             )
         )
 
-    def _sampling(self, max_tokens: int, num_drawn: int) -> SamplingParams:
+    def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
+        """None once a token was drawn: they came with the first one."""
+        return None if num_drawn else self._spec.sampling.num_prompt_logprobs
+
+    def _sampling(
+        self, max_tokens: int, num_drawn: int, num_prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         asked = self._spec.sampling
         return SamplingParams(
             max_tokens=max_tokens,
@@ -142,6 +150,7 @@ class LegCommands:
             num_logprobs=asked.num_logprobs,
             num_drawn=num_drawn,
             shaping=self._shaping,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     def _remaining_ms(self) -> int:

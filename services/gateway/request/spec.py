@@ -25,6 +25,7 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     shaping: LogitShaping = UNSHAPED
     stop_token_ids: frozenset[int] = frozenset()  # beside the model's own
     is_stop_shown: bool = False
@@ -68,5 +69,6 @@ class CallSpec:
     field_of_prompt: str = "prompt"  # these two are named in errors about length
     field_of_max_tokens: str = "max_tokens"
     echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
+    is_echo_alone: bool = False  # no token is asked for; the one that is drawn is not shown
     has_token_ids: bool = False  # the answer holds token ids beside its text
     tenant: Tenant = ANYONE

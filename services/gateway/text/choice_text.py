@@ -7,7 +7,7 @@ busy stream costs one pass for many tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh.core.request.events import (
     Cancelled,
@@ -17,14 +17,15 @@ from pdmesh.core.request.events import (
 )
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.text.text_stream import TextStream
-from pdmesh.v1.common_pb2 import TokenLogprob
+from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one choice produced since the last delta.
 
-    `is_last` comes once, with a finish reason or an error.
+    `is_last` comes once, with a finish reason or an error. `stop_reason`: the stop string or stop
+    token that ended it, except the model's own end.
     """
 
     index: int
@@ -34,6 +35,14 @@ class TextDelta:
     is_last: bool = False
     finish_reason: FinishReason | None = None
     error: MeshError | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of them are to be written, at least."""
+        num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
+        return len(self.logprobs) + num_of_prompt
 
 
 class ChoiceText:
@@ -41,6 +50,7 @@ class ChoiceText:
 
     __slots__ = (
         "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_text",
+        "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +60,7 @@ class ChoiceText:
         self._text = text
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._default_text = default_text
+        self.prompt_logprobs: PromptLogprobs | None = None  # until it is taken
         self._num_taken = 0
         self._is_last_taken = False
 
@@ -90,7 +101,11 @@ class ChoiceText:
         if self._text.is_stopped:
             token_ids = token_ids[: self._text.num_tokens - begin]
         logprobs = self._logprobs[begin : begin + len(token_ids)] if self._logprobs else ()
-        return TextDelta(self._index, text, token_ids, logprobs)
+        taken = TextDelta(self._index, text, token_ids, logprobs)
+        if self.prompt_logprobs is not None and token_ids:
+            taken = replace(taken, prompt_logprobs=self.prompt_logprobs)
+            self.prompt_logprobs = None
+        return taken
 
     def last(
         self,
@@ -99,21 +114,25 @@ class ChoiceText:
         error: MeshError | None,
         *,
         is_empty: bool,
+        stop_token: int | None = None,
     ) -> TextDelta:
         """`taken` as the last delta of the choice; `error`: why, if it was cancelled.
 
-        `is_empty`: nothing was emitted.
+        `is_empty`: nothing was emitted. `stop_token`: the one that ended it, if one did.
         """
         self._is_last_taken = True
-        text, token_ids, logprobs = taken.text, taken.token_ids, taken.logprobs
         if self._text.is_stopped:
-            return TextDelta(self._index, text, token_ids, logprobs, True, "stop")
-        text += self._text.finish()
+            stopped_by = self._text.stopped_by
+            return replace(taken, is_last=True, finish_reason="stop", stop_reason=stopped_by)
+        text = taken.text + self._text.finish()
         if isinstance(outcome, Complete):
-            return TextDelta(self._index, text, token_ids, logprobs, True, outcome.finish_reason)
+            reason = outcome.finish_reason
+            return replace(
+                taken, text=text, is_last=True, finish_reason=reason, stop_reason=stop_token
+            )
         if isinstance(outcome, Fail):
             error = outcome.error
         can_wait = error is not None and error.is_retryable
         if can_wait and is_empty and self._default_text is not None:
-            return TextDelta(self._index, self._default_text, token_ids, logprobs, True, "stop")
-        return TextDelta(self._index, text, token_ids, logprobs, True, None, error)
+            return replace(taken, text=self._default_text, is_last=True, finish_reason="stop")
+        return replace(taken, text=text, is_last=True, error=error)

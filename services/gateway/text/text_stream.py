@@ -124,6 +124,11 @@ class TextStream:
     def is_stopped(self) -> bool:
         return self._stops is not None and self._stops.is_stopped
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return None if self._stops is None else self._stops.stopped_by
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
         if self._prompt_ids is not None:

@@ -54,6 +54,7 @@ class Tokenizer:
     ) -> None:
         self.defaults = defaults
         self.eos_token_ids = eos_token_ids
+        self.eos_token_id: int | None = None  # the tokenizer's own, one of them
         self.vocab_size = vocab_size
         self._inner = inner
         self._decoder = Detokenizer(inner)
@@ -86,7 +87,9 @@ class Tokenizer:
             eos |= {token_id}
         vocab_size = int(model_config.get("vocab_size") or inner.get_vocab_size())
         defaults = GenerationDefaults.of(generation) if has_defaults else NO_DEFAULTS
-        return cls(inner, template, eos, vocab_size, num_threads, defaults)
+        found = cls(inner, template, eos, vocab_size, num_threads, defaults)
+        found.eos_token_id = token_id
+        return found
 
     @property
     def has_chat_template(self) -> bool:

@@ -51,7 +51,7 @@ class _Matcher:
 class StopText:
     """`is_shown`: the text includes the stop string that ends it."""
 
-    __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped")
+    __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
@@ -60,6 +60,7 @@ class StopText:
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
         self.is_stopped = False
+        self.stopped_by: str | None = None
 
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
         """The text that may be shown now; empty once `is_stopped`.
@@ -74,13 +75,13 @@ class StopText:
                 matcher.pass_over(piece)
             return self._show(text)
         ends = [
-            (len(self._held) + end, len(self._held) + end - len(stop))
+            (len(self._held) + end, len(self._held) + end - len(stop), stop)
             for stop, matcher in zip(self._stops, self._matchers, strict=True)
             if (end := matcher.feed(piece)) is not None
         ]
         if ends:
             self.is_stopped, self._held = True, ""
-            end, begin = min(ends)
+            end, begin, self.stopped_by = min(ends)
             return text[: end if self._is_shown else begin]
         return self._show(text)
 

@@ -225,7 +225,8 @@ class VllmEngine:
         All are asked for, even if the engine seems to hold them: it may have evicted some by the
         time of the step.
         """
-        if self._tiers is None or not job.cache_salt:
+        is_all_computed = job.sampling.num_prompt_logprobs is not None
+        if self._tiers is None or not job.cache_salt or is_all_computed:
             return ()
         return job.block_hashes[: (len(job.prompt) - 1) // self._config.block_size]
 

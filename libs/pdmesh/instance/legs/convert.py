@@ -42,6 +42,7 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         ignore_eos=m.ignore_eos,
         num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
         num_drawn=m.num_drawn,
+        num_prompt_logprobs=m.num_prompt_logprobs if m.HasField("num_prompt_logprobs") else None,
         shaping=shaping_from_proto(m.shaping) if m.HasField("shaping") else UNSHAPED,
     )
 
@@ -179,6 +180,11 @@ def first_token(key: int, output: Prefilled) -> SessionEvent:
         event.first_token.ticket.CopyFrom(ticket_to_proto(output.ticket))
     if output.logprob is not None:
         event.first_token.logprob.CopyFrom(logprob_to_proto(output.logprob))
+    if (prompt := output.prompt_logprobs) is not None:
+        event.first_token.prompt_logprobs.num_top = prompt.num_top
+        event.first_token.prompt_logprobs.token_ids.extend(prompt.token_ids)
+        event.first_token.prompt_logprobs.logprobs.extend(prompt.logprobs)
+        event.first_token.prompt_logprobs.ranks.extend(prompt.ranks)
     return event
 
 

@@ -24,6 +24,7 @@ SAMPLES: dict[str, list[Any]] = {
     "post_v1_chat_completions": [
         {"model": "tiny", "messages": HELLO, "max_tokens": 3},
         {"model": "tiny", "messages": HELLO, "max_tokens": 3, "n": 2, "return_token_ids": True},
+        {"model": "tiny", "messages": HELLO, "max_tokens": 3, "prompt_logprobs": 0},
         {"model": "tiny", "messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2},
     ],
     "post_v1_completions": [
@@ -31,6 +32,8 @@ SAMPLES: dict[str, list[Any]] = {
         {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 3, "return_token_ids": True},
         {"model": "tiny", "prompt": [5, 6], "max_tokens": 3, "logprobs": 2},
         {"model": "tiny", "prompt": "abc", "max_tokens": 3, "echo": True},
+        {"model": "tiny", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 2},
+        {"model": "tiny", "prompt": "abc", "max_tokens": 3, "prompt_logprobs": 0, "n": 2},
     ],
     "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
     "get_v1_models": ["/v1/models"],

@@ -56,7 +56,7 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"echo": True}, "echo"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),

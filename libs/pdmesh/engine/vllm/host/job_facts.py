@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.engine.base import FinishReason, Output, TokenLogprob
+from pdmesh.engine.base import FinishReason, Output, PromptLogprobs, TokenLogprob
 from pdmesh.engine.vllm.messages import (
     Arrived,
     PullFailed,
@@ -29,6 +29,7 @@ class Drawn:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     is_error: bool = False
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,8 @@ class Jobs:
         return self._whole.drawn(drawn) if self._whole.owns(drawn.leg) else []
 
     def _on_local(self, local: _Local, drawn: Drawn) -> list[Effect]:
-        leg, effects = drawn.leg, []
+        leg = drawn.leg
+        effects: list[Effect] = []
         tokens, logprobs, finish = drawn.token_ids, drawn.logprobs, drawn.finish_reason
         if drawn.is_error:
             del self._local[leg]
@@ -230,7 +231,10 @@ class Jobs:
             local.has_first = True
             ends = finish if len(tokens) == 1 else None
             first = logprobs[0] if logprobs else None
-            effects = [Prefilled(leg, tokens[0], None, drawn.num_cached_tokens, ends, first)]
+            prefilled = Prefilled(
+                leg, tokens[0], None, drawn.num_cached_tokens, ends, first, drawn.prompt_logprobs
+            )
+            effects = [prefilled]
             tokens, logprobs = tokens[1:], logprobs[1:]
             if ends:
                 del self._local[leg]

@@ -93,6 +93,7 @@ class PerLayerPrefills:
             drawn.num_cached_tokens,
             FinishReason.STOP if is_stop else None,
             drawn.logprobs[0] if drawn.logprobs else None,
+            drawn.prompt_logprobs,
         )
         effects: list[Effect] = [*self._announce(streaming), prefilled]
         if is_stop:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pdmesh.engine.base import FinishReason, Sampling, TokenLogprob
+from pdmesh.engine.base import FinishReason, PromptLogprobs, Sampling, TokenLogprob
 from pdmesh.engine.vllm.host.job_facts import Drawn
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.logprobs import Logprob
+    from vllm.logprobs import FlatLogprobs, Logprob
 
 # In `extra_args`: how many tokens of the answer were drawn before this request.
 NUM_DRAWN: Final = "pdmesh_num_drawn"
@@ -47,6 +47,8 @@ def sampling_params(
         logit_bias=dict(shaping.logit_bias) or None,
         allowed_token_ids=list(shaping.allowed_token_ids) or None,
         logprobs=sampling.num_logprobs,
+        prompt_logprobs=sampling.num_prompt_logprobs,
+        flat_logprobs=sampling.num_prompt_logprobs is not None,  # not an object for each of many
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=extra or None,
@@ -82,7 +84,15 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
         _FINISH.get(reason) if reason else None,
         output.num_cached_tokens or 0,
         is_error=reason is not None and reason not in _FINISH,
+        prompt_logprobs=prompt_logprobs(output.prompt_logprobs) if output.prompt_logprobs else None,
     )
+
+
+def prompt_logprobs(found: FlatLogprobs) -> PromptLogprobs:
+    """The first position is that of the prompt's first token, which has none."""
+    size = found.end_indices[-1] - found.start_indices[-1]  # the token and the likeliest ones
+    ranks = [found.ranks[start] or 0 for start in found.start_indices[1:]]
+    return PromptLogprobs(max(0, size - 1), found.token_ids, found.logprobs, ranks)
 
 
 def token_logprobs(

@@ -128,7 +128,8 @@ class WholePrefills:
     ) -> Prefilled:
         logprob = drawn.logprobs[0] if drawn.logprobs else None
         token, cached = drawn.token_ids[0], drawn.num_cached_tokens
-        return Prefilled(handing.job.leg, token, ticket, cached, finish, logprob)
+        prompt = drawn.prompt_logprobs
+        return Prefilled(handing.job.leg, token, ticket, cached, finish, logprob, prompt)
 
     def _forget(self, handing: _Handing) -> None:
         del self._by_leg[handing.job.leg], self._leg_of_ticket[handing.job.ticket_id]

@@ -1,0 +1,57 @@
+"""What vLLM is asked for, and what its log probabilities of a prompt become."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdmesh.engine.base import PromptLogprobs
+from pdmesh.engine.vllm.host.sampling import drawn, prompt_logprobs
+
+
+def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
+    """As vLLM's FlatLogprobs: the first position is empty."""
+    starts, ends = [0], [0]
+    entries: list[tuple[int, float, int]] = []
+    for row in rows:
+        starts.append(len(entries))
+        entries += row
+        ends.append(len(entries))
+    return SimpleNamespace(
+        start_indices=starts,
+        end_indices=ends,
+        token_ids=[token for token, _, _ in entries],
+        logprobs=[logprob for _, logprob, _ in entries],
+        ranks=[rank for _, _, rank in entries],
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], PromptLogprobs(0, [], [], [])),
+        ([[(5, -1.0, 3)], [(6, -2.0, 1)]], PromptLogprobs(0, [5, 6], [-1.0, -2.0], [3, 1])),
+        (
+            [[(5, -9.0, 40), (7, -0.5, 1), (8, -0.75, 2)]],
+            PromptLogprobs(2, [5, 7, 8], [-9.0, -0.5, -0.75], [40]),
+        ),
+    ],
+)
+def test_each_token_comes_with_its_rank_and_the_likeliest(
+    rows: list[list[tuple[int, float, int]]], expected: PromptLogprobs
+) -> None:
+    assert prompt_logprobs(flat(rows)) == expected
+
+
+def test_they_come_with_the_first_output_alone() -> None:
+    completion = SimpleNamespace(finish_reason=None, token_ids=[3], logprobs=None)
+    first = SimpleNamespace(
+        outputs=[completion], num_cached_tokens=0, prompt_logprobs=flat([[(5, -1.0, 2)]])
+    )
+    later = SimpleNamespace(outputs=[completion], num_cached_tokens=0, prompt_logprobs=[])
+    found = drawn(1, first, None).prompt_logprobs
+    assert found is not None
+    assert found.ranks == [2]
+    assert drawn(1, later, None).prompt_logprobs is None
