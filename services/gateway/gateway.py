@@ -21,7 +21,7 @@ from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
-from pdmesh.services.gateway.http.intake import HttpBounds
+from pdmesh.services.gateway.http.serving.intake import HttpBounds
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher

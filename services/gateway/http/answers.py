@@ -195,6 +195,10 @@ class Tokenized(Answer):
     tokens: list[int]
 
 
+class Detokenized(Answer):
+    prompt: str
+
+
 class Live(Answer):
     status: Literal["live"]
 

@@ -17,19 +17,24 @@ from pdmesh.services.gateway.access.access_control import (
     charged,
     check_model,
 )
-from pdmesh.services.gateway.http.answering import answer
 from pdmesh.services.gateway.http.answers import (
     ChatChunk,
     ChatCompletion,
     Completion,
     CompletionChunk,
+    Detokenized,
     Live,
     ModelEntry,
     ModelList,
     Readiness,
     Tokenized,
 )
-from pdmesh.services.gateway.http.calls import chat_spec, completion_spec, tokenized
+from pdmesh.services.gateway.http.calls import (
+    chat_spec,
+    completion_spec,
+    detokenized,
+    tokenized,
+)
 from pdmesh.services.gateway.http.exchange import (
     ClientDisconnected,
     HttpExchange,
@@ -38,26 +43,34 @@ from pdmesh.services.gateway.http.exchange import (
     Send,
 )
 from pdmesh.services.gateway.http.format import OpenAiFormat
-from pdmesh.services.gateway.http.intake import HttpBounds, Intake
+from pdmesh.services.gateway.http.messages.errors import ANTHROPIC_ERRORS
+from pdmesh.services.gateway.http.messages.paths import PREFIX, MessagesPaths
 from pdmesh.services.gateway.http.openapi import document
-from pdmesh.services.gateway.http.routes import HttpRoute, Operation, Router
+from pdmesh.services.gateway.http.routes import (
+    ASKING_ERRORS,
+    TELLING_ERRORS,
+    HttpRoute,
+    Operation,
+    Router,
+)
 from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
     parse_chat,
     parse_completion,
+    parse_detokenize,
     parse_tokenize,
 )
+from pdmesh.services.gateway.http.serving.answering import answer
+from pdmesh.services.gateway.http.serving.intake import HttpBounds, Intake
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
-# The statuses of errors: of those that ask for a model, and of those that say what there is.
-_ASKING: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
-_TELLING: Final = (401, 403, 404, 429, 500, 503)
 
 
 class HttpApp:
@@ -83,6 +96,7 @@ class HttpApp:
 
     def _routes(self) -> list[HttpRoute]:
         return [
+            *MessagesPaths(self._frontend, self._intake).routes(),
             HttpRoute(
                 "POST",
                 "/v1/chat/completions",
@@ -92,7 +106,7 @@ class HttpApp:
                     ChatCompletion,
                     takes=ChatCompletionRequest,
                     streams=ChatChunk,
-                    errors=_ASKING,
+                    errors=ASKING_ERRORS,
                 ),
             ),
             HttpRoute(
@@ -104,7 +118,7 @@ class HttpApp:
                     Completion,
                     takes=CompletionRequest,
                     streams=CompletionChunk,
-                    errors=_ASKING,
+                    errors=ASKING_ERRORS,
                 ),
             ),
             HttpRoute(
@@ -112,20 +126,34 @@ class HttpApp:
                 "/tokenize",
                 self._tokenize,
                 Operation(
-                    "The tokens of a prompt", Tokenized, takes=TokenizeRequest, errors=_ASKING
+                    "The tokens of a prompt",
+                    Tokenized,
+                    takes=TokenizeRequest,
+                    errors=ASKING_ERRORS,
+                ),
+            ),
+            HttpRoute(
+                "POST",
+                "/detokenize",
+                self._detokenize,
+                Operation(
+                    "The text of tokens",
+                    Detokenized,
+                    takes=DetokenizeRequest,
+                    errors=ASKING_ERRORS,
                 ),
             ),
             HttpRoute(
                 "GET",
                 "/v1/models",
                 self._models,
-                Operation("The served models", ModelList, errors=_TELLING),
+                Operation("The served models", ModelList, errors=TELLING_ERRORS),
             ),
             HttpRoute(
                 "GET",
                 "/v1/models/{model:path}",
                 self._model,
-                Operation("A served model", ModelEntry, errors=_TELLING),
+                Operation("A served model", ModelEntry, errors=TELLING_ERRORS),
             ),
             HttpRoute(
                 "GET",
@@ -153,6 +181,8 @@ class HttpApp:
         if scope["type"] != "http":
             return
         exchange = HttpExchange(scope, receive, send)
+        if scope["path"].startswith(PREFIX):
+            exchange.errors = ANTHROPIC_ERRORS
         self._writing[exchange] = None
         try:
             handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
@@ -249,6 +279,18 @@ class HttpApp:
             permit.leave()
         found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
         await exchange.json(msgspec.json.encode(found))
+
+    async def _detokenize(self, exchange: HttpExchange) -> None:
+        permit = await self._intake.admit(exchange)
+        try:
+            body = await self._intake.body(exchange)
+            request = parse_detokenize(body, self._intake.ignored(exchange))
+            await charged(permit, lambda: permit.charge(len(request.tokens)))
+            text = await detokenized(request, self._frontend, permit.tenant)
+            permit.settle(len(request.tokens))
+        finally:
+            permit.leave()
+        await exchange.json(msgspec.json.encode({"prompt": text}))
 
     async def _document(self, exchange: HttpExchange) -> None:
         self._openapi = self._openapi or msgspec.json.encode(document(self._router.routes))

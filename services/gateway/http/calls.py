@@ -18,7 +18,9 @@ from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
+    checked_ids,
     is_echo_alone,
     prompts_of,
 )
@@ -136,6 +138,14 @@ async def tokenized(
     else:
         tokens = await text_tokens(request.prompt or "", model)
     return tokens, model.context_length
+
+
+async def detokenized(request: DetokenizeRequest, frontend: Frontend, tenant: Tenant) -> str:
+    """The text of the tokens, special ones as well. Raises MeshError."""
+    model = await frontend.served_model(request.model, tenant)
+    tokenizer = model.tokenizer
+    ids = checked_ids(request.tokens, tokenizer.vocab_size, model.context_length, "tokens")
+    return await tokenizer.decode_prompt(ids)
 
 
 async def text_tokens(text: str, model: ServedModel, field: str = "prompt") -> array[int]:

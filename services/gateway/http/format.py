@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.services.gateway.http.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.http.logprobs import LogprobWriter, prompt_logprobs
+from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.request.generation import Generation
 from pdmesh.services.gateway.text.choice_text import TextDelta

@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 import pdmesh
-from pdmesh.services.gateway.http.answers import ErrorAnswer
 from pdmesh.services.gateway.http.routes import HttpRoute, path_parameters, plain_path
 from pdmesh.services.gateway.http.schema import unsupported_fields
 
@@ -39,10 +38,10 @@ _WITH_RETRY_AFTER: Final = (429, 503)
 
 
 def document(routes: Sequence[HttpRoute]) -> Json:
-    shapes: list[Any] = [ErrorAnswer]
+    shapes: list[Any] = []
     for route in routes:
         operation = route.operation
-        shapes += [operation.gives, *operation.other.values()]
+        shapes += [operation.gives, operation.fails, *operation.other.values()]
         shapes += [s for s in (operation.takes, operation.streams) if s is not None]
     found, components = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)
     references = {id(shape): schema for shape, schema in zip(shapes, found, strict=True)}
@@ -73,7 +72,8 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         content[_STREAM] = {
             "schema": {
                 "type": "string",
-                "description": "Each event's data is JSON of contentSchema; the last is [DONE].",
+                "description": "Each event's data is JSON of contentSchema"
+                + ("; the last is [DONE]." if operation.ends_in_done else "."),
                 "contentSchema": references[id(operation.streams)],
             }
         }
@@ -82,7 +82,7 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         responses[str(status)] = _response(
             status, {"application/json": {"schema": references[id(shape)]}}
         )
-    error = {"application/json": {"schema": references[id(ErrorAnswer)]}}
+    error = {"application/json": {"schema": references[id(operation.fails)]}}
     responses |= {str(status): _response(status, error) for status in operation.errors}
     described: Json = {
         "operationId": operation_id(route),

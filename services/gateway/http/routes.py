@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.answers import ErrorAnswer
 from pdmesh.services.gateway.http.exchange import HttpExchange, WrongMethod
 
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -24,6 +25,11 @@ _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
+
+
+# The statuses of errors: of paths that ask for a model, and of those that say what there is.
+ASKING_ERRORS: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
+TELLING_ERRORS: Final = (401, 403, 404, 429, 500, 503)
 
 
 # Any: a type that msgspec can describe: a struct, or a union of them.
@@ -43,7 +49,9 @@ class Operation:
     takes: type[msgspec.Struct] | None = None
     streams: Shape = None
     errors: Sequence[int] = ()
+    fails: Shape = ErrorAnswer  # what the body of an error is
     other: Mapping[int, Shape] = field(default_factory=dict)  # further statuses
+    ends_in_done: bool = True  # its stream, with `data: [DONE]`
     is_open: bool = False  # needs no API key
 
 

@@ -161,6 +161,13 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, _Anything] | None = None
 
 
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As in vLLM's /detokenize."""
+
+    model: str
+    tokens: list[int]
+
+
 # The values of unsupported fields that ask for nothing. None always does.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "priority": (0,),
@@ -231,6 +238,7 @@ def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[objec
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionRequest:
@@ -239,6 +247,12 @@ def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionR
     An unknown field is refused, or added to `ignored` by its path.
     """
     request = decoded(_chat_decoder, _NESTED, body, ignored)
+    check_chat(request)
+    return request
+
+
+def check_chat(request: ChatCompletionRequest) -> None:
+    """Raises InvalidRequest with the field."""
     _check_common(request, _NEUTRAL_CHAT)
     check_messages(request.messages)
     check_tools(request.tools, request.tool_choice)
@@ -247,7 +261,6 @@ def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionR
     in_range("top_logprobs", request.top_logprobs, 0, 20)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
-    return request
 
 
 def parse_completion(body: bytes, ignored: list[str] | None = None) -> CompletionRequest:
@@ -272,6 +285,11 @@ def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeReq
     return request
 
 
+def parse_detokenize(body: bytes, ignored: list[str] | None = None) -> DetokenizeRequest:
+    """As `parse_chat`."""
+    return decoded(_detokenize_decoder, _NESTED, body, ignored)
+
+
 def is_echo_alone(request: _Common) -> bool:
     """Whether a completion asks for its prompt and no more."""
     if not isinstance(request, CompletionRequest):
@@ -291,13 +309,13 @@ def prompts_of(
     if not prompt:
         raise InvalidRequest("prompt is empty", field="prompt")
     if type(prompt[0]) is int:
-        return [_checked_ids(prompt, vocab_size, max_tokens)]
+        return [checked_ids(prompt, vocab_size, max_tokens)]
     if len(prompt) > _MAX_PROMPTS:
         raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
     if all(type(p) is str for p in prompt):
         return list(prompt)
     if all(type(p) is list and p for p in prompt):
-        return [_checked_ids(p, vocab_size, max_tokens) for p in prompt]
+        return [checked_ids(p, vocab_size, max_tokens) for p in prompt]
     raise _wrong_prompt()
 
 
@@ -306,13 +324,16 @@ def _wrong_prompt() -> InvalidRequest:
     return InvalidRequest(message, field="prompt")
 
 
-def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list[int]:
+def checked_ids(
+    ids: list[_Anything], vocab_size: int, max_tokens: int, field: str = "prompt"
+) -> list[int]:
+    """Raises InvalidRequest."""
     if len(ids) > max_tokens:
-        raise context_exceeded(f"{len(ids)} tokens", max_tokens, "prompt")
+        raise context_exceeded(f"{len(ids)} tokens", max_tokens, field)
     if not all(type(i) is int for i in ids):
         raise _wrong_prompt()
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="prompt")
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field=field)
     return ids
 
 

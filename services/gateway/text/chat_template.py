@@ -16,6 +16,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
@@ -189,6 +190,17 @@ class ChatTemplates:
         """Raises InvalidRequest."""
         template = self._plain if conversation.tools is None else self._with_tools
         return template.render(conversation)
+
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether no template refuses a system message within a conversation."""
+        messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        for tools in (None, ()):
+            try:
+                self.render(Conversation(messages, tools))
+            except InvalidRequest:
+                return False
+        return True
 
 
 class _GenerationBlocks(jinja2.ext.Extension):

@@ -101,6 +101,11 @@ class Tokenizer:
         return self._template.render(conversation)
 
     @property
+    def takes_later_system(self) -> bool:
+        """Whether a conversation may have a system message after its first message."""
+        return self._template is not None and self._template.takes_later_system
+
+    @property
     def num_pending_chars(self) -> int:
         return self._lanes.num_pending_chars
 

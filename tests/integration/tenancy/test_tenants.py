@@ -70,6 +70,7 @@ async def test_without_a_valid_key_nothing_is_read_or_told(
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
             ("GET", "/v1/models/tiny"), ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
         ):  # fmt: skip
             response = await k.client.request(method, path, headers=headers, content=b"{")
             assert response.status_code == 401, path
@@ -77,6 +78,23 @@ async def test_without_a_valid_key_nothing_is_read_or_told(
             assert response.json()["error"]["type"] == "authentication_error"
             assert response.headers["www-authenticate"] == "Bearer"
         assert (await k.client.get("/health/live")).status_code == 200
+
+
+@pytest.mark.fault("F39")
+async def test_a_key_may_come_as_clients_of_anthropic_send_it(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry()) as k:
+        (authorization,) = k.headers("acme").values()
+        key = authorization.removeprefix("Bearer ")
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        for headers, status in (
+            ({"x-api-key": key}, 200), ({"authorization": authorization}, 200),
+            ({"x-api-key": "nope"}, 401), ({}, 401),
+            ({"x-api-key": key, "authorization": "Bearer nope"}, 401),
+        ):  # fmt: skip
+            answer = await k.client.post("/v1/messages", json=body, headers=headers)
+            assert answer.status_code == status
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
 
 
 @pytest.mark.fault("F39")

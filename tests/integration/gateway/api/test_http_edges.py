@@ -14,6 +14,7 @@ import pytest
 from openai.types import Completion
 
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.tiny_model import EOS
 from tests.support.waiting import until
 
 
@@ -48,6 +49,25 @@ async def test_tokens_are_those_that_a_request_would_have(
         for body in ({"model": "tiny"}, {"model": "tiny", "prompt": "ab", "messages": chat}):
             refused = await http.post(url, json=body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_tokens_become_the_text_that_they_were(mesh: GatewayMesh) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url) as http:
+
+        async def text_of(*tokens: object) -> httpx.Response:
+            return await http.post("/detokenize", json={"model": "tiny", "tokens": tokens})
+
+        body = {"model": "tiny", "prompt": "h\u00e9llo \U0001f600"}
+        tokens = (await http.post("/tokenize", json=body)).json()["tokens"]
+        assert (await text_of(*tokens)).json() == {"prompt": body["prompt"]}
+        assert (await text_of(EOS)).json() == {"prompt": "<eos>"}, "special tokens as well"
+        vocab_size = mesh.tokenizer.vocab_size
+        for wrong, field in (
+            ([-1], "tokens"), ([vocab_size], "tokens"), ([1] * 4097, "tokens"),
+            (["1"], "tokens[0]"), ([1 << 70], "tokens"),
+        ):  # fmt: skip
+            refused = await text_of(*wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,9 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from pdmesh.services.gateway.http.answers import ErrorAnswer
 from pdmesh.services.gateway.http.openapi import operation_id
-from pdmesh.services.gateway.http.routes import HttpRoute, plain_path
+from pdmesh.services.gateway.http.routes import HttpRoute, Operation, plain_path
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
@@ -35,7 +34,10 @@ SAMPLES: dict[str, list[Any]] = {
         {"model": "tiny", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 2},
         {"model": "tiny", "prompt": "abc", "max_tokens": 3, "prompt_logprobs": 0, "n": 2},
     ],
+    "post_v1_messages": [{"model": "tiny", "messages": HELLO, "max_tokens": 3}],
+    "post_v1_messages_count_tokens": [{"model": "tiny", "messages": HELLO}],
     "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
+    "post_detokenize": [{"model": "tiny", "tokens": [5, 6]}, {"model": "tiny", "tokens": []}],
     "get_v1_models": ["/v1/models"],
     "get_v1_models_by_model": ["/v1/models/tiny"],
     "get_health_live": ["/health/live"],
@@ -113,22 +115,23 @@ async def check_answers(http: httpx.AsyncClient, route: HttpRoute, sample: Any) 
     if operation.streams is not None:
         body = sample | {"stream": True}
         answer = await http.request(route.method, route.path, json=body)
-        check_events(answer, operation.streams)
+        check_events(answer, operation)
     if operation.takes is not None:
         answer = await http.request(route.method, route.path, content=b"{")
         assert answer.status_code == 400
-        msgspec.json.decode(answer.content, type=ErrorAnswer)
+        msgspec.json.decode(answer.content, type=operation.fails)
 
 
-def check_events(answer: httpx.Response, shape: Any) -> None:
+def check_events(answer: httpx.Response, operation: Operation) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.partition(":") for line in answer.text.splitlines()]
     told = [data.strip() for name, _, data in lines if name == "data"]
+    assert (told[-1] == "[DONE]") == operation.ends_in_done
     events = [each for each in told if each != "[DONE]"]
     assert events
     for event in events:
-        msgspec.json.decode(event, type=shape)
+        msgspec.json.decode(event, type=operation.streams)
 
 
 async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
@@ -141,7 +144,7 @@ async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.As
             options = {"include_usage": True, "continuous_usage_stats": counts_each}
             body = {"model": "tiny", "max_tokens": 3, "stream": True, "stream_options": options}
             answer = await http.post(route.path, json=body | prompt)
-            check_events(answer, route.operation.streams)
+            check_events(answer, route.operation)
 
 
 async def test_it_needs_no_key_and_says_what_does(http: httpx.AsyncClient) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pdmesh.services.gateway.http import schema as openai_schema
 from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
+from pdmesh.services.gateway.http.messages.schema import MessagesRequest
 from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -15,7 +16,9 @@ from pdmesh.services.gateway.http.schema import (
 )
 from pdmesh.v1.inference_service_pb2 import DESCRIPTOR
 
-_TEXT = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
+_DOCS = Path(__file__).parents[4] / "docs"
+_TEXT = (_DOCS / "api.md").read_text()
+_OTHER_FORMATS = (_DOCS / "responses-messages.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,12 @@ _TEXT = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
 def test_every_http_field_is_in_the_page(struct: type) -> None:
     fields: tuple[str, ...] = struct.__struct_fields__  # type: ignore[attr-defined]  # msgspec's
     assert [f for f in fields if f"`{f}`" not in _TEXT] == []
+
+
+@pytest.mark.parametrize("struct", [MessagesRequest])
+def test_every_field_of_the_other_formats_is_in_their_page(struct: type) -> None:
+    fields: tuple[str, ...] = struct.__struct_fields__  # type: ignore[attr-defined]  # msgspec's
+    assert [f for f in fields if f"`{f}`" not in _OTHER_FORMATS] == []
 
 
 def test_every_field_that_is_refused_stands_among_the_refused() -> None:

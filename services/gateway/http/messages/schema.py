@@ -1,0 +1,147 @@
+"""The requests of Anthropic's Messages API that we take, as typed structs.
+
+What would change the answer and cannot be had is refused; hints that have no effect here are known
+and accepted. Lengths, depths and counts of what becomes a chat are checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.json_body import decoded
+from pdmesh.services.gateway.http.body.unknown_fields import Nested, Struct
+from pdmesh.services.gateway.http.schema import ReasoningEffort
+
+# Any: these hold anything that a client sends, and are accepted without effect or refused.
+_Anything = Any
+
+
+class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A piece of a message's content: which fields it has depends on its type."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, _Anything] | None = None
+    tool_use_id: str | None = None
+    content: str | list[MessageBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    source: _Anything = None
+    citations: _Anything = None
+    cache_control: _Anything = None  # prompts are cached anyway
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[MessageBlock]
+
+
+class MessagesTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`input_schema` is a JSON schema. Only tools that the client runs are served."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, _Anything] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: _Anything = None
+    cache_control: _Anything = None
+
+
+class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    effort: ReasoningEffort | None = None
+    format: _Anything = None
+
+
+class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What makes the prompt."""
+
+    model: str
+    messages: list[InputMessage]
+    system: str | list[MessageBlock] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: _Anything = None
+
+
+class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
+    """Anthropic's fields, then vLLM's, then pdmesh's own."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: _Anything = None
+    service_tier: str | None = None
+    container: _Anything = None
+    mcp_servers: _Anything = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    chat_id: str = ""
+    scenario: str = ""
+
+
+_WITHIN: Final[Mapping[str, Struct]] = {
+    "messages": InputMessage,
+    "system": MessageBlock,
+    "tools": MessagesTool,
+    "tool_choice": MessagesToolChoice,
+    "thinking": Thinking,
+    "output_config": OutputConfig,
+}
+_NESTED: Final[Nested] = {
+    CountTokensRequest: _WITHIN,
+    MessagesRequest: _WITHIN,
+    InputMessage: {"content": MessageBlock},
+    MessageBlock: {"content": MessageBlock},
+}
+_messages_decoder: Final = msgspec.json.Decoder(MessagesRequest)
+_count_decoder: Final = msgspec.json.Decoder(CountTokensRequest)
+
+
+def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesRequest:
+    """Raises InvalidRequest with the field.
+
+    An unknown field is refused, or added to `ignored` by its path.
+    """
+    request = decoded(_messages_decoder, _NESTED, body, ignored)
+    for field in ("container", "mcp_servers"):
+        if getattr(request, field):
+            raise unsupported(field)
+    return request
+
+
+def parse_count_tokens(body: bytes, ignored: list[str] | None = None) -> CountTokensRequest:
+    """As `parse_messages`."""
+    return decoded(_count_decoder, _NESTED, body, ignored)
+
+
+def unsupported(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)

@@ -1,0 +1,38 @@
+"""A chat that was made of another API's request: errors name the fields of that request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.schema import ChatCompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedChat:
+    """`names`: what a field of the chat, or all that is within it, is called in the request."""
+
+    chat: ChatCompletionRequest
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors in here name the fields of the request."""
+        try:
+            yield
+        except InvalidRequest as exc:
+            known, name = exc.field, self.name_of(exc.field or "")
+            if known and name != known:
+                exc.message = exc.message.replace(known, name, 1)
+                exc.field, exc.args = name, (exc.message,)
+            raise
+
+    def name_of(self, known: str) -> str:
+        prefix = known
+        while prefix:
+            if (name := self.names.get(prefix)) is not None:
+                return name + known[len(prefix) :]
+            prefix = prefix[: max(prefix.rfind("."), prefix.rfind("["), 0)]
+        return known
