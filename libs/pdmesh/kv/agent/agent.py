@@ -1,7 +1,7 @@
 """The transfer agent of one rank: stages KV for others to pull, and pulls from others.
 
 It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
-A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer one
+A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
 adds one META and one payload per further part of a few MiB. `sender.py` sends and `receiver.py`
 receives. This file has the public methods and what the two halves share.
 """
@@ -82,7 +82,7 @@ class KvAgent:
             self._peers, self._sender, self._receiver, self._do_posted, self._ticker.keep_going
         )
         self._is_closed = False
-        self.address = ""  # of the transport, once started
+        self.address = ""  # the transport's address, once started
         self._posted: deque[Callable[[], None]] = deque()
 
     @property
@@ -128,23 +128,22 @@ class KvAgent:
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Serve pulls of a prompt whose layers are still to come; each waits until its bytes are
-        `ready`.
+        """Serve pulls of a prompt whose layers are still to come.
 
-        Without `chunk_bytes` the prompt is cut so that little is left to move after the last layer.
-        The caller writes the range until all layers are ready, and must end the ticket: by the last
-        layer or by `release`. Raises ValueError if the ticket is open already, the range is too
-        short or the layout is not ours.
+        Each pull waits until its bytes are `ready`. Without `chunk_bytes` the prompt is cut so that
+        little is left to move after the last layer. The caller writes the range until all layers
+        are ready. It must end its writing with the last layer or with `release`. Raises ValueError
+        if the ticket is open already, the range is too short or the layout is not ours.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """Thread-safe: whether `ready` of these layers lets a pull of all heads and blocks
-        continue.
+        """Thread-safe: whether a pull of all heads and blocks can go on once these layers are
+        ready.
 
-        Pulls of other parts can wait for that.
+        If not, `ready` need not be called yet: other pulls can wait, too.
         """
         return self._sender.completes_part(ticket_id, num_layers)
 
@@ -168,7 +167,7 @@ class KvAgent:
         self.ready(ticket_id, layout.num_layers)
 
     def release(self, ticket_id: str) -> None:
-        """No peer should pull the ticket any more, and nothing writes its range.
+        """No peer should pull the ticket any more, and nothing writes its range now.
 
         TicketClosed follows, at once or when the last send has ended.
         """
@@ -191,8 +190,8 @@ class KvAgent:
     async def keep(self, ticket: Ticket, for_s: float) -> None:
         """Renew a ticket's lease while it waits here for its turn.
 
-        It is renewed until its pull, until `stop_renewing`, or for `for_s`. The connection is
-        opened too, so that the pull finds it. Raises KvTransferFailed.
+        The lease is renewed until the ticket's pull, until `stop_renewing`, or for `for_s`. The
+        connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -218,18 +217,17 @@ class KvAgent:
         stall_s: float = math.inf,
         on_silent: Callable[[], None] = lambda: None,
     ) -> PullResult:
-        """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify
-        them.
+        """Pull a ticket's blocks from `first_block` on into `landing`, and verify them.
 
-        The bytes are laid out as in the sender's buffer, each layer without its first blocks.
-        `heads` = (first, number) selects some heads, if the layout tells heads apart. `num_takers`
-        ranks of this instance pull the ticket from that rank for the same `leg`. `on_range` gets
-        verified bytes while others are still on their way.
+        The bytes are laid out as in the sender's buffer, without the first `first_block` blocks of
+        each layer. `heads` = (first, number) selects some heads, if the layout tells heads apart.
+        `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
+        `on_range` gets verified bytes while others are still on their way.
 
         A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
         been silent for a while: then the link is free for others. After the return the landing
-        range is the caller's. Raises KvTransferFailed; then, and if cancelled, the range stays the
-        agent's until AgentLandingFreed.
+        range is the caller's. Raises KvTransferFailed. After a failure or a cancellation, the range
+        stays the agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
         try:
@@ -248,7 +246,7 @@ class KvAgent:
             )
             address = self._address(ticket, source_rank)
         except BaseException:
-            self.give_back(landing)  # nothing was asked for yet
+            self.give_back(landing)  # nothing has been requested yet
             raise
         return await self._run(order, address, started, deadline_s, stall_s)
 
@@ -267,7 +265,7 @@ class KvAgent:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Sequence[bytes]:
-        """Fetch the blocks that a peer's pool holds of the beginning of `names`.
+        """Fetch the blocks of `names` that a peer's pool holds without a gap from the first on.
 
         Returns their checksums, all verified. Block i goes to `targets[i]`. `on_freed` is called
         once, when no late write can reach the targets: before the return, or after the failure.
@@ -284,7 +282,7 @@ class KvAgent:
                 on_freed=on_freed,
             )
         except BaseException:
-            on_freed()  # nothing was asked for yet
+            on_freed()  # nothing has been requested yet
             raise
         result = await self._run(order, address, started, deadline_s)
         on_freed()
@@ -295,10 +293,8 @@ class KvAgent:
     ) -> float:
         """Verify the connection to a peer: a nonce comes back the way KV would (S16).
 
-        Returns seconds.
-
-        Raises KvTransferFailed; with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if
-        another instance answers.
+        Returns how many seconds it took. Raises KvTransferFailed; its reason is
+        `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if another instance answers.
         """
         probe = KvProbe(incarnation, self._fingerprint_hash, source)
         result = await self._run(probe.order, address, time.monotonic(), deadline_s)
@@ -306,7 +302,7 @@ class KvAgent:
         return result.duration_s
 
     def disconnect(self, address: str) -> None:
-        """The peer left: drop our connection to it, as soon as no pull uses it (S26)."""
+        """The peer has left: drop our connection to it as soon as no pull uses it (S26)."""
         self._pool.leave(address)
         self._ticker.keep_going()
 
@@ -327,7 +323,7 @@ class KvAgent:
                 )
             self._peers.add(connection)  # its opener may not have run again yet
         except BaseException:
-            order.on_freed()  # nothing was asked for yet
+            order.on_freed()  # nothing has been requested yet
             raise
         self._ticker.keep_going(soon=True)
         deadline = started + deadline_s
@@ -342,7 +338,7 @@ class KvAgent:
     def post(self, what: Callable[[], None]) -> None:
         """Thread-safe: call `what` on the loop, before any message that arrives from now on."""
         self._posted.append(what)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and so are all tickets
             self._loop.call_soon_threadsafe(self._do_posted)
 
     def _do_posted(self) -> None:
@@ -350,7 +346,7 @@ class KvAgent:
             what = self._posted.popleft()
             try:
                 what()
-            except Exception as error:  # the calls of others wait behind it
+            except Exception as error:  # other callers' calls wait behind this one
                 log.error("kv.posted.died", exc_info=error)
 
     async def close(self) -> None:
@@ -382,7 +378,7 @@ class KvAgent:
         return self._receiver.peers_in_use()
 
     def _has_work(self) -> bool:
-        """Whether there is anything that time ends."""
+        """Whether a pull or a ticket depends on time, so that ticks are needed."""
         return bool(self._sender.num_tickets or self._receiver.has_work or self._pool.is_leaving)
 
     def _on_tick(self) -> None:

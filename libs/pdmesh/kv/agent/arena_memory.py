@@ -1,6 +1,6 @@
 """Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
 
-A GPU would be another `ArenaMemory` whose views are device memory: the agent only slices, sends,
+For a GPU, another `ArenaMemory` would have views of device memory: the agent only slices, sends,
 receives and checksums what `view` returns.
 """
 
@@ -21,7 +21,7 @@ from pdmesh.kv.transport.base import ByteArray
 class ArenaMemory(Protocol):
     """`size` contiguous bytes that the transport may read and write.
 
-    `core.instance.arena` decides who owns which of them.
+    `core.instance.arena` decides which leg owns which of them.
     """
 
     @property
@@ -63,7 +63,7 @@ class HostArena:
 
 @dataclass(frozen=True, slots=True)
 class AgentMemory:
-    """What an agent moves: `staging` is pulled by peers, `landing` is pulled into.
+    """An agent's memory: peers pull from `staging`, and own pulls write to `landing`.
 
     `blocks`: the pool that peers may fetch from.
     """

@@ -27,9 +27,7 @@ def group_hash(group_id: str) -> int:
 
 
 def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
-    """The same at all ranks of a decode for one leg, and different for every other leg and
-    decode.
-    """
+    """A number that all ranks of a decode share for one leg; other legs and decodes differ."""
     return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
 
 

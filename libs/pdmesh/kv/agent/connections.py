@@ -1,7 +1,8 @@
-"""One connection per peer, opened when needed, shared by all pulls, least recently used dropped
-first.
+"""One connection per peer, opened when needed and shared by all pulls. If there are too many, the
+least recently used is dropped.
 
-`ConnectionPool` has the connections that we opened, by address; `Peers` all that are open, by key.
+`ConnectionPool` has the connections that we opened, by address; `Peers` has all that are open, by
+key.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ConnectionPool:
         self._in_use = in_use
         self._wanted: Counter[str] = (
             Counter()
-        )  # by address: callers that wait for it and have not run since
+        )  # by address: how many callers wait for it and have not run since
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
         self._ended_early: set[int] = set()  # keys that ended before their opening was reported
@@ -54,8 +55,8 @@ class ConnectionPool:
     async def get(self, address: str, timeout_s: float) -> KvConnection:
         """The open connection to an address, or a new one.
 
-        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT; after a
-        timeout another caller's attempt may continue.
+        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT. After a
+        timeout, the attempt may continue for another caller.
         """
         if (connection := self.find(address)) is not None:
             return connection
@@ -77,8 +78,8 @@ class ConnectionPool:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
-            # Its end was reported before we ran again, and is not reported twice: a pull on it
-            # would never end.
+            # The connection's end was reported before this task ran again. It is not reported
+            # twice, so a pull on this connection would never end.
             raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         return connection
 
@@ -130,7 +131,7 @@ class ConnectionPool:
         if not self._opening:
             self._ended_early.clear()
         if not task.cancelled():
-            task.exception()  # its waiters have seen it
+            task.exception()  # the callers that waited have seen it
 
     def _make_room(self) -> None:
         if len(self._open) + len(self._opening) < self._max_peers:
@@ -150,7 +151,7 @@ class Peers:
     def __init__(
         self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
     ) -> None:
-        """`on_change` is called with their number, whenever one opens or closes."""
+        """`on_change` gets the number of open connections whenever one opens or closes."""
         self._pool, self._on_change = pool, on_change
         self._by_key: dict[int, KvConnection] = {}
         self._num_sent: Counter[type] = Counter()
@@ -193,6 +194,6 @@ class Peers:
     def abort(self, key: int, reason: str) -> None:
         connection = self._by_key.get(key)
         if connection is not None:
-            # The next pull opens another, without waiting for the end of this one.
+            # The next pull opens another connection, without waiting for the end of this one.
             self._pool.remove(connection)
             connection.abort(reason)

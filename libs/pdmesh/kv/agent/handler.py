@@ -1,7 +1,7 @@
 """Dispatches what the transport reports: each message goes to the half that it is for.
 
-A peer that sends what is no message, or meets a bug of ours, loses its connection: the messages of
-other peers wait behind it and must not suffer.
+A peer loses its connection if its bytes are not a message, or if handling its message fails: the
+messages of other peers wait behind it and must not suffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class AgentHandler:
     """`ConnectionHandler` of an agent.
 
-    `catch_up` is called before each message; `lent` after one that made a ticket.
+    `catch_up` is called before each message; `lent` is called after a message that made a ticket.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AgentHandler:
         self._receiver.handle(rx.PeerLost(connection.key))
 
     def on_message(self, connection: KvConnection, message: memoryview) -> None:
-        self._catch_up()  # a ticket staged from another thread may be what this message asks for
+        self._catch_up()  # this message may ask for a ticket that another thread has just staged
         try:
             self._dispatch(connection.key, wire.parse(message))
         except wire.WireError as exc:

@@ -1,4 +1,4 @@
-"""The probe that tells a connection that moves KV from one that merely opens (P/D-Serve 3.2, S16).
+"""The probe that shows that a connection moves KV and does not merely open (P/D-Serve 3.2, S16).
 
 The receiver sends a nonce. The sender answers with bytes derived from it, over the lane and the
 code that KV takes. They also depend on the sender's incarnation and the KV's fingerprint, so that
@@ -18,7 +18,7 @@ from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.transport.base import ByteArray
 
-# too long to go inline in a message: it goes from memory to memory
+# too long to go inline in a message, so it goes from memory to memory
 PROBE_BYTES = 2 * wire.MAX_INLINE
 
 

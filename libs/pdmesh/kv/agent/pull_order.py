@@ -1,4 +1,4 @@
-"""What a receiver asks a sender for, and where the bytes go: a ticket's, or blocks by name."""
+"""What a receiver asks a sender for, a ticket or blocks by name, and where the bytes go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.kv.transport.base import ByteArray
 
 @dataclass(slots=True)
 class PullOrder:
-    """`on_freed`: after a failure, or when cancelled, no late write can reach the targets."""
+    """`on_freed` follows a failure or a cancellation, once no late write can reach the targets."""
 
     make_message: Callable[[int], wire.Question]  # from the pull's id
     targets: Sequence[ByteArray]  # one range for all bytes, or one per block, all of one length
@@ -22,12 +22,12 @@ class PullOrder:
     max_bytes: int
     on_freed: Callable[[], None]
     on_range: OnRange | None = None
-    on_silent: Callable[[], None] = lambda: None  # nothing arrives, at least for a while
+    on_silent: Callable[[], None] = lambda: None  # nothing has arrived for a while
     ticket: Ticket | None = None
-    source: str = ""  # instance
+    source: str = ""  # the instance that sends
 
     def place(self, ranges: tuple[wire.Range, ...]) -> list[ByteArray] | None:
-        """Where the ranges belong; None if they are not what was asked for."""
+        """Where the ranges belong; None if these ranges were not asked for."""
         if len(self.targets) == 1:
             whole = self.targets[0]
             return [whole[r.offset : r.offset + r.length] for r in ranges]
@@ -46,7 +46,7 @@ def bad_ticket(what: str) -> KvTransferFailed:
 
 
 def check_ticket(ticket: Ticket) -> None:
-    """Raises KvTransferFailed (KV_BAD_TICKET) for a ticket that cannot be asked for."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) for a ticket that cannot be pulled."""
     if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID:
         raise bad_ticket(f"ticket_id: not 1 to {MAX_TICKET_ID} bytes")
 
@@ -88,8 +88,8 @@ def order_ticket(
             group_hash,
         )
 
-    # How many bytes of it a part has depends on the sender's layout, which the ticket does not
-    # tell.
+    # The size of some of its heads or blocks depends on the sender's layout, which the ticket does
+    # not tell.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(

@@ -126,7 +126,7 @@ class ReceiverHalf:
     # -- for the engine ---------------------------------------------------------------------------
 
     def check_room(self) -> None:
-        """Raises KvTransferFailed if no further pull may be asked for now."""
+        """Raises KvTransferFailed if there are too many pulls for another one now."""
         if len(self._book) >= MAX_PULLS:
             raise KvTransferFailed("too many pulls at once", reason=PullFailure.BUSY)
 
@@ -157,7 +157,7 @@ class ReceiverHalf:
             if done.cancelled():
                 self.handle(rx.CallerLeft(pull_id))
             elif done.exception() is None:
-                order.on_freed()  # complete, but the caller no longer wants it
+                order.on_freed()  # the pull is complete, but the caller no longer wants it
             raise
         took = time.monotonic() - started
         checksums = [digest for part in pull.parts for digest in part.checksums]
@@ -173,9 +173,7 @@ class ReceiverHalf:
     ) -> KvConnection:
         """Open the connection for a pull.
 
-        The silence of a sender that has all bytes counts here too.
-
-        Raises KvTransferFailed.
+        If the sender has all bytes, the opening takes at most `stall_s`. Raises KvTransferFailed.
         """
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
@@ -200,9 +198,7 @@ class ReceiverHalf:
         return min(stall_s, self._stalls.get(order.ticket.ticket_id, math.inf))
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """Applies to pulls under way, to those that wait for their connection, and to later
-        ones.
-        """
+        """Applies to pulls under way, to pulls that wait for a connection, and to later pulls."""
         self._stalls[ticket_id] = stall_s
         if len(self._stalls) > MAX_EXPECTED:
             self._stalls.popitem(last=False)
@@ -253,10 +249,10 @@ class ReceiverHalf:
         offset, length = meta.offset, meta.length
         pull = self._pulls.get(meta.pull_id)
         if pull is not None and failpoints.hit("decode.hearing", pull.order.source) == "drop":
-            return  # acts as a link that loses every answer
+            return  # act like a link that loses every answer
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
-            is_ours = meta.question == pull.question  # and not an answer to another pull
+            is_ours = meta.question == pull.question  # if not, it answers another pull
             buffers = pull.order.place(meta.ranges) if is_ours else None
             if buffers is None:
                 length = -1  # the core rejects it
@@ -274,7 +270,7 @@ class ReceiverHalf:
     def handle(self, event: rx.ReceiverEvent) -> None:
         """Pass the event to the core and carry out its effects.
 
-        A part that was checked at once is an event of its own.
+        If a part is checked at once, the result is the next event.
         """
         events = [event]
         for event in events:  # grows meanwhile
@@ -286,7 +282,7 @@ class ReceiverHalf:
     def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
         if failpoints.hit("decode.asking", pull.order.source) == "drop":
-            return  # acts as a link that loses everything
+            return  # act like a link that loses everything
         self._peers.tell(pull.connection.key, pull.message)
 
     def _ack(self, effect: rx.SendAck) -> None:
@@ -316,7 +312,7 @@ class ReceiverHalf:
 
     def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
         if self._peers.get(effect.peer) is None:
-            return rx.PeerLost(effect.peer)  # its end was reported before the pull began
+            return rx.PeerLost(effect.peer)  # the peer's end was reported before the pull began
         self._peers.abort(effect.peer, "a pull missed its deadline or got an invalid answer")
         return None
 
@@ -349,7 +345,7 @@ class ReceiverHalf:
         if part.length <= INLINE_BYTES:
             try:
                 is_intact = are_intact(part.buffers, part.checksums)
-            except Exception as error:  # whatever it is, pulls must not wait for it
+            except Exception as error:  # whatever failed, the pull must not wait for ever
                 log.error("kv.check.died", exc_info=error)
                 return rx.CheckFailed(pull_id, index)
             return rx.PartChecked(pull_id, index, is_intact)
@@ -385,8 +381,8 @@ class ReceiverHalf:
             whole = pull.order.targets[0]
             try:
                 pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
-            except Exception as error:  # noqa: BLE001  the caller's; other pulls' news wait behind this one
-                pull.done.set_exception(error)  # the landing is freed with the last part
+            except Exception as error:  # noqa: BLE001  the caller's code; other pulls wait behind this one
+                pull.done.set_exception(error)  # the landing range is freed with the last part
 
     def _fail(self, effect: rx.FailPull) -> None:
         pull, reason = self._pulls[effect.pull_id], effect.reason

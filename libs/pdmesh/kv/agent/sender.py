@@ -43,7 +43,7 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-MAX_FETCHES = 64  # and probes, served at once
+MAX_FETCHES = 64  # fetches and probes that are served at once
 _FETCH_LEASE_S = 10.0
 
 _SLOW_S: Final = 0.5  # per part, if the failpoint says that the link is slow
@@ -158,7 +158,7 @@ class SenderHalf:
     def _hashing_died(self, ticket_id: str, staged: StagedRange, error: BaseException) -> None:
         """Refuse all pulls that wait for its layers.
 
-        The range is free when the engine is done with it.
+        The range becomes free when the engine is done with it.
         """
         log.error("kv.hashing.died", ticket=shown_ticket_id(ticket_id), exc_info=error)
         staged.hashing, staged.has_failed = None, True
@@ -201,7 +201,7 @@ class SenderHalf:
         )
 
     def on_fetch(self, peer: int, message: wire.Fetch) -> None:
-        """Serve the blocks that are held of the beginning of the names."""
+        """Serve the blocks of the names that are held without a gap from the first on."""
         refusal = self._refusal(message)
         if refusal is not None or self._blocks is None:
             refused = wire.PullRefusal(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
@@ -209,7 +209,7 @@ class SenderHalf:
             return
         ticket_id = self._name_loan("fetch", peer, message)
         if ticket_id in self._staged:
-            return  # the same message again
+            return  # the same message has come twice
         pinned = self._blocks.open(message.names)
         if pinned is None or not pinned.views:
             self._peers.tell(peer, _nothing_of(message))
@@ -217,8 +217,9 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes that only this process can derive from the nonce, sent like
-        blocks of a pull.
+        """Answer with bytes that only this process can derive from the nonce.
+
+        They are sent like the blocks of a pull.
         """
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
@@ -230,7 +231,7 @@ class SenderHalf:
             self._lend(peer, message, ticket_id, pinned)
 
     def _name_loan(self, kind: str, peer: int, message: wire.Fetch | wire.Probe) -> str:
-        """A ticket id that is the same if a message comes twice, and that no other peer can guess.
+        """A ticket id that is equal if a message comes twice, and that no other peer can guess.
 
         It never leaves this process.
         """
@@ -266,7 +267,7 @@ class SenderHalf:
     def handle(self, event: tx.SenderEvent) -> None:
         """Pass the event to the core and carry out its effects.
 
-        A part that was sent by copying is an event of its own.
+        If a part is sent by copying, that is the next event.
         """
         events = [event]
         for event in events:  # grows meanwhile
@@ -284,7 +285,7 @@ class SenderHalf:
                         self._close_ticket(ticket_id, reason)
 
     def _send_part(self, effect: tx.SendPart) -> bool:
-        """True if it is already sent."""
+        """Whether the part is already sent."""
         if delay := self._delay_s(effect):
             timer = asyncio.get_running_loop().call_later(delay, self._send_late, effect)
             self._late[_late_key(effect)] = timer
@@ -302,7 +303,7 @@ class SenderHalf:
         pieces = self._staged[effect.ticket_id].pieces(part)
         fault = failpoints.hit("prefill.sending")
         if fault == "corrupt":
-            pieces[0][0][0] ^= 1  # after its checksum was made
+            pieces[0][0][0] ^= 1  # change a bit after its checksum was made
         ranges: list[wire.Range] = []
         offset = part.offset
         for data, digest in pieces:
@@ -331,16 +332,16 @@ class SenderHalf:
         self._peers.tell(effect.peer, meta)
 
     def _send_late(self, effect: tx.SendPart) -> None:
-        """After a test's delay.
+        """Send a part that a test has delayed.
 
-        The part counts as being sent meanwhile, so its ticket and its peer are still there.
+        It has counted as being sent meanwhile, so its ticket and its peer are still there.
         """
         del self._late[_late_key(effect)]
         if self._peers.get(effect.peer) is not None and self._send_now(effect):
             self.handle(tx.PartSent(effect.peer, effect.pull_id))
 
     def _drop_late(self, peer: int, pull_id: int) -> list[tx.PartSent]:
-        """A part announced after the refusal belongs to no pull: the peer would abort."""
+        """Drop delayed parts: after a refusal they belong to no pull, and the peer would abort."""
         keys = [key for key in self._late if key[:2] == (peer, pull_id)]
         for key in keys:
             self._late.pop(key).cancel()
@@ -356,7 +357,7 @@ class SenderHalf:
                 self.handle(tx.PartSent(peer, pull_id))
 
         connection = self._peers.get(peer)
-        if connection is not None:  # else its end is about to be reported
+        if connection is not None:  # if None, its end is about to be reported
             for piece in pieces:
                 connection.send_payload(pull_id, piece, on_sent)
 

@@ -23,7 +23,7 @@ class StagedRange:
 
     data: ByteArray
     layout: KvLayout
-    parts: tuple[KvPart, ...]  # of a pull of all heads and blocks
+    parts: tuple[KvPart, ...]  # the parts of a pull of all heads and blocks
     checksums: list[bytes] = field(default_factory=list)
     num_written: int = 0  # layers
     hashing: asyncio.Task[None] | None = None
@@ -45,7 +45,7 @@ class StagedRange:
     def completes_part(self, num_layers: int) -> bool:
         """Whether a part ends with these layers.
 
-        Near the end each layer counts as one: it may end a part of another pull.
+        Near the end every layer counts, for it may end a part of another pull.
         """
         is_near_end = num_layers * 8 > self.layout.num_layers * 7
         return is_near_end or any(part.end_layer == num_layers for part in self.parts)
@@ -72,7 +72,7 @@ class StagedRange:
 
 @dataclass(slots=True, eq=False)
 class LentBlocks:
-    """Blocks of a pool, or a probe's, on their way to one peer."""
+    """Blocks of a pool, or the bytes of a probe, on their way to one peer."""
 
     blocks: PinnedBlocks
     unpin: Callable[[PinnedBlocks], None]

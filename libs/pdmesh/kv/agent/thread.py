@@ -1,8 +1,9 @@
-"""A KvAgent on a thread and loop of its own, for a host whose loop is busy or that has none.
+"""A KvAgent on a thread and loop of its own.
 
-The latter is an engine's worker. Calls may come from any thread. Results are
-`concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future` them; cancelling one cancels
-the pull. Events are called back on the agent's thread and must only hand over.
+It is for a host whose loop is busy, or that has no loop, such as an engine's worker. Calls may come
+from any thread. Results are `concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future`
+them; cancelling a future cancels the pull. Event callbacks run on the agent's thread and must only
+hand the event over.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AgentThread:
         *,
         chunk_bytes: int | None = None,
     ) -> Future[None]:
-        """As `KvAgent.open`; the future has its ValueError.
+        """As `KvAgent.open`, whose ValueError the future raises.
 
         A pull that comes later finds the ticket.
         """
@@ -100,7 +101,7 @@ class AgentThread:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Future[None]:
-        """As `KvAgent.stage`; the future has its ValueError.
+        """As `KvAgent.stage`, whose ValueError the future raises.
 
         A pull that comes later finds the ticket.
         """
@@ -125,7 +126,7 @@ class AgentThread:
         agent.post(lambda: agent.expect(ticket_id, stall_s))
 
     def stats(self) -> AgentStats:
-        """May be a moment old: read without waiting for the agent's thread."""
+        """The counters; they may be a moment old, since nothing waits for the agent's thread."""
         return self._running().stats()
 
     def pull(
@@ -177,9 +178,7 @@ class AgentThread:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Future[Sequence[bytes]]:
-        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that has
-        ended.
-        """
+        """As `KvAgent.fetch`; `on_freed` runs on the agent's thread, or here if it has ended."""
         agent = self._made()
 
         async def fetch() -> Sequence[bytes]:
@@ -302,9 +301,9 @@ class AgentThread:
 class _HandedPull(Generic[T]):
     """A pull that another thread asked for. With the result its landing range becomes the caller's.
 
-    Otherwise the range is given back. A task that is cancelled before its first step runs none of
-    its code, and a task that is done cannot be cancelled: in both cases the agent itself reports
-    nothing.
+    Without a result the range is given back here, for the agent reports nothing in two cases: a
+    task that is cancelled before its first step runs none of its code, and a task that is done
+    cannot be cancelled.
     """
 
     def __init__(
@@ -321,9 +320,7 @@ class _HandedPull(Generic[T]):
         self._refusing = threading.Lock()  # never released after a refusal
 
     def refuse(self) -> None:
-        """The agent's loop has ended: nothing was asked for, or the agent gave it back as it
-        ended.
-        """
+        """The agent's loop has ended: the pull never began, or the agent gave its range back."""
         if not self._refusing.acquire(blocking=False):
             return
         if not self._has_begun:
@@ -344,7 +341,7 @@ class _HandedPull(Generic[T]):
 
     def _cancel(self, task: asyncio.Task[T]) -> None:
         if self.future.cancelled():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the agent with it
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and so is the agent
                 self._loop.call_soon_threadsafe(task.cancel)
 
     def _end(self, task: asyncio.Task[T]) -> None:

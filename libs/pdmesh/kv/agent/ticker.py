@@ -1,4 +1,4 @@
-"""A timer that runs only while there is something that time ends: an idle agent costs nothing."""
+"""A timer that runs only while something depends on time, so that an idle agent costs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = structlog.get_logger(__name__)
 
 
 class Ticker:
-    """Calls `on_tick` every `every_s` seconds while `has_work()`. On the running loop."""
+    """Calls `on_tick` on the running loop, every `every_s` seconds while `has_work()`."""
 
     def __init__(
         self, every_s: float, has_work: Callable[[], bool], on_tick: Callable[[], None]
@@ -21,7 +21,7 @@ class Ticker:
         self._is_stopped = False
 
     def keep_going(self, soon: bool = False) -> None:
-        """There may be work now; `soon`: there is about to be."""
+        """There may be work now; `soon`: there will be work soon."""
         if self._timer is None and not self._is_stopped and (soon or self._has_work()):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._every_s, self._tick)
@@ -35,7 +35,7 @@ class Ticker:
         self._timer = None
         try:
             self._on_tick()
-        # time ends what a bug has left behind, so the timer must continue
+        # later ticks end what a bug has left behind, so the timer must go on
         except Exception as error:
             log.error("kv.tick.died", exc_info=error)
         finally:

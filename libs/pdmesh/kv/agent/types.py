@@ -18,12 +18,12 @@ class AgentIdentity:
     incarnation: int
     model_fingerprint: str
     rank: int = 0
-    group_id: str = ""  # KV is handed on within it alone (S13)
+    group_id: str = ""  # KV is handed on only within it (S13)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTicketClosed:
-    """Nothing reads the ticket's staging range any more. Once per opened ticket."""
+    """Nothing reads the ticket's staging range any more. It comes once per opened ticket."""
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
@@ -31,8 +31,8 @@ class AgentTicketClosed:
 
 AgentEvent = AgentTicketClosed | AgentLandingFreed
 
-# Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks.
-# Must not raise.
+# Gets verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole
+# blocks. Must not raise.
 OnRange = Callable[[int, ByteArray], None]
 
 
@@ -61,7 +61,7 @@ class AgentStats:
 
 
 class AgentHooks:
-    """Faults for tests; production passes none. Override what should go wrong."""
+    """Faults for tests; production passes no hooks. Override what should go wrong."""
 
     def is_dropped(self, pull_id: int) -> bool:
         """Receiver: the sender's answer is lost."""
@@ -71,7 +71,7 @@ class AgentHooks:
         """Receiver: a part's bytes landed and are not verified yet."""
 
     def on_verified(self, payload: ByteArray) -> None:
-        """Receiver: a part's bytes were verified and are the caller's next."""
+        """Receiver: a part's bytes were verified and go to the caller next."""
 
     def part_delay_s(self, pull_id: int, offset: int) -> float:
         """Sender: how long a part waits before it is announced."""
@@ -93,9 +93,9 @@ class BlockSource(Protocol):
     """A pool whose blocks peers may fetch by name. Called on the agent's loop; must be quick."""
 
     def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
-        """Pin the longest beginning of `names` that is held. None, or no views: nothing is held."""
+        """Pin the longest beginning of `names` that is held. None or no views: nothing is held."""
         ...
 
     def close(self, pinned: PinnedBlocks) -> None:
-        """Nothing reads the views any more. Once per `open` that returned views."""
+        """Nothing reads the views any more. Called once per `open` that returned views."""
         ...

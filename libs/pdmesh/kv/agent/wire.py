@@ -5,13 +5,14 @@ One message asks for a pull, one META announces each part of it as contiguous ra
 returns a message or raises WireError, nothing else.
 
 Each message is sealed by a checksum over all of it except an inline payload, which has checksums of
-its own in META. Without the seal, a changed bit in a ticket id, a pull id or a flag would ask for,
-answer, end or renew another request's transfer. META also names what it answers (`question`), so
-that a sound answer to another pull is not taken. The seal has no key: it is against faults, not
-forgers. The transport's handshake and unguessable ticket ids keep forgers out.
+its own in META. Without the seal, a changed bit in a ticket id, a pull id or a flag could request,
+answer, end or renew another request's transfer. META also names the message that it answers
+(`question`), so that a valid answer to another pull is not accepted. The seal has no key: it
+protects against faults, not against forgers. The transport's handshake and unguessable ticket ids
+keep forgers out.
 
-Messages and core events are not `frozen`: a small pull makes 25 of them, and that would add a tenth
-to its cost.
+Messages and core events are not `frozen`: a small pull makes 25 of them, and freezing would make it
+a tenth more expensive.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Kind(IntEnum):
 class Pull:
     """Receiver to sender: send this ticket's blocks from `first_block` on.
 
-    `num_heads`: of so many heads; 0: of all.
+    `num_heads`: how many heads; 0: all.
     """
 
     pull_id: int
@@ -84,15 +85,13 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
-    decode: int = 0  # distinguishes the takers of one decode from those of another
-    group_hash: int = 0  # of the receiver: its own group alone hands KV to it
+    decode: int = 0  # tells the takers of one decode from those of another
+    group_hash: int = 0  # the receiver's group: only this group hands KV to it
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Receiver to sender: send those of your pool's blocks that are the beginning of these
-    names.
-    """
+    """Receiver to sender: send the blocks of the longest beginning of these names in your pool."""
 
     pull_id: int
     incarnation: int
@@ -123,8 +122,8 @@ class Range:
 class Meta:
     """Sender to receiver: this part of a pull is coming.
 
-    It has one payload per range, or `inline` after the ranges. The ranges are consecutive, and so
-    are the parts of a pull.
+    One payload per range follows, or `inline` bytes follow the ranges. The ranges are consecutive,
+    and so are the parts of a pull.
     """
 
     pull_id: int
@@ -154,7 +153,8 @@ class PullRefusal:
 class Ack:
     """Receiver to sender: the pull is over.
 
-    `is_taken`: verified, the ticket may go. If not: announce no more of it.
+    `is_taken`: the bytes are verified, and the ticket may be closed. If false: announce no more
+    parts of this pull.
     """
 
     pull_id: int
@@ -163,7 +163,7 @@ class Ack:
 
 @dataclass(slots=True)
 class Renew:
-    """Receiver to sender: I wait or receive, keep the bytes for another lease. Not answered."""
+    """Receiver to sender: keep the bytes for another lease, for I wait or receive. No answer."""
 
     ticket_id: str = field(repr=False)
     attempt: int
@@ -175,7 +175,7 @@ Question = Pull | Fetch | Probe
 
 
 def question(message: Question) -> int:
-    """Both ends compute it from what they hold, not from the bytes on the wire."""
+    """A checksum that both ends compute from what they hold, not from the bytes on the wire."""
     return xxhash.xxh3_64_intdigest(_plain(message))
 
 
@@ -346,7 +346,7 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
 def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
     """The length of the ranges together.
 
-    They are consecutive within the pull, so no byte can land outside or twice.
+    They are consecutive within the pull, so no byte can land outside the range or twice.
     """
     start = end = ranges[0].offset if ranges else 0
     for r in ranges:

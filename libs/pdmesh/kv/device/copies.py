@@ -1,9 +1,9 @@
 """Copies between a device's paged blocks and a page-locked host arena, beside the model (S50).
 
-A side stream gathers into a scratch buffer on the device and copies from there by the copy engine,
-which leaves the compute units to the model. The streams wait for each other on the device, by
-events: the calling thread queues the work and returns. Another thread waits for the ends of the
-copies and calls back.
+A side stream gathers into a scratch buffer on the device and copies from there with the copy
+engine, which leaves the compute units to the model. The streams wait for each other on the device,
+by events: the calling thread queues the work and returns. Another thread waits until the copies end
+and calls back.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _Waiting = tuple[Any, Callable[[], None]]  # Any: torch's Event
 
 
 class DeviceCopies:
-    """One per cache, made on the model's thread. Callbacks come from a thread of its own.
+    """One object per cache, made on the model's thread. It calls back on a thread of its own.
 
-    The waiting copies are bounded by the arena's ranges: each has one copy at most.
+    The waiting copies are bounded by the arena's ranges: each range has at most one copy.
     """
 
     def __init__(self, blocks: DeviceBlocks, device: Any) -> None:
@@ -67,7 +67,7 @@ class DeviceCopies:
     def scatter(
         self, source: ByteArray, block_ids: Sequence[int], heads: _Span, on_done: OnDone
     ) -> None:
-        """Complete on the device before anything that the model's stream is given afterwards."""
+        """Queue a scatter that is complete before any work queued later on the model's stream."""
         scattered = self._queue_scatter(source, block_ids, (0, self._blocks.num_layers), heads)
         torch.cuda.current_stream(self._device).wait_event(scattered)
         self._at_end(scattered, on_done)
@@ -75,7 +75,7 @@ class DeviceCopies:
     def scatter_now(
         self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span | None
     ) -> None:
-        """Complete when this returns; not for the model's thread.
+        """Scatter, and return when it is complete; do not call it on the model's thread.
 
         No request may have begun to read the blocks.
         """
@@ -85,7 +85,7 @@ class DeviceCopies:
         self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span
     ) -> Any:
         with self._lock, torch.cuda.stream(self._stream):
-            # A current step may still read the blocks, for the request that had them before.
+            # The current step may still read the blocks for the request that held them last.
             self._stream.wait_stream(self._model)
             ids, landed = self._ids(block_ids), torch.from_numpy(source)
             for part, start, size in self._parts(len(block_ids), layers, heads[1]):
@@ -109,8 +109,9 @@ class DeviceCopies:
     def _parts(
         self, num_blocks: int, layers: _Span, num_heads: int
     ) -> list[tuple[_Span, int, int]]:
-        """(layers, begin in the buffer, bytes) of as many layers as the scratch buffer holds
-        at once, at least one.
+        """(layers, begin in the buffer, bytes) of each part that the scratch buffer can hold.
+
+        A part has at least one layer.
         """
         layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
         if layer_bytes > self._scratch.numel():
@@ -140,7 +141,7 @@ class DeviceCopies:
             try:
                 event.synchronize()
                 on_done()
-            except Exception:  # the ends of other copies wait behind it
+            except Exception:  # other callbacks wait behind this one
                 log.exception("kv.copy.died")
 
 

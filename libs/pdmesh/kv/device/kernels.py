@@ -1,6 +1,4 @@
-"""The Triton kernel behind `operators`: one program moves a tile of one block of a head of a
-layer.
-"""
+"""The Triton kernel behind `operators`: one program moves a tile of one head's block of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
 def _compiled(arithmetic: Callable[..., Any]) -> Any:
-    """Triton compiles only functions of its own kind; its interpreter calls any."""
+    """Triton compiles only functions of its own kind; its interpreter calls any function."""
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 
 
@@ -30,7 +28,7 @@ _WORDS = {
 }
 
 
-# No annotations but Triton's own: Triton reads them too, and finds no typing names among this
+# Only Triton's own annotations: Triton reads all of them, and cannot resolve typing names from this
 # module's imports.
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]

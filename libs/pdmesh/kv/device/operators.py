@@ -1,9 +1,9 @@
 """Gather and RecvScatter as operators on a device's stream (S50): all layers in one launch.
 
-The buffer is [layer][head][block][head's bytes], with only the heads asked for. `cache_word` and
-`buffer_word` alone decide what each program of the kernels moves: plain arithmetic that Triton
-compiles and that tests run on arrays without Triton. Memory is addressed in words, the widest that
-divide every stride. torch and Triton are imported only if there is a device.
+The buffer is [layer][head][block][head's bytes], with only the heads asked for. Only `cache_word`
+and `buffer_word` decide what each program of the kernels moves. They are plain arithmetic that
+Triton compiles and that tests run on arrays without Triton. Memory is addressed in the widest words
+that divide every stride. torch and Triton are imported only if there is a device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DeviceBlocks:
         layers: tuple[int, int] | None = None,
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """Copy blocks into `out` (uint8), of the layers and heads (first, count) or of all.
+        """Copy blocks into `out` (uint8): of the layers and heads (first, count), or of all.
 
         Raises ValueError unless sizes match.
         """

@@ -1,9 +1,10 @@
-"""Between discrete blocks and the contiguous buffer: gather at the sender, RecvScatter after (S50).
+"""Between discrete blocks and the contiguous buffer (S50): gather at the sender, RecvScatter at the
+receiver.
 
 Consecutive blocks in the cache are one copy; otherwise numpy selects rows of 8-byte words, its fast
 path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies nothing.
-One thread: a second one would take a core from the step that runs beside it, and memory is the
-limit.
+It uses one thread: memory is the limit, and a second thread would take a core from the step that
+runs beside it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of one block of one layer),
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Run = tuple[int, int, int]  # first block in the cache, first place in the buffer, number of blocks
 
-# From here on, a copy per run beats one selection of all rows: measured on 64 MiB in pieces of 4 to
-# 96 KiB.
+# From this size on, a copy per run beats one selection of all rows: measured on 64 MiB in pieces of
+# 4 to 96 KiB.
 _RUN_BYTES = 128 << 10
 
 
@@ -74,16 +75,15 @@ class HostBlocks:
             _put_rows(rows, ids, runs, landed)
 
     def scatter_part(self, data: ByteArray, offset: int, block_ids: BlockIds) -> None:
-        """Copy a part of what `scatter` takes as a whole: the bytes from `offset` on, in whole
-        blocks.
+        """Copy a part of the buffer that `scatter` takes: whole blocks from byte `offset` on.
 
-        A part may begin and end inside a layer. Raises ValueError for a part of a block or beyond
+        A part may begin and end inside a layer. Raises ValueError if it cuts a block or goes beyond
         the last layer.
         """
         ids = np.asarray(block_ids, dtype=np.intp)
-        start = 0  # of the layer, in the whole buffer
+        start = 0  # where the layer begins in the whole buffer
         end = offset + data.size
-        planned, runs = (0, 0), list[Run]()  # equal for all layers that are wholly in the part
+        planned, runs = (0, 0), list[Run]()  # equal for all layers that lie wholly in the part
         for rows in self._rows:
             block_bytes = rows.shape[1] * rows.itemsize
             stop = start + len(ids) * block_bytes
@@ -169,7 +169,7 @@ def scatter_part(
 def _next_rows(
     buffer: ByteArray, start: int, count: int, like: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], int]:
-    """`count` rows shaped as those of `like`, from `start` on, and where they end."""
+    """`count` rows from `start` on, shaped like the rows of `like`, and where they end."""
     width = like.shape[1]
     end = start + count * width * like.itemsize
     return buffer[start:end].view(like.dtype).reshape(count, width), end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.kv.layout.head_blocks import HeadBlocks
 
-TILE_WORDS = 1024  # moved by one program
+TILE_WORDS = 1024  # words that one program moves
 
 
 _MAX_OUTER = 2  # K or V, and token
@@ -17,7 +17,8 @@ _MAX_OUTER = 2  # K or V, and token
 _WORD_BYTES = (8, 4, 2, 1)
 
 
-# Ints, arrays or Triton's values, without annotations: Triton would look up their names.
+# Both take ints, arrays or Triton's values. They have no annotations, since Triton would look up
+# their names.
 def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
     """Where word `word` of a head's block lies, from the block's begin in the cache."""
     run = word // run_words
@@ -29,14 +30,14 @@ def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # typ
 def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
     """Where a head's block begins in the buffer.
 
-    `row` counts layers, and in each the heads asked for.
+    `row` counts layers, and within each layer the heads that are asked for.
     """
     return (row * num_blocks + block) * head_words
 
 
 @dataclass(frozen=True, slots=True)
 class WordPlan:
-    """A layer's cache in words of `word_bytes`; what a kernel gets besides pointers and ids."""
+    """A layer's cache in words of `word_bytes`; a kernel gets it besides pointers and ids."""
 
     word_bytes: int
     head_words: int

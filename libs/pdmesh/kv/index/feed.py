@@ -1,9 +1,9 @@
 """Keeps a PrefixIndex equal to what the instances hold: deltas over NATS, snapshots to fill gaps.
 
-Only instances in the registry, under their registered incarnation, are followed. Besides gaps, one
-instance in turn is asked for a snapshot periodically, since nothing else reveals the loss of an
-instance's last delta. An instance that cannot be asked waits without a place among the fetches in
-flight, so that it delays no other.
+Only instances in the registry, under their registered incarnation, are followed. A gap leads to a
+snapshot. Also, at intervals, the next instance in turn is asked for a snapshot, since nothing else
+reveals the loss of an instance's last delta. An instance that cannot be asked waits without a place
+among the fetches in flight, so that it delays no other instance.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ _delay = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks of one incarnation after its delta `sequence`: the engine's and the host
-    pool's.
-    """
+    """All blocks that one incarnation's engine and host pool held after its delta `sequence`."""
 
     incarnation: int
     sequence: int
@@ -65,7 +63,7 @@ Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
 
 
 class Follower(Protocol):
-    """Is told what changed in the index, e.g. to copy it elsewhere."""
+    """Learns what changed in the index, for example to copy it elsewhere."""
 
     def on_delta(self, delta: IndexDelta) -> None: ...
     def on_replaced(self, instance_id: str) -> None: ...
@@ -121,7 +119,7 @@ class IndexFeed:
     async def run(self) -> None:
         """Repair until cancelled.
 
-        Raises what a bug raises: an index that is not repaired must not look healthy.
+        An exception of a bug passes through: an index that is not repaired must not look healthy.
         """
         try:
             await together(self._repair(), self._resync())
@@ -147,7 +145,7 @@ class IndexFeed:
         header = event.header
         record = self._view.records.get(header.publisher_id)
         if record is None or record.incarnation != header.incarnation:
-            return  # a snapshot is asked for when its record appears
+            return  # its snapshot will be requested when its record appears
         delta = IndexDelta(
             header.publisher_id,
             header.incarnation,
@@ -174,7 +172,7 @@ class IndexFeed:
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
-            else:  # it brought in waiting deltas, cleared all, or began a new incarnation
+            else:  # the delta let waiting ones in, cleared all, or began a new incarnation
                 self._follower.on_replaced(delta.instance_id)
         self._pass_on_forgotten()
 
@@ -254,8 +252,8 @@ class IndexFeed:
         if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
         self._pass_on_forgotten()
-        # A stale snapshot is older than deltas that came meanwhile: those are complete unless there
-        # is a gap.
+        # A stale snapshot is older than deltas that came meanwhile. Unless there is a gap, these
+        # deltas are complete.
         return self.index.is_whole(instance_id)
 
     async def _resync(self) -> None:
@@ -275,5 +273,5 @@ def _host_part(event: KvBlocks) -> TierDelta | None:
 
 
 def _has_blocks(record: InstanceRecord) -> bool:
-    """Whether it can be asked: an instance that still loads has a role but no address."""
+    """Whether the instance can be asked: while it loads, it has a role but no address."""
     return record.role in _ROLES and bool(record.grpc_address)

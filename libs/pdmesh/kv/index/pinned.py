@@ -1,6 +1,7 @@
-"""Follows pinned prefixes for processes that keep blocks or an index of them: only block names.
+"""Follows pinned prefixes for processes that keep blocks or an index of them.
 
-The leading master writes the list. While NATS is away the list may be old, which only costs room.
+A pinned prefix has only block names. The leading master writes the list. While NATS is away the
+list may be old, which only costs room.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def all_names(pins: Iterable[Pin]) -> frozenset[bytes]:
 
 
 def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[PinnedPrefix]:
-    """What an instance keeps, the oldest pin first: without room for all, the later pins wait."""
+    """What an instance keeps, the oldest pin first; without room for all, later pins wait."""
     mine = [pin for pin in pins if pin.scenario in ("", scenario)]
     return [
         PinnedPrefix(tuple(blocks.names), blocks.owner, pin.until.ToMicroseconds() / 1e6)

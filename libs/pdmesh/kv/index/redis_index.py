@@ -1,8 +1,8 @@
-"""The index of blocks in Redis, by instance and tier: where a restarted index starts.
+"""The index of blocks in Redis, by instance and tier, from which a restarted index starts.
 
-Everything here may be wiped at any time; the epoch key tells (F14, F15). Calls end within about a
-quarter of a second and raise Unavailable, never redis-py's own errors, whose defaults would retry
-for a minute.
+Everything here may be wiped at any time; the epoch key shows a wipe (F14, F15). Calls end within
+about a quarter of a second. They raise Unavailable, never redis-py's own errors, and do not retry
+for a minute as redis-py does by default.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RedisIndex:
     async def apply(self, delta: IndexDelta) -> None:
         """Add a delta to what the store has of this incarnation, in one transaction.
 
-        Not for a delta that clears.
+        It does not take a delta that clears.
         """
         assert not delta.clears
         name = delta.instance_id
@@ -102,7 +102,7 @@ class RedisIndex:
             await pipe.execute()
 
     async def replace(self, instance_id: str, instance: StoredInstance) -> None:
-        """Make the store hold exactly this of the instance. The cost is the difference."""
+        """Make the store hold exactly this for the instance. The cost grows with the difference."""
         version = keys.instance_version(instance_id)
         async with self._answering():
             await self._redis.delete(version)

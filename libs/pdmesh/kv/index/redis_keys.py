@@ -1,6 +1,6 @@
 """Every Redis key, in one place: pdmesh:v1:<noun>:<id>[:<field>].
 
-Nothing of a prompt is in Redis: a block's name is a keyed hash.
+No part of a prompt is in Redis: a block's name is a keyed hash.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def instance_blocks(instance_id: str, tier: Tier) -> str:
 
 
 def instance_version(instance_id: str) -> str:
-    """Hash: incarnation, sequence. It is not there while the blocks are being rewritten."""
+    """A hash with incarnation and sequence. It is missing while the blocks are being rewritten."""
     return f"{_PREFIX}:instance:{instance_id}:version"

@@ -63,8 +63,8 @@ class InstanceSource:
 class IndexSource:
     """Asks the kv-cache-index first, to spare the instance the work.
 
-    It asks the instance if there is no index, if the index does not know it, or if the index's
-    answer did not help.
+    It asks the instance itself if there is no index, if the index does not know the instance, or if
+    the index's answer did not help.
     """
 
     def __init__(self, view: RegistryView) -> None:
@@ -101,8 +101,9 @@ class IndexSource:
 
 
 async def _gather(parts: Any) -> Snapshot:
-    """Any: a grpc.aio call of either message; both have incarnation, sequence, tier and
-    block_hashes.
+    """Join the parts of a snapshot.
+
+    Any: a grpc.aio call of either message; both have incarnation, sequence, tier and block_hashes.
     """
     by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
     incarnation = sequence = 0
@@ -114,8 +115,8 @@ async def _gather(parts: Any) -> Snapshot:
     except grpc.aio.AioRpcError as exc:
         raise Unavailable(f"snapshot: {exc.code().name}") from exc
     except asyncio.CancelledError as exc:
-        # The channel was closed under the call, as for an instance that has left: the caller was
-        # not cancelled.
+        # The channel was closed during the call, for example because the instance has left. The
+        # caller was not cancelled.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise

@@ -15,12 +15,12 @@ from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
 
-LEAST_POOL_BYTES: Final = 64 << 20  # if only a file store was asked for: its blocks pass through
+LEAST_POOL_BYTES: Final = 64 << 20  # for a file store without a pool: its blocks pass through one
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """Bytes are per rank. All off by default."""
+    """Bytes are per rank. All tiers are off by default."""
 
     host_pool_bytes: int = 0
     file_store_dir: str = ""  # empty: none

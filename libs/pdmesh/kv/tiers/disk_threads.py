@@ -2,9 +2,9 @@
 
 Threads and waiting calls are bounded, and nothing waits for the threads to end.
 
-They are daemons: an interpreter that ends joins all other threads, `ThreadPoolExecutor`'s too, so a
-hanging disk would hold the process. An exception of a call goes to its caller; no thread ends with
-it.
+The threads are daemons: an interpreter that ends joins all other threads, `ThreadPoolExecutor`'s,
+too, so a hanging disk would hold the process. An exception of a call goes to its caller, and the
+thread goes on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class DiskThreads:
     ) -> None:
         self._max_waiting, self._clock = max_waiting, clock
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        # by thread in a call: when its call last made progress
+        # by thread that runs a call: when the call last made progress
         self._progress: dict[int, float] = {}
-        self._num_busy = 0  # threads that are in a call or report one
+        self._num_busy = 0  # threads that run a call or report its end
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -69,7 +69,7 @@ class DiskThreads:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """When the call with the oldest progress last made some; None: no call runs."""
+        """When the call that is slowest to progress last made progress; None: no call runs."""
         with self._changed:
             return min(self._progress.values(), default=None)
 
@@ -91,7 +91,7 @@ class DiskThreads:
             )
 
     def close(self) -> None:
-        """Running calls continue; their threads end with them. Idempotent."""
+        """Running calls continue, and their threads end with them. Idempotent."""
         with self._changed:
             self._is_closed = True
         self.drop_waiting()
@@ -124,6 +124,6 @@ class DiskThreads:
             future.set_result(result)
 
     def _returned(self, thread: int) -> None:
-        """Done before the caller hears of it: the caller must not find the call hanging."""
+        """Called before the caller gets the result, so that the caller finds no hanging call."""
         with self._changed:
             del self._progress[thread]

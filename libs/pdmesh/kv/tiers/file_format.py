@@ -29,7 +29,7 @@ HEADER_BYTES: Final = _FIELDS.size + _SEAL.size
 
 
 class BadBlockFile(Exception):
-    """The file is not what its name says; the message names the first thing that is wrong."""
+    """The file is not what its name says; the message names the first fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class BlockHeader:
 
 
 def identity_of(model_fingerprint: str, rank: int, num_ranks: int) -> bytes:
-    """Whose bytes these are: blocks of another model, layout or rank are never taken for ours."""
+    """A digest of model, layout and rank, so that no other blocks are ever taken for ours."""
     text = f"{model_fingerprint}/{rank}/{num_ranks}"
     return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
 

@@ -3,16 +3,16 @@
 In production the directory is on a shared file system; elsewhere any folder will do.
 
 The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to
-lose. A block is written under a temporary name and renamed: whenever a writer dies, a name exists
-whole or not at all. Any other damage (a torn disk, a flipped bit) fails the checksums when the file
-is read, and the file is removed. When the quota is reached, the least recently used files are
-evicted first. The modification time is the time of the last use. A time in the future keeps a file,
-as long as the kept files leave a quarter of the quota to the others.
+lose. A block is written under a temporary name and then renamed, so a named file is whole, whenever
+its writer dies. Any other damage (a torn disk, a flipped bit) fails the checksums when the file is
+read, and the file is removed. When the quota is reached, the least recently used files are evicted
+first. The modification time is the time of the last use. A time in the future keeps a file, as long
+as the kept files leave a quarter of the quota to the others.
 
 All processes that write to the directory share the quota: they count the bytes in use in one small
-file, under a lock. A writer that dies may leave the count too high by a block; it is counted again
-when the quota seems to be reached. If the disk is full before the quota is (others use it too), the
-store evicts once; only after that it is a fault.
+file, under a lock. A writer that dies may leave the count too high by one block; the files are
+counted again when the quota seems to be reached. If the disk is full before the quota is (others
+use the disk, too), the store evicts once; if the disk is still full, that is a fault.
 
 Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
 """
@@ -46,7 +46,7 @@ from pdmesh.kv.transport.base import ByteArray
 _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"
 _ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
-_AGE_STEP_S: Final = 0.05  # a block is this much older than the one before it in its prompt
+_AGE_STEP_S: Final = 0.05  # a block counts as this much older than its predecessor in the prompt
 _COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
 _COUNT_FILE: Final = ".count"
 _LOCK_FILE: Final = ".evicting"
@@ -61,7 +61,7 @@ KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
 class StoredFile:
     path: Path
     num_bytes: int
-    used_at: float  # of the wall clock, which hosts that share a directory share too
+    used_at: float  # by the wall clock, which hosts that share a directory also share
 
     @property
     def owner(self) -> str:
@@ -85,7 +85,7 @@ class _Count:
 
 
 class FileStore:
-    """`identity` is of `file_format.identity_of`; `clock` is the wall clock."""
+    """`identity` comes from `file_format.identity_of`; `clock` is the wall clock."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class FileStore:
         self._root, self._identity, self._block_bytes = root, identity, block_bytes
         self._quota, self._clock, self._owner_share = quota_bytes, clock, owner_share
         self._folder = root / identity.hex()
-        # Process ids do not identify writers: hosts that share the directory have the same ones.
+        # Process ids do not identify writers: two hosts that share the directory may both use one.
         self._writer = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._bytes_used: int | None = None  # when last looked at; None: not counted yet
+        self._bytes_used: int | None = None  # at the last look; None: not counted yet
         self._evicted_in_vain = False
         self.num_evicted = 0
         self.num_corrupt = 0
         self.on_step: Callable[[], None] = (
-            _no_step  # called on the calling thread as long work makes progress
+            _no_step  # called on the calling thread while long work makes progress
         )
 
     @property
@@ -130,7 +130,7 @@ class FileStore:
         owner: bytes,
         is_given_up: threading.Event | None = None,
     ) -> int:
-        """Mask of the positions that have a file, up to the first without one or until given up.
+        """Mask of the positions that have a file, up to the first without a file or until given up.
 
         It does not promise that the files are good.
         """
@@ -167,7 +167,7 @@ class FileStore:
             return None  # never there, or just evicted
         except BadBlockFile:
             self.num_corrupt += 1
-            with contextlib.suppress(OSError):  # it cannot be removed from a read-only disk
+            with contextlib.suppress(OSError):  # a read-only disk cannot remove it
                 self.delete(name, owner)
             raise
         self._touch(path)
@@ -178,8 +178,8 @@ class FileStore:
     ) -> bool:
         """Store a block. False if it exists already, or if the quota is reached and nothing may go.
 
-        `position` in its prompt: of blocks written together, later ones count as older and are
-        evicted first.
+        `position`: the block's place in its prompt. Of blocks written together, later ones count as
+        older and are evicted first.
         """
         path = self._path(name, owner)
         size = HEADER_BYTES + data.size
@@ -253,7 +253,8 @@ class FileStore:
                     total += max(num_bytes, HEADER_BYTES + self._block_bytes)
             elif path.suffix == _SUFFIX:
                 total += num_bytes
-        # What others added meanwhile may have been seen or not: count it, rather twice than never.
+        # The scan may or may not have seen what others added meanwhile. Better to count it twice
+        # than never.
         with self._counted() as count:
             count.removed = before.added - total
         if self._bytes_used is None:  # the disk has no room for the count
@@ -266,7 +267,7 @@ class FileStore:
                 yield StoredFile(path, num_bytes, used_at)
 
     def _reserve(self, size: int) -> bool:
-        """Count the bytes before they are written, if the quota has room or eviction makes some."""
+        """Count the bytes before they are written, if the quota has room or eviction makes room."""
         if self._bytes_used is None:
             self.recover()
         if self._add_within_quota(size):
@@ -284,10 +285,10 @@ class FileStore:
             return True
 
     def _evict_of_what_is_there(self, size: int) -> bool:
-        """The disk is full, whatever the quota says: evict. Returns whether anything went.
+        """The disk is full, whatever the quota says: evict. Returns whether anything was evicted.
 
-        Once, until a block could be written again: if others take the room that gets free, the
-        store would be emptied in vain.
+        It evicts only once until a block could be written again. If others took the room each time,
+        the store would be emptied in vain.
         """
         if self._evicted_in_vain:
             return False
@@ -298,10 +299,10 @@ class FileStore:
         return self.num_evicted > before
 
     def _evict(self, target_of: Callable[[int], int]) -> None:
-        """Down to `target_of(bytes in use)`: files of owners beyond their share first, then the
-        least recently used.
+        """Evict down to `target_of(bytes in use)`.
 
-        Of all processes that share the directory, one evicts at a time; its lock ends with it.
+        Files of owners beyond their share go first, then the least recently used. Only one of the
+        processes that share the directory evicts at a time; its lock ends when the process does.
         """
         lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
         try:
@@ -338,9 +339,9 @@ class FileStore:
         yield from self._kept_too_many(kept)
 
     def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
-        """Kept files beyond the share, those with the latest time first.
+        """Kept files beyond the share, the file with the latest time first.
 
-        A wrong clock may have set that time, or a pin that was removed since.
+        A wrong clock may have set that time, or a pin that has been removed since.
         """
         num_bytes = sum(stored.num_bytes for stored in kept)
         for stored in reversed(kept):
@@ -356,7 +357,7 @@ class FileStore:
         """
         now = self._clock()
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < now:  # not a kept file
+            if path.stat().st_mtime < now:  # so it is not a kept file
                 os.utime(path, (now, now))
 
     def _unlink(self, path: Path, num_bytes: int | None = None, is_counted: bool = True) -> bool:
@@ -371,7 +372,7 @@ class FileStore:
         return True
 
     def _count(self, num_bytes: int) -> None:
-        """Of a block that was evicted, or that was not written in the end."""
+        """Count the bytes of a block; negative if it was evicted, or not written after all."""
         with contextlib.suppress(OSError), self._counted() as count:
             if num_bytes < 0:
                 count.removed -= num_bytes
@@ -384,7 +385,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """The count that all writers share, to be changed; no other writer changes it meanwhile."""
+        """The count that all writers share; no other writer changes it during the `with` block."""
         with self._lock:
             fd = os.open(self._root / _COUNT_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
             try:
@@ -402,7 +403,7 @@ class FileStore:
 
     @staticmethod
     def _write_count(fd: int, count: _Count) -> None:
-        """A disk without room for it is full: the count stays lost until something was evicted."""
+        """If the disk has no room for the count, the count stays lost until a block is evicted."""
         try:
             os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
         except OSError as error:
@@ -414,9 +415,7 @@ class FileStore:
         return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, float]]:
-        """(path, bytes, modification time) of every file below; skips files that vanish
-        meanwhile.
-        """
+        """(path, bytes, modification time) of every file below that does not vanish meanwhile."""
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
@@ -438,7 +437,7 @@ def _no_step() -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make it and its missing parents, for this user only.
+    """Make the folder and its missing parents, for this user only.
 
     `parents=True` would give the parents the default mode.
     """
@@ -464,7 +463,7 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _read_into(fd: int, out: memoryview) -> int:
-    """The bytes read: fewer than asked for only at the end of the file."""
+    """Returns the number of bytes read: fewer than `out` holds only at the end of the file."""
     done = 0
     while done < len(out) and (count := os.readv(fd, [out[done:]])):
         done += count

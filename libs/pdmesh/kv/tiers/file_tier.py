@@ -1,8 +1,8 @@
 """The file store behind a few threads: no I/O runs on an event loop or an engine's thread.
 
-Everything is bounded: so many threads, so many blocks waiting to be read or written; more are
-dropped and counted. A disk that fails or hangs is left alone for a while and tried again
-(`core.kv.tiers.disk_health`); meanwhile the tier serves nothing or takes nothing.
+The number of threads is bounded, and so is the number of blocks that wait to be read or written;
+further blocks are dropped and counted. A disk that fails or hangs is not used for a while and then
+tried again (`core.kv.tiers.disk_health`); meanwhile the tier serves nothing or takes nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REASONS: Final = {
     DiskState.OFF: "KV_TIER_OFF",
 }
 _NUM_READERS: Final = 4
-_MAX_WRITES: Final = 256  # that wait
-_MAX_READS: Final = 1024  # waiting for a thread
+_MAX_WRITES: Final = 256  # writes that wait
+_MAX_READS: Final = 1024  # reads that wait for a thread
 
 
 class FileTier:
@@ -52,7 +52,7 @@ class FileTier:
         self._health = DiskHealth()
         self._health_lock = threading.Lock()
         self._readers = DiskThreads("kv-file-read", _NUM_READERS, _MAX_READS, clock)
-        # What waits is pinned: a slow disk must not hold the whole pool.
+        # Blocks that wait are pinned, and a slow disk must not pin the whole pool.
         max_waiting = min(_MAX_WRITES, pool.num_slots - pool.num_slots // 4)
         self._writer = DiskThreads("kv-file-write", 1, max_waiting, clock)
         store.on_step = self._got_on
@@ -108,10 +108,10 @@ class FileTier:
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         """Fill `out` with the block, verified; returns its checksum.
 
-        None: no file, a bad one (now removed), or the disk failed.
+        None: there is no file, the file was bad and is removed now, or the disk failed.
 
-        A cancelled read continues to its end in its thread; `out` must stay in place until then, so
-        shield it.
+        A cancelled read continues to its end in its thread, and `out` must stay in place until
+        then. So shield the call.
         """
         try:
             checksum = await self._read(lambda: self._store.get(name, owner, out))
@@ -131,13 +131,13 @@ class FileTier:
             return None
         try:
             return await asyncio.wrap_future(self._readers.submit(lambda: self._judged(work)))
-        except OSError:  # judged, or not tried
+        except OSError:  # the read was judged, or was not tried
             return None
 
     def _judged(self, work: Callable[[], T]) -> T:
         """Run a read on its thread.
 
-        Even if no load waits for it any more, it shows the disk's health.
+        Even if no load waits for the read any more, it shows the disk's health.
         """
         try:
             result = work()
@@ -161,7 +161,7 @@ class FileTier:
     def write(self, names: Sequence[bytes], first: int = 0) -> None:
         """Store these blocks of the pool in the background.
 
-        `first` is the position of the first in its prompt.
+        `first` is the position of the first block in its prompt.
         """
         self.watch()
         for position, name in enumerate(names, first):
@@ -231,7 +231,7 @@ class FileTier:
             raise
         finally:
             self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
-        # A block that existed already shows about a failed disk only that it answers.
+        # If the block existed already, nothing was written: that shows only that the disk answers.
         if is_new or self._health.is_write_hanging:
             self._write_ended(None)
         if is_new:

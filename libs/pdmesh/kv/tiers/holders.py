@@ -1,7 +1,8 @@
-"""Which peers' host pools hold a prompt's blocks, by the kv-cache-index: a hint, in bounded time.
+"""Asks the kv-cache-index which peers' host pools hold a prompt's blocks: a hint, in bounded time.
 
 The registry is read now and then, not followed: if every instance followed all others, the cost
-would be the square of their number. A peer that is newer than the last reading is not asked yet.
+would grow with the square of their number. A peer that is newer than the last reading is not asked
+yet.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ log = structlog.get_logger(__name__)
 
 _ASK_S: Final = 0.05
 _READ_EVERY_S: Final = 10.0
-_PAUSE_S: Final = 1.0  # after a failure the index is left alone
+_PAUSE_S: Final = 1.0  # after a failure the index is not asked for this time
 MAX_HOLDINGS: Final = 4  # the longest ones
 
 
 class HolderDirectory:
-    """Until `run` has read the registry, no instance holds anything."""
+    """Until `run` has read the registry, it finds no holders."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
@@ -100,5 +101,5 @@ class HolderDirectory:
             old = self._channel
             self._address, self._channel = found[0], rpc.channel(found[0])
             if old is not None:
-                await old.close(_ASK_S)  # pending calls have until then
+                await old.close(_ASK_S)  # pending calls have this time to end
         return self._channel

@@ -2,7 +2,7 @@
 
 The step's thread saves and loads at memory speed; other threads fill slots from slower tiers.
 `core.kv.tiers.eviction` decides which block has which slot, under one lock. Bytes are copied
-outside it, into a slot that no other thread has or out of one that is pinned.
+without the lock, into a slot that no other thread has or out of a slot that is pinned.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class HostPool:
     def put(
         self, name: bytes, owner: bytes, write: Callable[[ByteArray], None], checksum: bytes = b""
     ) -> bool:
-        """Let `write` fill a slot, and have the block found from then on.
+        """Let `write` fill a slot; from then on the block is found.
 
-        False: already here, or no room. An exception of `write` is passed on, and the block is not
-        there. `checksum` is given if it is known.
+        False: the block is already here, or there is no room. If `write` raises, the block is not
+        stored, and the exception is passed on. Give `checksum` if it is known.
         """
         slot = self.reserve(name, owner)
         if slot is None:
@@ -94,7 +94,7 @@ class HostPool:
     def reserve(self, name: bytes, owner: bytes) -> ByteArray | None:
         """The bytes to write the block to, before `commit` or `abandon`.
 
-        None: already here, or no room.
+        None: the block is already here, or there is no room.
         """
         with self._lock:
             slot = self._book.reserve(name, owner)
@@ -148,21 +148,21 @@ class HostPool:
         return self._book.num_fixed
 
     def fix(self, names: Sequence[bytes]) -> None:
-        """Never evict these once they are here, as far as the pool allows.
+        """Never evict these blocks once they are here, as far as the pool allows.
 
-        They replace those of the last call.
+        They replace the blocks of the last call.
         """
         with self._lock:
             self._book.fix(names)
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of the blocks kept for their many requests, since the last call."""
+        """(name, owner) of blocks that are kept for their many requests since the last call."""
         with self._lock:
             names = self._book.take_kept()
             return [(name, self._owners[self._book.slot(name)]) for name in names]
 
     def forget(self, name: bytes) -> None:
-        """Bad or unwanted: not found from now on."""
+        """The block is bad or unwanted, and is not found from now on."""
         with self._lock:
             self._book.forget(name)
 

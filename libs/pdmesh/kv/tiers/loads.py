@@ -1,6 +1,6 @@
 """Blocks on their way into the host pool, from files and peers; requests share a load.
 
-A load continues when a request stops waiting for it, and serves the next one. What it brings stays
+A load continues when a request stops waiting for it, and serves the next request. Its blocks stay
 pinned while any request waits.
 """
 
@@ -22,14 +22,14 @@ from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 
-MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests compute
+MAX_LOADING: Final = 1024  # blocks under way at once; requests compute further blocks
 
 
 @dataclass(slots=True)
 class BlockLoad:
     """Blocks on their way into the pool, and the requests that wait for them.
 
-    What has arrived stays pinned while any request waits, or other loads would evict it again.
+    Arrived blocks stay pinned while any request waits, or other loads would evict them again.
     """
 
     names: tuple[bytes, ...]
@@ -117,7 +117,8 @@ class Loads:
         if data is None:
             return  # the engine just saved it, or there is no room
         started = self._clock()
-        # Cancelled only at the end; then the slot stays reserved: a thread may still write to it.
+        # It is cancelled only when the process ends. Then the slot stays reserved, for a thread may
+        # still write to it.
         checksum = await self._files.get(name, owner, data)
         if checksum is None:
             self._pool.abandon(name)

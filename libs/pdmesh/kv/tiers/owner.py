@@ -1,4 +1,4 @@
-"""Whose blocks they are, for quotas: one tenant under one salt."""
+"""The owner of blocks, for quotas: one tenant under one salt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ OWNER_BYTES: Final = 8
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(cache_salt: str) -> bytes:
-    """A digest: the salt is the key of the tenant's block names and must not be written
-    anywhere.
-    """
+    """A digest, since the salt is the key of the tenant's block names and must never be written."""
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=OWNER_BYTES, person=b"pdmesh-kv"
     ).digest()

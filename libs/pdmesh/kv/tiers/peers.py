@@ -1,9 +1,9 @@
-"""Other instances' host pools as a tier: who holds which blocks, and how their bytes get here
-(S76).
+"""Other instances' host pools as a tier: which peer holds which blocks, and how their bytes get
+here (S76).
 
-Who holds what is a hint from the KV index and may be out of date. The peer serves what it still has
-of the beginning of the names asked for, under its own incarnation and the same fingerprint. Every
-block is verified when it arrives.
+The KV index's answer about holders is a hint and may be out of date. The peer serves the longest
+beginning of the names that it still has, if incarnation and fingerprint match. Every block is
+verified when it arrives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PeerHolding:
         return ((1 << self.count) - 1) << self.first
 
 
-# (names of a chain, the first position of interest) -> who holds blocks from there on.
+# (names of a chain, the first position of interest) -> the peers that hold blocks from there on.
 FindHolders = Callable[[Sequence[bytes], int], Awaitable[Sequence[PeerHolding]]]
 
 
@@ -57,8 +57,8 @@ class PeerPools(Protocol):
     ) -> Sequence[bytes]:
         """Fill targets with the longest prefix of the names that the peer has; returns checksums.
 
-        The blocks are verified. Returns when no late write can reach a target any more. Never
-        raises, and is cancelled only at the end.
+        The blocks are verified. It returns when no late write can reach a target any more. It never
+        raises, and is cancelled only when the process ends.
         """
         ...
 
@@ -80,9 +80,9 @@ class FetchBlocks(Protocol):
 
 
 class AgentPeers:
-    """Over the KV agent. `timeout_s` bounds one fetch; its callers have bounds of their own.
+    """Fetches over the KV agent. `timeout_s` bounds one fetch; its callers have their own bounds.
 
-    A corrupt fetch is a fault that names the peer: the host decides who is asked no more.
+    A corrupt fetch is a fault that names the peer. The host decides which peers to avoid.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class AgentPeers:
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
         if len(peer.addresses) != self._num_ranks:
-            return ()  # its blocks are divided in another way
+            return ()  # its blocks are divided among another number of ranks
         names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
         loop, freed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -135,7 +135,7 @@ class _Lent(PinnedBlocks):
 class PoolSource:
     """A host pool that peers may fetch from: the agent's `BlockSource`.
 
-    A fetch by a peer is no use that keeps a block here.
+    A peer's fetch does not count as a use that keeps a block here.
     """
 
     def __init__(self, pool: HostPool, counts: TierCounts) -> None:

@@ -1,7 +1,7 @@
 """What the tiers of an instance did: counts by tier and event, blocks that came and went, faults.
 
-Collected where the bytes are, possibly an engine's worker, and reported to the host in small
-pieces.
+It is collected where the bytes are, possibly in an engine's worker, and reported to the host in
+small pieces.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class TierEvent(StrEnum):
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # a checksum or header did not match; recomputed
     FAILED = "failed"  # could not be read or written in time; recomputed
-    LATE = "late"  # not there when the request had to continue; still on its way
+    LATE = "late"  # still on its way when the request had to continue
     DROPPED = "dropped"  # not stored: no room, or too many blocks waited
 
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """The state of a tier changed, for the worse or the better, or a peer sent bad blocks."""
+    """A tier became worse or better, or a peer sent bad blocks."""
 
     tier: Tier
     reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED, KV_CORRUPT

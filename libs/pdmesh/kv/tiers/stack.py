@@ -1,10 +1,10 @@
 """Brings the blocks of a prompt into the host pool, from any tier, before it is computed (S76,
 S77).
 
-All tiers are asked at the same time, and all blocks that are worth it are loaded at the same time
-(`core.kv.tiers.load_plan`). The wait is bounded by the caller's deadline and by the time that
+All tiers are asked at the same time, and all blocks that are worth loading are loaded at the same
+time (`core.kv.tiers.load_plan`). The wait is bounded by the caller's deadline and by the time that
 computing the blocks would take. Blocks that have not arrived by then are computed; a load under way
-continues and serves the next request. Every failure ends the same way: fewer blocks.
+continues and serves the next request. Every failure has the same result: fewer blocks.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed 
 class BlockLease:
     """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`.
 
-    For any one thread.
+    One thread at a time may use it, whichever it is.
     """
 
     first: int
     blocks: list[PinnedBlock]
-    tiers: list[Tier]  # where each came from
+    tiers: list[Tier]  # the tier that each block came from
     _pool: HostPool
     _counts: TierCounts
     _is_closed: bool = False
@@ -76,7 +76,7 @@ class BlockLease:
 
 
 class TierStack:
-    """On one event loop, except `stored`. `clock` is monotonic."""
+    """For one event loop, except `stored`. `clock` is monotonic."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None = None,
     ) -> BlockLease:
-        """Pin as many of the blocks from `first` on as can be had in time.
+        """Pin as many of the blocks from `first` on as arrive in time.
 
         Raises only when cancelled.
 
-        The lease begins earlier if the pool also has the blocks before `first`: the engine, which
-        was thought to hold those, may have evicted some, and a lease must continue what the engine
-        holds. `find` says which peers hold blocks of `names`; it is asked beside the other tiers
-        and must not raise.
+        The lease begins earlier if the pool also has blocks just before `first`: the engine was
+        thought to hold these blocks but may have evicted some, and a lease must continue what the
+        engine holds. `find` says which peers hold blocks of `names`; it is asked beside the other
+        tiers and must not raise.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)
@@ -146,7 +146,7 @@ class TierStack:
         return BlockLease(begin, blocks, tiers[: len(blocks)], self.pool, self.counts)
 
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
-        """The longest run at the end of `names` that is here."""
+        """Pin the longest run at the end of `names` that is here."""
         here = self.pool.held(names)
         begin = len(names)
         while begin and here >> (begin - 1) & 1:
@@ -170,10 +170,11 @@ class TierStack:
                 self._keep_file(pinned, prefixes)
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """No tier here evicts these blocks; they replace those of the last call.
+        """No tier here evicts these blocks; they replace the blocks of the last call.
 
-        They may take half of the host pool, and of the file store, where their time limits them.
-        Beyond that share, counted from the first pin on, blocks are like any other.
+        They may take half of the host pool and half of the file store; in files, they are kept only
+        until their time ends. Blocks beyond that share, counted from the first pin on, are like any
+        other.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
@@ -218,9 +219,9 @@ class TierStack:
         return TierReport(counts, seconds, used, stored, removed, faults, num_pinned, num_leased)
 
     def _keep_files(self) -> None:
-        """Keep the files of blocks that many ask for.
+        """Keep the files of blocks that many requests ask for.
 
-        Pools serve those blocks, so their files look unused; but later instances need them.
+        Pools serve these blocks, so their files look unused; but later instances need the files.
         """
         kept = self.pool.take_kept()
         if kept and self.files is not None:
@@ -228,7 +229,7 @@ class TierStack:
             self.files.keep(names, owners, [time.time() + KEEP_FILES_S] * len(names))
 
     async def close(self) -> None:
-        """Wait shortly for loads and writes under way. Bounded in time, idempotent."""
+        """Wait a short time for loads and writes under way. Bounded in time, idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -272,7 +273,7 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None,
     ) -> tuple[int, list[PeerHolding]]:
-        """Ask the slower tiers at once; one that does not answer in time counts as empty (S106).
+        """Ask the slower tiers at once; a tier that does not answer in time counts as empty (S106).
 
         The mask of files counts from `missing`, the first block that is not here.
         """
@@ -283,7 +284,7 @@ class TierStack:
         return _answer(files, 0), list(_answer(peers, ()))
 
     def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
-        """So that the blocks loaded beside them do not evict them."""
+        """Pin the planned blocks of the pool, so that loads beside them do not evict them."""
         pinned: list[bytes] = []
         for run in plan.runs:
             if run.tier is Tier.HOST:
@@ -292,7 +293,7 @@ class TierStack:
         return pinned
 
     async def _without_bad(self, blocks: list[PinnedBlock]) -> list[PinnedBlock]:
-        """Up to the first block whose bytes in memory are no longer what was stored."""
+        """The blocks up to the first whose bytes in memory are no longer those that were stored."""
         try:
             if sum(block.data.size for block in blocks) > _CHECK_ASIDE_BYTES:
                 num_good = await asyncio.to_thread(_num_intact, blocks)
@@ -322,7 +323,7 @@ def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
     A late question is cancelled; otherwise questions would gather behind a disk that hangs.
     """
     if ask is None or ask.cancel() or ask.cancelled():
-        return nothing  # cancelled by another: the channel to the index was closed during the call
+        return nothing  # cancelled elsewhere: the channel to the index was closed during the call
     if (error := ask.exception()) is not None:
         log.error("kv.tier.lookup_died", exc_info=error)
         return nothing

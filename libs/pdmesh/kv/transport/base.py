@@ -3,9 +3,9 @@
 The adapter is UCX (`ucx.py`); tests also have one in memory.
 
 A connection has two lanes, each in order. Messages are small and copied. Payloads go straight from
-one arena into another, without a copy here, and are matched by key. All callbacks run on the event
-loop that started the transport: a coroutine per message would cost more than the bytes of a small
-prompt.
+one arena into another, without a copy here, and are matched by key. Callbacks run on the event loop
+that started the transport; there is no coroutine per message, which would cost more than moving a
+small prompt.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_MESSAGE = 96 << 10  # bytes
 
 
 class KvConnection(Protocol):
-    """One peer.
+    """The connection to one peer.
 
-    Calls on a connection that is closed or closing do nothing; `on_closed` says why.
+    Calls on a connection that is closed or closing do nothing; `on_closed` says why it closed.
     """
 
     @property
@@ -41,14 +41,14 @@ class KvConnection(Protocol):
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
         """Send all bytes.
 
-        `on_sent` is called when the buffer may be reused; never, if the connection closes first.
+        `on_sent` is called when the buffer may be reused, but not if the connection closes first.
         """
         ...
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
         """Receive the next payload of `key`, which is as long as the buffer.
 
-        The callback as in `send_payload`.
+        `on_received` is called as `on_sent` is in `send_payload`.
         """
         ...
 
@@ -69,8 +69,9 @@ class ConnectionHandler(Protocol):
         ...
 
     def on_closed(self, connection: KvConnection, reason: str) -> None:
-        """Exactly once per connection, and last: from now on no send reads and no late write
-        reaches any buffer.
+        """The last callback of a connection, called exactly once.
+
+        From now on no send reads and no late write reaches any buffer.
         """
         ...
 

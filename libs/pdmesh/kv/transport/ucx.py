@@ -2,14 +2,14 @@
 
 All connections share one receive for messages, so that the cost of a wake-up does not grow with the
 number of peers. A frame names its connection by a random number that only the two ends know. All
-messages to a peer from one turn of the loop go as one frame: a send and its completion cost more
-than a small prompt's bytes. Payloads have a tag of their own, made of that number and the pull's
-key, and are received in place.
+messages to a peer from one turn of the loop go as one frame, since a send and its completion cost
+more than moving a small prompt's bytes. Payloads have a tag of their own, made of the connection's
+number and the pull's key, and are received in place.
 
 There is no listener. A peer is reached by its worker's address and gets a hello at connection
 number 0 (`ucx_handshake`). The transports of a process, one after the other, share the worker and
-its handshake key (`ucx_worker`). The life at the end of an address tells them apart: a hello that
-names another life than the present one makes no connection.
+its handshake key (`ucx_worker`). The number of the transport's life, at the end of an address,
+tells them apart: a hello that names another life than the present one makes no connection.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from pdmesh.kv.transport.ucx_worker import (
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without its header
-_AT_ONCE = 32 << 10  # messages from this length on are not copied to wait for others
+_AT_ONCE = 32 << 10  # a message of this size is sent at once, and not copied to wait for others
 MAX_CONNECTIONS = 4096  # both directions
-_FLUSH_S = 0.2  # for last messages, above all acks
+_FLUSH_S = 0.2  # for the last messages, above all acks
 _DRAIN_S = 2.0
 _WARM_UP_S = 1.0
 
@@ -73,9 +73,9 @@ class UcxTransport:
         self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
         self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
-        self._emptied = asyncio.Event()  # since the start, no connection was left
-        self._dying: list[UcxConnection] = []  # endpoint to be closed
-        self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
+        self._emptied = asyncio.Event()  # set when no connection is left
+        self._dying: list[UcxConnection] = []  # their endpoints are to be closed
+        self._draining: list[UcxConnection] = []  # closed endpoints, whose requests have not ended
 
     @property
     def num_connections(self) -> int:
@@ -128,8 +128,7 @@ class UcxTransport:
                 self._say_hello(connection, there)
                 await connection.greeted
                 if connection.close_reason:
-                    # Close it without a report: nothing knew of it, so its end would never be
-                    # reported.
+                    # Close it without a report: its opening was never reported, either.
                     raise ConnectionError(connection.close_reason)
                 connection.is_announced = True
         except BaseException as exc:
@@ -158,7 +157,7 @@ class UcxTransport:
         give_worker_back(ucx, is_quiet=not self._by_number and not ucx.num_pending)
         self._ucx = None
         for connection in self._draining:
-            # the worker that could touch their buffers is never used again
+            # the only worker that could touch their buffers is never used again
             connection.payloads.clear()
         self._close_dying()
 
@@ -176,7 +175,7 @@ class UcxTransport:
             self._ucx.watch(request, on_done, buffer)
 
     def add_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
-        """Send it with the next frame to that peer, which leaves in this turn of the loop."""
+        """Send the message with the next frame to that peer, in this turn of the loop."""
         size = sum(len(part) for part in parts)
         assert 0 < size <= MAX_MESSAGE
         length = LENGTH.pack(size)
@@ -215,7 +214,7 @@ class UcxTransport:
             self.watch(request, connection.on_posted, frame)
 
     def close_soon(self, connection: UcxConnection) -> None:
-        """Close its endpoint soon: UCX may be calling back, where nothing may be closed."""
+        """Close the endpoint soon, not now: nothing may be closed within a callback of UCX."""
         _settle(connection.greeted, "the peer refused")
         self._dying.append(connection)
         if self._ucx is not None:
@@ -233,7 +232,7 @@ class UcxTransport:
         assert self._ucx is not None
         number, size = FRAME.unpack_from(view)
         if size > _MAX_FRAME:
-            return  # from a stranger
+            return  # the frame is from a stranger
         at, end = FRAME.size, FRAME.size + size
         if number == HANDSHAKE:
             self._on_hello(bytes(view[at:end]))
@@ -285,7 +284,7 @@ class UcxTransport:
     def _on_hello(self, data: bytes) -> None:
         """A peer that knows our key may connect.
 
-        One that names another life, or exceeds the limit, gets a goodbye at once.
+        A hello that names another life, or exceeds the limit, gets a goodbye at once.
         """
         assert self._ucx is not None
         ucx = self._ucx
@@ -301,7 +300,7 @@ class UcxTransport:
         try:
             connection = self._add(ucx.endpoint_to(hello.worker))
         except self._ucx_error:
-            return  # gone, or on a device that is not ours
+            return  # the peer is gone, or on a device that we do not have
         connection.peer_number = hello.number
         connection.is_announced = True
         connection.send([pack_welcome(hello.number, connection.number, ucx.key)])
@@ -333,9 +332,9 @@ class UcxTransport:
             close_endpoint(endpoint)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
-            # For receives on an endpoint that ended by itself. ucxx only marks them for
+            # This is for receives on an endpoint that ended by itself. ucxx only marks them for
             # cancellation and cancels them in its own progress loop, which we do not run. Without
-            # this call a receive that nothing matches never ends, nor does its connection.
+            # this call, an unmatched receive never ends, and neither does its connection.
             self._ucx.worker.cancel_inflight_requests()
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)
@@ -347,7 +346,7 @@ class UcxTransport:
         return has_work
 
     def _say_goodbye(self, connection: UcxConnection, ucx: UcxWorker | None) -> None:
-        """Best effort: nothing else tells the peer while both processes live."""
+        """Best effort; while both processes live, nothing else tells the peer of the end."""
         if ucx is None:
             return
         if connection.peer_number:

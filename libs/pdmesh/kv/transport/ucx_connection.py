@@ -34,9 +34,9 @@ class UcxConnection:
     def __init__(self, transport: Owner, endpoint: Any, key: int, number: int) -> None:
         self.key = key
         self.number = number
-        self.peer_number = 0  # not welcome yet
+        self.peer_number = 0  # 0 until the peer's welcome
         self.there: Address | None = None  # the worker's address that it sent a hello to
-        self.greeted: asyncio.Future[None] | None = None  # of one that we opened
+        self.greeted: asyncio.Future[None] | None = None  # only of a connection that we opened
         self.endpoint = endpoint
         self.is_announced = False
         self.close_reason = ""
@@ -54,7 +54,7 @@ class UcxConnection:
 
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
         if not self.close_reason:
-            self._transport.send_frame(self)  # it announces the payload
+            self._transport.send_frame(self)  # this frame announces the payload
             self._post_payload(self.endpoint.tag_send, self.peer_number, key, buffer, on_sent)
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:

@@ -1,11 +1,11 @@
 """How two UCX transports connect without a listener: addresses, and the two opening messages.
 
-An address has all that is needed to reach a process: UCX's own address of its worker, the process's
-handshake key, and the life of the transport that is meant. It travels over the mesh's control
-channel. A peer that connects sends a hello to connection number 0; the answer goes to the number
-that the hello names. Both carry a keyed digest, so that no stranger's message and no damaged byte
+An address has all that is needed to reach a process: the UCX address of its worker, the process's
+handshake key, and the life of the transport. It travels over the mesh's control channel. A peer
+that connects sends a hello to connection number 0; the answer, a welcome, goes to the number that
+the hello names. Both carry a keyed digest, so that no stranger's message and no damaged byte
 reaches UCX's parser of addresses. A stranger gets no answer. A welcome for a connection that was
-given up meanwhile is answered with goodbye.
+given up meanwhile is answered with a goodbye.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_WORKER_ADDRESS = 8 << 10
 _SCHEME = "ucx:"
 _MAGIC = b"PDKVUCX4"
 _DIGEST_BYTES = 16
-_HELLO = struct.Struct("<8sQQ")  # magic, the life that is meant, the connecting side's number
+_HELLO = struct.Struct("<8sQQ")  # magic, the wanted transport's life, the connecting side's number
 _WELCOME = struct.Struct("<8sQQ")  # magic, the connecting side's number, the accepting side's
 
 
@@ -69,7 +69,7 @@ def pack_hello(hello: Hello, key: bytes) -> bytes:
 
 
 def read_hello(data: bytes, key: bytes) -> Hello | None:
-    """None: from a stranger, or damaged."""
+    """None if it is from a stranger, or damaged."""
     body = _opened(data, key)
     if body is None or not 0 < len(body) - _HELLO.size <= MAX_WORKER_ADDRESS:
         return None
@@ -82,7 +82,7 @@ def pack_welcome(number: int, own_number: int, key: bytes) -> bytes:
 
 
 def read_welcome(data: bytes, number: int, key: bytes) -> int | None:
-    """The accepting side's number; None: not an answer to the hello of `number`."""
+    """The accepting side's number; None if this does not answer the hello of `number`."""
     body = _opened(data, key)
     if body is None or len(body) != _WELCOME.size:
         return None

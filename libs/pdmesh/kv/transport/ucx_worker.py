@@ -1,13 +1,13 @@
-"""One UCX worker for the process's lifetime; its event fd wakes the loop, so that idle costs
-nothing.
+"""One UCX worker for the process's lifetime; its event fd wakes the loop, so that an idle worker
+costs nothing.
 
 ucxx's own asyncio front end either polls or progresses in a thread, and polls for a request
-(`sleep(0)`). Here the loop watches the worker's fd. When it is readable, the worker progresses,
+(`sleep(0)`). Here the loop watches the worker's fd. When the fd is readable, the worker progresses,
 completed requests are called back, and the worker is armed again. No message costs an await.
 
 There is no listener (ADR 0002): peers use the worker's address, which they know from the mesh. The
-worker is never destroyed (ADR 0024) but lent to one transport after the other. In between it turns
-peers away.
+worker is never destroyed (ADR 0024) but lent to one transport after the other. Between two
+transports it turns peers away.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a silent peer is not noticed
-    # else a peer that falls silent while it connects stops the loop for minutes
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # without it, the end of a silent peer is not noticed
+    # without it, a peer that falls silent while it connects stops the loop for minutes
     "UCX_TCP_CONN_NB": "y",
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
-    "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
+    # without these two, UCX silently uses tcp in place of shared memory
+    "UCX_POSIX_ERROR_HANDLING": "y",
     "UCX_SYSV_ERROR_HANDLING": "y",
     # A receiver reads large payloads straight out of the sender's memory. With error handling on,
     # UCX wants to be able to revoke that access, which the memory of one machine does not allow. At
@@ -47,22 +48,22 @@ _ENVIRONMENT = {
     "UCX_CMA_MEMORY_INVALIDATE": "y",
     # Shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K.
     "UCX_MM_SEG_SIZE": "60K",
-    # A peer that dies is an event here, not an error; three loggers would report it.
+    # The death of a peer is an event here, not an error that three loggers should report.
     "UCX_LOG_LEVEL": "fatal",
     "UCXX_LOG_LEVEL": "FATAL",
     "UCXPY_LOG_LEVEL": "CRITICAL",
 }
 MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
-# Some transports' events do not reach the fd (ucxx guards against it too): poll now and then.
+# Some transports' events do not reach the fd (ucxx guards against this, too): poll now and then.
 _GUARD_S = 0.5
-# A large payload must not keep the loop to itself. Not by `loop.time()`, which stands still within
-# a callback under uvloop.
+# A large payload must not keep the loop to itself. This time is not measured by `loop.time()`,
+# which stands still within a callback under uvloop.
 _TURN_S = 0.002
 _CLOSE_NS = 1_000_000_000
 MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
 MAX_GIVEN_UP = 256  # connections that ended before their welcome, and are remembered
-LENGTH = struct.Struct("<I")  # before each message of a frame
+LENGTH = struct.Struct("<I")  # precedes each message of a frame
 FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
 
 
@@ -97,9 +98,9 @@ def options_for(host: str) -> dict[str, str]:
 
 
 def close_endpoint(endpoint: Any) -> None:
-    """At once, without the peer's consent: what is posted on it ends.
+    """Close at once, without the peer's consent; posted operations end with it.
 
-    Not within a callback of UCX's.
+    Do not call it within a callback of UCX.
     """
     endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
     endpoint.remove_close_callback()
@@ -108,7 +109,7 @@ def close_endpoint(endpoint: Any) -> None:
 class UcxWorker:
     """Progress, completions and arrivals of one UCX context.
 
-    Used on one loop at a time, and only there.
+    One loop at a time uses it.
     """
 
     def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
@@ -148,7 +149,7 @@ class UcxWorker:
     def next_key(self) -> int:
         """A connection number, unique for the process's lifetime.
 
-        So no late byte is taken for another connection's.
+        So a late byte is never taken for another connection's.
         """
         self._num_connections += 1
         return self._num_connections
@@ -160,7 +161,7 @@ class UcxWorker:
         """
         return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
 
-    # -- who has it -------------------------------------------------------------------------------
+    # -- which transport has it -------------------------------------------------------------------
 
     def is_free_for(self, loop: asyncio.AbstractEventLoop) -> bool:
         return self._loop is None or self._loop is loop or self._loop.is_closed()
@@ -186,22 +187,19 @@ class UcxWorker:
         self.kick()
 
     def stop(self) -> None:
-        """Never progress again: pending operations would touch memory that is no longer theirs."""
+        """Never progress again: pending operations would touch memory that others have by then."""
         self._is_stopped = True
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
 
     def endpoint_to(self, address: bytes) -> Any:
-        """To a peer's worker, whose address is trusted. Connects as it is used."""
+        """An endpoint to a peer's worker at a trusted address; it connects at its first use."""
         there = self.api.UCXAddress.create_from_buffer(address)
         return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
 
     def turn_away(self, address: bytes, number: int) -> None:
-        """Send goodbye to a peer that connects, without a connection of our own.
-
-        So the peer need not wait for its deadline.
-        """
+        """Send a goodbye to a peer that connects, so that it need not wait for its deadline."""
         if len(self._refusing) >= MAX_REFUSING or self._loop is None:
             return
         key, goodbye = self.next_key(), FRAME.pack(number, 0)
@@ -224,7 +222,7 @@ class UcxWorker:
             self._given_up.popitem(last=False)
 
     def on_late(self, number: int, body: memoryview) -> None:
-        """A frame for no connection of ours: answer a welcome with goodbye."""
+        """A frame for none of our connections: if it is a welcome, answer with a goodbye."""
         there = self._given_up.get(number)
         if there is None or len(body) < LENGTH.size:
             return
@@ -258,9 +256,9 @@ class UcxWorker:
     # -- frames -----------------------------------------------------------------------------------
 
     def read_inbox(self, on_frame: Callable[[memoryview], None]) -> bool:
-        """Each frame that has arrived, valid during the call only.
+        """Pass on each frame that has arrived; it is valid only during the call.
 
-        Returns whether there was one.
+        Returns whether there was a frame.
         """
         has_read = False
         while self._inbox_request.completed:
@@ -268,9 +266,9 @@ class UcxWorker:
             try:
                 self._inbox_request.check_error()
                 on_frame(memoryview(self._inbox))  # type: ignore[arg-type]  # numpy arrays are buffers
-            except self.api.UCXError:  # longer than any frame of ours; its sender cannot be known
+            except self.api.UCXError:  # longer than any of our frames; its sender cannot be known
                 log.warning("kv.frame.refused")
-            finally:  # or nothing more would be received
+            finally:  # without this, nothing more would be received
                 self._post_inbox()
         return has_read
 
@@ -280,7 +278,7 @@ class UcxWorker:
     # -- progress ---------------------------------------------------------------------------------
 
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
-        """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.
+        """Call `on_done(is_ok)` from the loop once the request is complete, never within this call.
 
         `buffer` is kept alive until then: a request does not hold a reference to its bytes.
         """
@@ -295,9 +293,7 @@ class UcxWorker:
         self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Progress until there is nothing to do and arm the fd, or until the loop needs its
-        turn.
-        """
+        """Progress until nothing is left to do and arm the fd, or until the loop needs its turn."""
         self._is_kicked = False
         if self._is_stopped or self._is_pumping:
             return
@@ -314,13 +310,13 @@ class UcxWorker:
             self._is_pumping = False
 
     def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
-        """Progress, blocking the loop, until `is_done`. For the end of a transport."""
+        """Progress, blocking the loop, until `is_done`. Only for the end of a transport."""
         ends = time.monotonic() + within_s
         while not is_done() and time.monotonic() < ends:
             self._step()
 
     def _step(self) -> bool:
-        """Returns False once there is nothing to do and the fd will tell when there is."""
+        """Returns False once there is nothing to do and the fd will show new work."""
         if self._is_stopped:
             return False
         has_work = bool(self.worker.progress_once())
@@ -342,7 +338,7 @@ class UcxWorker:
         for request, on_done, _ in done:
             try:
                 on_done(self._is_ok(request))
-            except Exception as error:  # others have ended with it, and get one report
+            except Exception as error:  # other completed requests must still be called back
                 log.error("kv.completion.died", exc_info=error)
         return True
 
@@ -355,13 +351,13 @@ class UcxWorker:
 
 
 _idle: list[UcxWorker] = []
-_idle_lock = threading.Lock()  # agents on threads of their own take and give back too
+_idle_lock = threading.Lock()  # agents on other threads take and give back workers, too
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """The one given back last, or a new one.
+    """The worker that was given back last, or a new one.
 
-    A process has as many as it ever had transports at once.
+    A process has as many workers as it ever had transports at one time.
     """
     loop = asyncio.get_running_loop()
     with _idle_lock:
@@ -375,7 +371,7 @@ def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
 def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
     """`is_quiet`: nothing that its last transport posted can touch any memory any more.
 
-    If not, it is never used again.
+    If it is not quiet, the worker is never used again.
     """
     if not is_quiet:
         log.error("kv.worker.abandoned", num_pending=worker.num_pending)
@@ -387,6 +383,6 @@ def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
 
 
 def _keep_for_good(*objects: object) -> None:
-    """Add a reference that is never dropped: not even the interpreter's end destroys them."""
+    """Add a reference that is never dropped: the interpreter's end must not destroy them either."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
