@@ -1,3 +1,1 @@
-"""The instance process of all roles: its lives one after the other, and the legs that it
-serves in them.
-"""
+"""The instance process of all roles: its lives one after the other, and the legs of each life."""

@@ -1,5 +1,5 @@
-"""The life of an instance process: one incarnation after the other, with a role of its own or as
-the master assigns.
+"""The life of an instance process: one incarnation after the other, with its own role or the role
+that the master assigns.
 
 An incarnation that is erased leaves nothing behind; the process then registers as a blank one under
 a new incarnation (S23).
@@ -27,7 +27,7 @@ from pdmesh.net.nats.registry import NatsRegistry
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
     """Serve until `app.stopping`, the engine's death, or another incarnation replaces this one.
 
-    Role NONE: blank at first.
+    With role NONE it is blank at first.
     """
     failpoints.arm(settings.failpoint)
     app.add_readiness("engine", lambda: False)
@@ -64,7 +64,7 @@ async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedE
     await app.until_stopping(loading)
     if loading.done():
         return loading.result()
-    loading.cancel()  # once only: it takes apart what it has built so far
+    loading.cancel()  # only once: the load frees what it has built so far
     await asyncio.wait([loading])
     return None
 

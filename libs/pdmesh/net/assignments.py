@@ -1,9 +1,9 @@
 """What each instance shall be: one Assignment per instance, from the leading master.
 
 Assignments outlive both sides: they do not expire. The adapter is JetStream key-value
-(`nats/assignments.py`). Each write is compared with the revision that its writer last saw, and
-refused once a leader of a later epoch has written (I7). In addition an instance ignores an
-assignment that is meant for another incarnation or is older than one it has seen
+(`nats/assignments.py`). Each write is compared with the revision that its writer last saw, and is
+refused once a leader of a later epoch has written (I7). In addition, an instance ignores an
+assignment that is meant for another incarnation or is older than one that it has seen
 (`core.instance.lifecycle`).
 """
 
@@ -22,14 +22,12 @@ class AssignmentBook(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: `known` is no basis for decisions
-        then.
-        """
+        """False while the store is away or not fully read: then decide nothing from `known`."""
         ...
 
     @property
     def known(self) -> Mapping[str, Assignment]:
-        """By instance id; own writes show at once."""
+        """The assignments by instance id; own writes show at once."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -37,13 +35,15 @@ class AssignmentBook(Protocol):
         ...
 
     async def write(self, assignment: Assignment) -> None:
-        """Raises NotLeader if a later epoch has written it since, StaleView if an equal or
-        earlier one has, Unavailable.
+        """Raises NotLeader, StaleView or Unavailable.
+
+        NotLeader: a leader of a later epoch has written it since. StaleView: one of an equal or
+        earlier epoch has.
         """
         ...
 
     async def forget(self, instance_id: str, epoch: int) -> None:
-        """Remove it; raises like `write`. Does nothing if it is absent."""
+        """Remove the assignment; raises like `write`. Does nothing if it is absent."""
         ...
 
     async def close(self) -> None: ...
@@ -57,7 +57,7 @@ class AssignmentFeed(Protocol):
 
 class Assignments(Protocol):
     async def book(self) -> AssignmentBook:
-        """Holds what the store knows now; waits for the store if it is away."""
+        """A book that holds what the store knows now; waits for the store if it is away."""
         ...
 
     def follow(self, instance_id: str, on_assignment: OnAssignment) -> AssignmentFeed:

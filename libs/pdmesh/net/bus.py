@@ -31,7 +31,7 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    """Events at most once, in order per publisher. Correctness never depends on one arriving."""
+    """Delivers events at most once, in order per publisher. No event may be essential."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -50,9 +50,8 @@ class Bus(Protocol):
     ) -> Subscription:
         """Call `handler` for each event, in order.
 
-        `on_gap` is called when events were lost (slow consumer, reconnect).
-
-        Raises InvalidRequest for an invalid subject, Unavailable once closed.
+        `on_gap` is called when events were lost (slow consumer, reconnect). Raises InvalidRequest
+        for an invalid subject, Unavailable once closed.
         """
         ...
 

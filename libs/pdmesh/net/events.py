@@ -99,7 +99,7 @@ class EventOrder(enum.Enum):
 
     NEW = "new"
     STALE = "stale"  # repeated, late, or of an earlier incarnation
-    GAP = "gap"  # new, but events before it are lost: ask for a snapshot
+    GAP = "gap"  # new, but earlier events are lost: ask for a snapshot
 
 
 @dataclass(slots=True)
@@ -113,8 +113,8 @@ class SequenceGate:
     """Tells new events of one kind of subject from repeated, late and lost ones.
 
     After GAP the numbering continues from that event. The first event received from an incarnation
-    is NEW if it is number one, else a GAP. At most 65,536 publishers are kept; the one not heard
-    for longest is dropped first.
+    is NEW if it is number one, and otherwise a GAP. At most 65,536 publishers are kept; the
+    publisher that has been silent longest is dropped first.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def excluded_to_proto(excluded: ExcludedSource) -> ExcludedKvSource:
 
 
 def excluded_from(record: InstanceRecord) -> tuple[ExcludedSource, ...]:
-    """An unknown fault counts as none: the decode itself refuses what it must."""
+    """Exclusions for an unknown fault are left out: the decode itself refuses what it must."""
     return tuple(
         ExcludedSource(KvSource(h.source.instance_id, h.source.incarnation), fault)
         for h in record.excluded_kv_sources

@@ -1,6 +1,6 @@
 """The presence of one process: its record under a lease, and its heartbeat, both every lease/3.
 
-Every service starts one. Losing NATS changes nothing for the process. If another incarnation of the
+Every service has one. Losing NATS changes nothing for the process. If another incarnation of the
 same id replaces it, the process should end.
 """
 
@@ -67,9 +67,9 @@ class Presence:
         self._task = asyncio.create_task(self._beat_often(self._lease), name="presence")
 
     async def watch(self) -> None:
-        """Until the beats end.
+        """Wait until the heartbeats end.
 
-        Raises what ended them: an instance without heartbeats is dead to the mesh.
+        Raises the error that ended them: an instance without heartbeats is dead to the mesh.
         """
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -77,7 +77,7 @@ class Presence:
                 self._task.result()
 
     def refresh(self) -> None:
-        """The record changed: publish it now and not at the next beat."""
+        """The record changed: publish it now, not at the next heartbeat."""
         self._wake.set()
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""A process's part in the mesh: the events that it gets, the view, and its publisher."""
+"""A process's link to the mesh: its events, its view of the registry, and its publisher."""
 
 from __future__ import annotations
 

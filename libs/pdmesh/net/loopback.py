@@ -1,7 +1,7 @@
 """Addresses to listen on: which of them only this machine reaches, and how to write them with a
 port.
 
-All other addresses need keys and tokens.
+Addresses that other machines reach need keys and tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ipaddress
 def is_loopback(host: str) -> bool:
     """`localhost`, or a numeric loopback address.
 
-    No other name is: a resolver decides where it leads, and may decide differently the next time.
+    No other name counts: a resolver decides where it leads, and may answer differently next time.
     """
     return host == "localhost" or is_loopback_number(host)
 

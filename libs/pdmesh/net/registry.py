@@ -2,8 +2,7 @@
 
 The adapter is JetStream key-value (`nats/registry.py`). A record that is not renewed vanishes when
 its lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps
-what it last knew and reports it (`is_connected`): silence of the store is not death of the
-instances (F18).
+what it last knew and says so (`is_connected`): a silent store does not mean dead instances (F18).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def takes_requests(record: InstanceRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RecordChanged:
-    """A record appeared, changed, or vanished (`record` None).
+    """A record appeared, changed, or vanished (then `record` is None).
 
     `is_lease_end` tells expiry from deregistration.
     """
@@ -33,18 +32,16 @@ class RecordChanged:
 
 
 class RecordLease(Protocol):
-    """Held by a record's owner; renewed in the background until `release`."""
+    """A lease that a record's owner holds; renewed in the background until `release`."""
 
     @property
     def is_held(self) -> bool:
-        """False once another incarnation took the id, or once no renewal succeeded for a
-        whole lease.
-        """
+        """False once another incarnation takes the id, or no renewal succeeds for a whole lease."""
         ...
 
     @property
     def was_replaced(self) -> bool:
-        """True once another incarnation took the id: this process should end.
+        """True once another incarnation has taken the id: this process should end.
 
         Losing the store is no reason to end.
         """
@@ -53,7 +50,7 @@ class RecordLease(Protocol):
     async def update(self, record: InstanceRecord) -> None:
         """Replace the record, e.g. when draining.
 
-        Applied at the next renewal if the store is away.
+        If the store is away, it is written at the next renewal.
         """
         ...
 

@@ -19,7 +19,7 @@ _AGAIN_S: Final = 0.05
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the tasks until all are over; their exceptions are dropped.
 
-    Its own cancellation waits for that too.
+    If this call itself is cancelled, it still waits for that.
     """
     pending = {task for task in tasks if not task.done()}
     was_cancelled = False
@@ -36,10 +36,10 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this is cancelled; then none of them is left. Raises the failure.
+    """Run all until one fails or this is cancelled; then end all of them. Raises the failure.
 
-    A task that was cancelled from elsewhere has failed too; asyncio's FIRST_EXCEPTION would not
-    notice it.
+    A task that was cancelled from elsewhere has failed, too; asyncio's FIRST_EXCEPTION would not
+    notice that.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -57,9 +57,9 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
 def watched(
     work: Coroutine[Any, Any, T], name: str, on_failure: Callable[[BaseException], None]
 ) -> asyncio.Task[T]:
-    """A task of its own whose failure is reported, on the loop and once.
+    """A separate task whose failure is reported once, on the loop.
 
-    Cancellation is no failure. The caller keeps the task: the loop holds only a weak reference.
+    Cancellation is not a failure. The caller keeps the task: the loop holds only a weak reference.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
 

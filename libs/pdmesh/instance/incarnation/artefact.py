@@ -2,9 +2,9 @@
 
 An artefact is a model made ready for one role, in a folder with a manifest. The manifest names the
 role, each file with its hash, and the engine's settings for which the artefact was made. Prefill
-and decode have different artefacts, and an instance refuses one of the other role. `revision`
-follows from the files and from what decides the bytes of KV. So it is equal for the two artefacts
-of one model, and different after an upgrade.
+and decode have different artefacts, and an instance refuses an artefact of the other role.
+`revision` follows from the files and from the settings that decide the bytes of KV. So it is equal
+for the two artefacts of one model, and different after an upgrade.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_role(artefact: Artefact, role: Role) -> None:
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """A copy in the cache, which one process makes; others find it. Blocks.
+    """A copy in the cache. One process makes it, and others find it. Blocks.
 
     Raises RoleRefused: FETCH_FAILED.
     """
@@ -140,7 +140,7 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def verify(artefact: Artefact) -> None:
-    """Check that every file is there and as it was built.
+    """Check that every file is there and unchanged since it was built.
 
     Blocks. Raises RoleRefused: WRONG_HASH.
     """
@@ -166,7 +166,7 @@ def _is_whole(artefact: Artefact) -> bool:
 
 
 def _write_through(path: Path) -> None:
-    """Flush a file to disk, so that its folder's name is true even after a power cut."""
+    """Flush a file to disk: a folder with its final name must be whole even after a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -179,10 +179,10 @@ def build(
     model: str = "",
     config: dict[str, str] | None = None,
 ) -> Path:
-    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises
-    RoleRefused, OSError.
+    """Make the artefact in `out`, which must not exist; returns its manifest's path.
 
-    Files are linked if possible, else copied. `out` appears when it is complete.
+    Files are linked if possible, or else copied. `out` appears when it is complete. Raises
+    RoleRefused, OSError.
     """
     config = dict(sorted((config or {}).items()))
     for name in config:
@@ -205,7 +205,7 @@ def build(
             files=entries,
         )
         write_atomically(making / MANIFEST, manifest.model_dump_json(indent=2))
-        (making / MANIFEST).chmod(0o644)  # others load it
+        (making / MANIFEST).chmod(0o644)  # other users load it
         making.chmod(0o755)
         making.rename(out)
     except BaseException:
@@ -225,7 +225,7 @@ def _add(model_dir: Path, name: str, files: Path) -> FileEntry:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or a file system without links
         shutil.copyfile(source, target)
     return FileEntry(path=name, size=target.stat().st_size, sha256=_sha256(target))
 

@@ -1,4 +1,4 @@
-"""Makes a loaded engine of a role spec (S20).
+"""Makes a loaded engine from a role spec (S20).
 
 It finds, fetches and verifies the artefact and builds the engine, and times each part.
 """
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PartTimes:
-    """Seconds of the way from blank to ready, by part: fetch, verify, build, connect."""
+    """How many seconds each part takes between blank and ready: fetch, verify, build, connect."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class LoadedEngine:
 async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
     """Raises EngineFailed, such as RoleRefused.
 
-    If cancelled, it takes apart what it has built so far.
+    If cancelled, it frees what it has built so far.
     """
     timings = PartTimes()
     settings, verified = await with_artefact(settings, role_spec, timings)

@@ -1,7 +1,7 @@
 """One incarnation of an instance process: follows its assignment, and records how far it has come.
 
 `core.instance.lifecycle` decides what to do when. This shell loads, verifies, serves, drains and
-erases, and tells the core the results. If anything fails that must not end, the process fails: its
+erases, and tells the core the results. If a task ends that must not end, the process fails, and its
 supervisor starts it again.
 """
 
@@ -52,7 +52,7 @@ from pdmesh.v1.groups_pb2 import Assignment
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 0.5
-_MAX_CHECKS: Final = 8  # of peers, at once
+_MAX_CHECKS: Final = 8  # peers that are verified at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Member:
     async def live(self) -> bool:
         """Live until erased (True: begin anew), or until asked to stop and drained (False).
 
-        Raises what killed it.
+        Raises the error of a task that must not end.
         """
         feed = None
         try:
@@ -148,7 +148,7 @@ class Member:
 
     def _step(self, event: life.Event) -> None:
         if self._is_stopping:
-            return  # the process ends: the assignment is for its successor
+            return  # this process ends: its successor follows the assignment
         before = self._life.phase, self._life.verified_peers, self._life.failed_peers
         was_assigned = self._life.assignment
         for effect in self._life.handle(event, time.monotonic()):
@@ -273,9 +273,9 @@ class Member:
     # -- its tasks, and its end -------------------------------------------------------------------
 
     async def _register(self) -> None:
-        """Register and beat.
+        """Register and send heartbeats.
 
-        This ends well only if the process is asked to stop or was replaced.
+        This ends without an error only if the process is asked to stop or was replaced.
         """
         await self._presence.start(self._record)
         await self._presence.watch()
@@ -305,7 +305,7 @@ class Member:
     async def _until(
         self, *events: Coroutine[Any, Any, object], timeout_s: float | None = None
     ) -> int:
-        """The index of the event that came first; -1: none in time.
+        """The index of the event that came first; -1: no event came in time.
 
         Raises the error of any task that must not end.
         """
@@ -335,9 +335,9 @@ class Member:
 
     async def _leave(self) -> None:
         """End everything of this incarnation."""
-        self._died.cancel()  # what ends from now on may
+        self._died.cancel()  # from now on, every task may end
         if self._loading is not None and not self._loading.done():
-            self._loading.cancel()  # once only: it takes apart what it has built so far
+            self._loading.cancel()  # only once: the load frees what it has built so far
             await asyncio.wait([self._loading])
         await end(self._tasks)
         if self._pins is not None:

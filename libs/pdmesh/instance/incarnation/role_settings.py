@@ -1,7 +1,7 @@
 """Decides an instance's settings: those of its environment, changed by what the master assigned.
 
-An assignment may say which model is loaded and how, never where the process listens or what it
-trusts.
+An assignment may say which model is loaded and how. It never says where the process listens or what
+it trusts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.kv.tiers.config import TierConfig
 S = TypeVar("S", bound=InstanceSettings)
 
 WORKS: Final = {
-    # It is asked for both phases (LOCAL) only while its group has no instance of the other role.
+    # It does both phases (LOCAL) only while its group has no instance of the other role.
     Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
@@ -45,7 +45,7 @@ OPTIONS: Final = frozenset(
 
 
 class RoleRefused(EngineFailed):
-    """What was assigned is not possible; `reason` says why."""
+    """The assigned role spec is not possible; `reason` says why."""
 
     default_reason = "BAD_ASSIGNMENT"
 

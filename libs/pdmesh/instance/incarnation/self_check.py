@@ -1,9 +1,9 @@
 """Decides when an instance ends itself, and reports what it knows against itself.
 
-That is its engine's silence, its node's devices, and the verdict that it should restart. It reports
-all of it with each heartbeat. It ends itself when its engine hangs, or when the fault board says so
-of this incarnation. Then its supervisor (launcher, container runtime) starts the process anew, with
-its own backoff and bound. So no other process needs to reach its pid.
+It knows its engine's silence, its node's devices, and the verdict that it should restart, and
+reports all of this with each heartbeat. It ends itself when its engine hangs, or when the fault
+board says that this incarnation must restart. Then its supervisor (launcher, container runtime)
+starts the process anew, with its own backoff and bound. So no other process needs its pid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ReadNode = Callable[[], Sequence[Signal]]
 
 
 class RestartVerdict:
-    """The word of the fault board that this incarnation must restart."""
+    """The fault board's verdict that this incarnation must restart."""
 
     def __init__(self, board: Board[FaultReport], instance_id: str, incarnation: int) -> None:
         self._board, self._incarnation = board, (instance_id, incarnation)
@@ -66,7 +66,7 @@ class RestartVerdict:
 
 
 class SelfCheck:
-    """`say_now` sends a heartbeat at once; `node` reads what the node's status file says of it."""
+    """`say_now` sends a heartbeat at once; `node` reads this instance's signals from its node."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class SelfCheck:
             await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
             self._host.fail_all(exc.reason, exc.message)  # clients go on elsewhere at once
-            self._say_now()  # why it ends: the judge counts restarts that did not help
+            self._say_now()  # tell the judge why it ends: it counts restarts that did not help
             await asyncio.sleep(_LAST_WORD_S)
             raise
 
@@ -151,7 +151,7 @@ def node_reader(
 def device_names(setting: str, instance_id: str, environment: Mapping[str, str]) -> list[str]:
     """The names of the devices that an instance computes on.
 
-    An instance without devices is its own: its node's agent may still be told of faults.
+    An instance without devices counts as a device itself, so that its node's agent can report it.
     """
     text = setting or environment.get("CUDA_VISIBLE_DEVICES", "")
     return [name.strip() for name in text.split(",") if name.strip()] or [instance_id]

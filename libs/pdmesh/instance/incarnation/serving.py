@@ -27,7 +27,7 @@ from pdmesh.net.tasks import end
 from pdmesh.v1 import instance_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
 
-_CLOSE_S: Final = 1.0  # for sessions to read their last message
+_CLOSE_S: Final = 1.0  # time for sessions to read their last message
 
 
 class Serving:
@@ -75,7 +75,7 @@ class Serving:
             InstanceServicer(self.host, self._record, self._blocks, self.loaded.text),
         )
         self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
-        await rpc.start(self._server)  # an assignment may be taken back while it loads
+        await rpc.start(self._server)  # this may be cancelled: an assignment may be withdrawn
         gauges.show(self.host)
         works = {
             "outputs": self.host.run(),
@@ -94,18 +94,18 @@ class Serving:
         self.host.drain(False)
 
     def refuse(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Take no new request; running requests go on."""
         self.host.drain(True)
 
     async def erase_blocks(self) -> None:
-        """Tell all that keep an index that no tier of this instance holds anything."""
+        """Tell every process with an index that this instance holds no blocks any more."""
         await self._quiesce()
         for tier in (Tier.ENGINE, Tier.HOST):
             self._blocks.add(BlocksChanged(is_cleared=True, tier=tier))
         await self._blocks.publish_rest()
 
     async def stop(self) -> None:
-        """End all sessions and give back the engine's memory. Afterwards nothing is published."""
+        """End all sessions and free the engine's memory. Afterwards nothing is published."""
         await self._quiesce()
         await self._failures.publish_rest()
         self.host.close_all()

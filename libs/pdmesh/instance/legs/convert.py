@@ -83,7 +83,7 @@ class Parsed:
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     """Raises InvalidRequest.
 
-    Hashes are one per full block of the prompt, or none (then nothing is shared).
+    There is one hash per full block of the prompt, or no hash at all: then nothing is shared.
     """
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
@@ -100,7 +100,7 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """Admission refuses a ticket of another fingerprint: its numbers mean nothing here."""
+    """Check the ticket's numbers, unless it has another fingerprint: admission refuses that."""
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"more than {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:

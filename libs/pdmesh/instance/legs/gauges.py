@@ -11,7 +11,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class _Shown:
-    """The host whose state is at /metrics: the present run's, or none."""
+    """The host whose state is at /metrics: that of the present incarnation, or None."""
 
     host: InstanceHost | None = None
 

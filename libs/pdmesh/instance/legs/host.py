@@ -32,14 +32,14 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 @dataclass(frozen=True, slots=True)
 class HostConfig:
     pulls: PullLimits = field(default_factory=PullLimits)
-    stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for so long is cut off
-    message_gap_s: float = 0.002  # tokens alone wait so long after a message
+    stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for this time is cut off
+    message_gap_s: float = 0.002  # after a message, further tokens wait this long for the next one
     progress_every_s: float = PROGRESS_EVERY_S
 
 
 @dataclass(frozen=True, slots=True)
 class HostReports:
-    """Take what must be published, and must not block. `on_record`: the record changed."""
+    """Callbacks that take what must be published; they must not block. `on_record`: it changed."""
 
     on_blocks: Callable[[BlocksChanged], None] = lambda _: None
     on_error: OnError = lambda reason, message, request_id: None
@@ -49,9 +49,8 @@ class HostReports:
 class InstanceHost:
     """`on_load` is called when the load changed, and must not block.
 
-    `new_secret` makes the part of a ticket's id that cannot be guessed.
-
-    `run` passes the engine's outputs on; everything else is called by the sessions.
+    `new_secret` makes the part of a ticket's id that cannot be guessed. `run` passes the engine's
+    outputs on; sessions call everything else.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class InstanceHost:
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands.
 
-        Raises InvalidRequest for what no correct gateway sends.
+        Raises InvalidRequest for commands that no correct gateway sends.
         """
         life = self._life
         for command in commands:
@@ -216,9 +215,9 @@ class InstanceHost:
             raise
 
     async def tell_progress(self) -> None:
-        """Tell sessions with legs, for ever, that the engine works.
+        """Keep telling sessions with legs that the engine works.
 
-        It may work for long before it puts out anything.
+        The engine may work for a long time before it puts out anything.
         """
         while True:
             await asyncio.sleep(self._config.progress_every_s)
@@ -232,7 +231,7 @@ class InstanceHost:
                     outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
-        """The engine is lost with everything that it held: fail every leg, take nothing more."""
+        """The engine is lost with all that it held: fail every leg, and take no new one."""
         self._sources.on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)

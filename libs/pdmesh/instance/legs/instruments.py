@@ -77,7 +77,7 @@ peer_checks: Final = metrics.counter(
 
 
 def forget_tiers() -> None:
-    """What was reported is of a run that has ended."""
+    """The last report belongs to an incarnation that has ended."""
     for by_tier in (tier_bytes_used, tier_pinned, tier_leased):
         by_tier.clear()
 

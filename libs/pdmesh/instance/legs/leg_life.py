@@ -1,6 +1,6 @@
 """Begins and ends legs: admission, the engine's job, and what is given back and counted at the end.
 
-The admission core alone refuses a leg, without asking the engine (S40). A prefill's slot and range
+Only the admission core refuses a leg, without asking the engine (S40). A prefill's slot and range
 are kept after its last event, until its ticket closes (S41).
 """
 
@@ -41,21 +41,21 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gateways count T_p from it
+_HOLD_ACCEPTED_S: Final = 0.05  # for a decode; gateways count T_p from a prefill's acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
-    """Of one pull of KV, however much of the request's deadline is left."""
+    """Bounds of one pull of KV, however much of the request's deadline is left."""
 
     timeout_s: float = TRANSFER_TIMEOUT_S
-    stall_s: float = TRANSFER_STALL_S  # without any of it, once prefill is done
+    stall_s: float = TRANSFER_STALL_S  # without any bytes, once prefill is done
 
 
 class LegLife:
-    """`on_late`: a leg was ended by time, between commands and outputs.
+    """`on_late`: time has ended a leg, between commands and outputs.
 
-    `new_secret`: of a ticket's id.
+    `new_secret` makes the secret part of a ticket's id.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class LegLife:
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)
-        if not leg.is_per_layer:  # else with the ticket, once it is open
+        if not leg.is_per_layer:  # if per layer, it is accepted once its ticket is open
             leg.outbox.add_accepted(leg.key)
         self._engine.prefill(job)
 
@@ -169,7 +169,7 @@ class LegLife:
         self.table.add(leg)
         leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
         remaining_s = m.remaining_ms / 1000
-        if not m.awaits_first_token:  # else it waits for prefill too: `join` bounds what is left
+        if not m.awaits_first_token:  # an early decode waits for prefill, too: see `join`
             remaining_s = min(remaining_s, self._limits.timeout_s)
         self._engine.decode(
             DecodeJob(
@@ -196,7 +196,7 @@ class LegLife:
         self._bound_pull(leg)
 
     def pulling(self, leg: Leg) -> None:
-        """Its turn to pull has come.
+        """The leg's turn to pull has come.
 
         Gateways are told if it had to wait, for their `STALL_S` began with the acceptance.
         """
@@ -206,10 +206,10 @@ class LegLife:
             leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_PULLING))
 
     def _bound_pull(self, leg: Leg) -> None:
-        """Bound the pull of an early decode, from when prefill is done and the pull has begun.
+        """Bound the pull of an early decode, once prefill is done and the pull has begun.
 
-        Before that, a prefill that still computes or an engine without a place for the pull says
-        nothing about the source.
+        Until then the source is not to blame: its prefill still computes, or our engine has no
+        place for the pull.
         """
         if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ class LegLife:
     def abort(self, leg: Leg) -> None:
         """Abort a leg.
 
-        The engine gives its ranges back by TicketClosed or LandingFreed, maybe later.
+        The engine gives its ranges back by TicketClosed or LandingFreed, perhaps later.
         """
         self._engine.abort(leg.number)
         self.forget(leg, "aborted")
@@ -252,18 +252,18 @@ class LegLife:
         self.close(leg, "failed")
 
     def close(self, leg: Leg, outcome: str) -> None:
-        """The leg's last event was sent. A prefill that staged nothing has nothing to wait for."""
+        """The leg's last event was sent. A prefill that staged no KV is released at once."""
         self.forget(leg, outcome)
         now = self._clock()
         self.admission.ended(leg.number, now)
         if leg.is_per_layer:
-            self.free_if_closed(leg)  # else TicketClosed follows: a decode may be pulling
+            self.free_if_closed(leg)  # if it is open, TicketClosed follows: a decode may be pulling
         elif leg.work is Work.PREFILL:
             self.table.close_ticket(leg.ticket_id)
             self.admission.range_freed(leg.number, now)
 
     def forget(self, leg: Leg, outcome: str) -> None:
-        """The gateway hears no more of this leg."""
+        """The gateway hears no more about this leg."""
         self.book.ended(leg.number)
         failure = "" if outcome == "finished" else outcome
         spans.end(leg.transfer_span, failure)
@@ -283,12 +283,12 @@ class LegLife:
             leg.overdue = None
 
     def free_if_closed(self, leg: Leg) -> None:
-        """A per-layer ticket may have closed while its prefill computed: its range was kept."""
+        """Free the range of a per-layer ticket that closed while its prefill still computed."""
         if leg.is_per_layer and not self.table.is_ticket_open(leg.ticket_id):
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """The leg was aborted after it had ended: no TicketClosed follows for a prefill's range."""
+        """The leg was aborted after its end, so no TicketClosed will free a prefill's range."""
         leg = self.table.with_ticket(number)
         if leg is not None and not leg.is_per_layer:
             self.table.close_ticket(leg.ticket_id)

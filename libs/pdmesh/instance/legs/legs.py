@@ -1,4 +1,4 @@
-"""The table of legs that gateways still hear of: their sessions, and where a step's tokens go.
+"""The table of legs that gateways still hear about: their sessions, and where a step's tokens go.
 
 A leg is found by the engine's number for it, by (session, key), and by its ticket. It leaves the
 table with its last event, while the admission core may hold its slot a little longer.
@@ -24,13 +24,13 @@ class Leg:
     key: int
     work: Work
     request_id: str
-    num_tokens: int = 0  # that it may take the engine at most: its prompt and what it may draw
+    num_tokens: int = 0  # the most that the engine computes for it: prompt and longest answer
     trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
     source: KvSource | None = None  # of a decode: where its KV comes from
-    compute_s_per_byte: float = 0.0  # of a decode: of its KV, if it were computed; 0: not known
+    compute_s_per_byte: float = 0.0  # of a decode: time to compute a byte of its KV; 0: not known
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
-    began_at: float = 0.0  # admitted, on the host's clock
+    began_at: float = 0.0  # when it was admitted, on the host's clock
     is_pulling: bool = False  # of a decode: its turn to pull its KV has come
     is_joined: bool = False  # of an early decode: token 1 is known
     has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
@@ -41,7 +41,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Part of a token batch: one session, its keys, and where their tokens are in the batch."""
+    """One session's part of a token batch: its keys, and where their tokens are in the batch."""
 
     outbox: Outbox
     keys: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class LegTable:
     _by_number: dict[int, Leg] = field(default_factory=dict)
     _by_key: dict[Outbox, dict[int, Leg]] = field(default_factory=dict)
     _by_ticket: dict[str, Leg] = field(default_factory=dict)
-    num_open_tokens: int = 0  # that all of them may take the engine at most
+    num_open_tokens: int = 0  # the most that the engine computes for all of them
     _routed: Sequence[int] = ()
     _routes: list[Route] = field(default_factory=list)
 
@@ -73,7 +73,10 @@ class LegTable:
             self._by_ticket[leg.ticket_id] = leg
 
     def remove(self, leg: Leg) -> None:
-        """Gateways hear no more of it; idempotent. Its ticket stays known until `close_ticket`."""
+        """Remove a leg that gateways hear no more about. Idempotent.
+
+        Its ticket stays known until `close_ticket`.
+        """
         if self._by_number.pop(leg.number, None) is None:
             return
         self.num_open_tokens -= leg.num_tokens
@@ -84,16 +87,16 @@ class LegTable:
         self._routed = ()
 
     def close_ticket(self, ticket_id: str) -> Leg | None:
-        """The prefill that the ticket was of; None if it was closed before."""
+        """The prefill that had the ticket; None if the ticket is closed already."""
         return self._by_ticket.pop(ticket_id, None)
 
     def is_ticket_open(self, ticket_id: str) -> bool:
         return ticket_id in self._by_ticket
 
     def with_ticket(self, number: int) -> Leg | None:
-        """The prefill whose ticket is open, whether or not a gateway still hears of it.
+        """The prefill whose ticket is open, whether or not a gateway still hears about it.
 
-        Few are open at once.
+        Few tickets are open at once.
         """
         return next((leg for leg in self._by_ticket.values() if leg.number == number), None)
 

@@ -1,8 +1,8 @@
 """Collects what a load report names: requests admitted and prompts computed since the last report.
 
 The master settles its bookings by these ids and learns from the times of prompts. A prompt's time
-counts from when it could begin: its own admission, or the end of the prompt before it. Bounded:
-what does not fit is left out, and its booking expires at the master.
+counts from when it could begin: its own admission, or the end of the previous prompt. The book is
+bounded: requests that do not fit are left out, and their bookings expire at the master.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 MAX_NAMED: Final = 4096
 _NOT_TIMED: Final = 0.0
 _SAME_STEP_S: Final = (
-    0.0005  # prompts of one step end together: only the first one's time says anything
+    0.0005  # prompts of one step end together: only the first has a time that means anything
 )
 
 

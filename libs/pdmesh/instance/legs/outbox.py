@@ -1,10 +1,10 @@
 """Decides what goes to one gateway in one message, and when.
 
-The session's writer takes all that waits as one message when it is ready. While it is busy, steps
-gather into one message. Tokens go at once unless a message went less than `gap_s` ago, so that an
-engine with very short steps costs no message per step. Events that are not urgent go with what
-comes within `gap_s`. An acceptance is left out if the same message says what came of it. What waits
-is bounded: a gateway that does not read is cut off rather than remembered without end (F28).
+When the session's writer is ready, it takes all that waits as one message. While it is busy, the
+tokens of several steps gather into one message. Tokens go at once unless a message went less than
+`gap_s` ago, so that very short steps do not cost a message each. Events that are not urgent wait up
+to `gap_s` for others. An acceptance is left out if the same message has the leg's next event. The
+outbox is bounded: a gateway that does not read is cut off (F28).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pdmesh.v1.instance_service_pb2 import (
 
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
 _ACCEPTED: Final = Accepted()
-_EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
+_EVENT_WEIGHT: Final = 8  # an event takes about as much memory as this many tokens
 
 
 @dataclass(slots=True)
 class _Unsent:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: dict[int, float] = field(default_factory=dict)  # by key: from when it must be sent
+    accepted: dict[int, float] = field(default_factory=dict)  # by key: when it must be sent
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     progress: Progress | None = None
@@ -76,8 +76,8 @@ class Outbox:
         self.gateway_id = gateway_id
         self.on_cut: Callable[[], None] = lambda: None
         self.is_closed = False
-        self.wants_load = False  # was told that the instance is full: tell it when that ends
-        self.load_version = -1  # of the last Load sent
+        self.wants_load = False  # it was told that the instance is full: tell it when this ends
+        self.load_version = -1  # the version of the last Load sent
         self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
         self._unsent = _Unsent()
         self._taken_at = -math.inf
@@ -108,8 +108,8 @@ class Outbox:
     def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
         """Add an acceptance, which is sent unless the leg's next event implies it.
 
-        That event must come within `hold_s` or in the same message; events of `add_sign` imply
-        nothing.
+        To imply it, that event must come within `hold_s` or in the same message. Events of
+        `add_sign` imply nothing.
         """
         now = self._clock()
         self._unsent.accepted[key] = now + hold_s
@@ -120,7 +120,7 @@ class Outbox:
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def set_progress(self, progress: Progress) -> None:
-        """Set the progress, which goes with what comes within `gap_s`."""
+        """Set the progress, which waits up to `gap_s` for other events."""
         self._unsent.progress = progress
         self._send_by(self._clock() + self._gap_s)
 

@@ -88,7 +88,7 @@ class Outputs:
             return
         life.admission.computed(leg.number)
         if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
-            life.forget(leg, "finished")  # taken before token 1 was read
+            life.forget(leg, "finished")  # its KV was taken before token 1 was read
             life.free_if_closed(leg)
 
     def _on_kv_pulling(self, output: KvPulling) -> None:
@@ -110,7 +110,7 @@ class Outputs:
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
         life = self._life
-        if output.kv_bytes:  # else all was here already, which says nothing about the source
+        if output.kv_bytes:  # if 0, all KV was here already, which says nothing about the source
             compute_s = leg.compute_s_per_byte * output.kv_bytes
             life.sources.succeeded(leg.source, output.waited_s, compute_s, leg.request_id)
         life.in_time(leg)

@@ -1,8 +1,8 @@
-"""Publishes an instance's KV blocks, load and failures on the bus. They may be lost.
+"""Publishes an instance's KV blocks, load and failures on the bus. These events may be lost.
 
 Deltas of blocks are gathered for some tens of milliseconds. A snapshot holds what was published up
-to its sequence, so that a consumer with a gap continues from it. The load goes out 15 ms after it
-changed, and at least every second: it is a hint for placement, and admission never depends on it.
+to its sequence, so that a consumer with a gap continues from it. The load goes out 15 ms after a
+change, and at least every second. It is a hint for placement, and admission never depends on it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
-LOAD_EVERY_S: Final = 0.015  # with the way to the master, what it knows is never 20 ms old (S100)
-# The load is told again after so long, even if nothing changed: the last report may have been lost,
-# or the master is new.
+LOAD_EVERY_S: Final = 0.015  # so the master's picture is never 20 ms old, transport included (S100)
+# The load is sent again after this time, even if nothing changed: the last report may have been
+# lost, or the master may be new.
 LOAD_AGAIN_S: Final = 1.0
 MAX_ERRORS: Final = 256  # waiting to be published
 
@@ -48,8 +48,8 @@ class BlockDelta:
             self.stored.pop(block_hash, None)
             self.removed[block_hash] = None
         for block_hash in change.stored:
-            # Removals are applied first, so a block that was removed and stored again may stay in
-            # both.
+            # Removals are applied first, so a block that was removed and stored again may be in
+            # both lists.
             self.stored[block_hash] = None
 
     def apply_to(self, known: dict[bytes, None]) -> None:
@@ -73,7 +73,7 @@ class KvBlocksPublisher:
         self._changed.set()
 
     def snapshot(self) -> tuple[int, dict[Tier, list[bytes]]]:
-        """(sequence of the last event, all blocks that the events up to it left, by tier)."""
+        """The sequence of the last event, and by tier all blocks that are stored after it."""
         return self._sequence, {tier: list(held) for tier, held in self._published.items()}
 
     async def run(self) -> None:
@@ -112,7 +112,7 @@ class KvBlocksPublisher:
 
 
 class LoadPublisher:
-    """`book` says which requests the numbers that `read` gives include."""
+    """`read` gives the numbers, and `book` says which requests these numbers include."""
 
     def __init__(
         self, events: EventPublisher, instance_id: str, read: Callable[[], Load], book: LoadBook
@@ -129,7 +129,7 @@ class LoadPublisher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_AGAIN_S):
                     await self._changed.wait()
-            # Wait first: then all that a short request takes and gives back is one event.
+            # Wait first, so that a short request that comes and ends causes only one event.
             await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()
             load = self._read()
@@ -156,7 +156,7 @@ class LoadPublisher:
 
 
 class ErrorPublisher:
-    """Failures an operator may want to know of.
+    """Failures that an operator may want to know about.
 
     At most `MAX_ERRORS` wait; more are dropped and counted.
     """
@@ -167,7 +167,7 @@ class ErrorPublisher:
         self._waiting: asyncio.Queue[ErrorReported] = asyncio.Queue(MAX_ERRORS)
 
     def report(self, reason: str, message: str, request_id: str) -> None:
-        """`request_id` is empty if the failure is not of a single request."""
+        """`request_id` is empty if the failure does not belong to a single request."""
         event = ErrorReported(
             service=self._service, reason=reason, message=message, request_id=request_id
         )
@@ -181,6 +181,6 @@ class ErrorPublisher:
             await self._events.publish(self._subject, await self._waiting.get())
 
     async def publish_rest(self) -> None:
-        """Publish what waits when `run` has ended: an instance's last errors say why it dies."""
+        """Publish what waits after `run` has ended: an instance's last errors say why it dies."""
         while not self._waiting.empty():
             await self._events.publish(self._subject, self._waiting.get_nowait())

@@ -61,14 +61,14 @@ class InstanceServicer:
         writer = asyncio.current_task()
         assert writer is not None
         outbox.on_cut = lambda: self._cut(outbox, writer)
-        # The generator may be dropped without being closed; the call's end is always told.
+        # The generator may be dropped without being closed; the call's end is always reported.
         context.add_done_callback(lambda _: self._host.close(outbox))  # type: ignore[arg-type]  # stub
         reader = asyncio.create_task(self._read(first, requests, outbox), name="session-reader")
         try:
             while (response := await outbox.next()) is not None:
                 yield response
             if reader.done():
-                reader.result()  # raises what ended the session, if anything did
+                reader.result()  # raises the error that ended the session, if there is one
         finally:
             reader.cancel()
             self._host.close(outbox)

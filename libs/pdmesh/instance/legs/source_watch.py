@@ -1,4 +1,4 @@
-"""What is known of an instance's KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
+"""What an instance knows about its KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SourceWatch:
             self._tell_if_excluded(source, fault, request_id)
 
     def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:
-        """A pull from it failed; `cause` is the KV agent's reason, empty if it is not known."""
+        """A pull from the source failed; `cause` is the KV agent's reason, empty if not known."""
         if source is None or not cause:
             return
         fault = self._sources.failed(source, cause, self._clock())
@@ -54,7 +54,7 @@ class SourceWatch:
             self._on_change()
 
     def excluded(self) -> list[ExcludedSource]:
-        """Sources that are ejected or avoided now. Call it now and then, for time ends that."""
+        """Sources that are ejected or avoided now. Call it now and then, to end what is over."""
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
         return self._sources.excluded()

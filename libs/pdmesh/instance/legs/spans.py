@@ -1,6 +1,6 @@
 """Spans of a leg (prefill, decode, kv.transfer).
 
-They are made only if the gateway's trace is sampled, for each costs 20 us.
+They are made only if the gateway's trace is sampled, for each span costs 20 us.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | 
 
 
 def end(span: Span | None, failure: str = "", **attributes: int) -> None:
-    """Attributes have their names of `names`, dots as double underscores: pdmesh__kv__bytes."""
+    """Attributes are named as in `names`, with double underscores for dots: pdmesh__kv__bytes."""
     if span is None:
         return
     for name, value in attributes.items():

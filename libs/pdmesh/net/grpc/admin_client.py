@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _MASTER: Final = "master-scheduler"
 _CALL_S: Final = 5.0
 _AGAIN_S: Final = 0.2
-_LEASE_S: Final = 3.0  # only to watch: nothing is registered
+_LEASE_S: Final = 3.0  # the registry is only watched: nothing is registered
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
-# Makes one call, with a stub, metadata and a timeout in seconds.
+# Makes one call with a stub, metadata and a timeout in seconds.
 Invoke = Callable[["AdminServiceAsyncStub", Metadata, float], Awaitable[T]]
 
 
@@ -36,9 +36,9 @@ async def call_leader(
     within_s: float = _CALL_S,
     mesh_token: str | None = None,
 ) -> T:
-    """Ask the leading master until it answers, and no other process: only it may see the token.
+    """Ask the leading master until it answers; only the leader may see the token.
 
-    Raises the master's refusal, or Unavailable if none leads in time.
+    Raises the master's refusal, or Unavailable if no master leads in time.
     """
     deadline = asyncio.get_running_loop().time() + within_s
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -59,7 +59,7 @@ async def call_leader(
 async def _leader(bus: NatsBus) -> str:
     """The address of the master whose record says that it leads; empty: there is none.
 
-    If two claim to lead, the one with the later epoch.
+    If two masters claim to lead, it is the one with the later epoch.
     """
     view = await NatsRegistry(bus, _LEASE_S).watch()
     try:

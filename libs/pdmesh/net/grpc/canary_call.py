@@ -1,8 +1,8 @@
 """A small request of our own, sent to a prefill and a decode as a gateway would send it.
 
 It goes to the instances directly: no gateway counts it, no tenant pays for it, and its prefix is
-shared with no request. It has a few tokens, a deadline, and sessions of its own, so whatever it
-held is given back however it ends.
+shared with no request. It has few tokens, a deadline, and its own sessions, so all that it holds is
+given back, however it ends.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NUM_TOKENS: Final = 2
 
 
 class CanaryRefused(Exception):
-    """An instance does not take it now: a valid answer that blames no instance."""
+    """An instance does not take the request now: a valid answer, and no fault."""
 
 
 class CanaryFailed(Exception):
-    """An instance took it and did not answer, or cannot be reached; the message is for people."""
+    """An instance did not answer, or cannot be reached; the message is for people."""
 
 
 class Canary:
     """`decode` None: `prefill` does both phases.
 
-    `asked` are the instances that it has reached: one of them is the cause if it fails.
+    `asked` are the instances that were asked so far: if it fails, one of them is the cause.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Canary:
     async def send(self) -> None:
         """Raises CanaryRefused or CanaryFailed.
 
-        If it waits behind other work in an engine, it counts as refused, not failed.
+        A request that waits behind other work in an engine counts as refused, not failed.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -95,7 +95,7 @@ class Canary:
                 await leg.until("finished")
             elif first.HasField("ticket"):
                 await self._finish(self._decode, command, first)
-            else:  # it has no room for KV now
+            else:  # the prefill has no room for KV now
                 raise CanaryRefused
 
     async def _finish(self, decode: InstanceRecord, asked: Prefill, first: FirstToken) -> None:
@@ -143,7 +143,7 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """The engine has worked while this leg waited, and has more to compute than this leg."""
+        """Whether the engine works, while this leg waits, on more than this leg."""
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

@@ -1,9 +1,9 @@
 """Bounds on incoming gRPC messages: who may send one, how long it may take, how many at once.
 
-gRPC itself takes a message from any caller before it calls a handler, and waits for the rest of it
-for ever: a few connections that send all but the last byte of many long messages hold gigabytes. A
-handler of a stream reads when it likes, so every method becomes a stream here. It reads once the
-caller is admitted.
+gRPC itself takes a message from any caller before it calls a handler, and waits for ever for its
+last byte: a few connections that send all but the last byte of many long messages hold gigabytes. A
+stream's handler decides when to read, so every method becomes a stream here, which reads only once
+the caller is admitted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import grpc
 
 from pdmesh.errors import DeadlineExceeded, Overloaded
 
-# How far gRPC reads a stream ahead of its handler. By default it measures the link and reads up to
+# How far gRPC reads a stream ahead of its handler. By default it measures the link and may read
 # megabytes ahead.
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
-# Calls whose messages have not come. Each costs some 30 KB, and a connection may begin a thousand.
+# Calls that wait for their messages. Each costs some 30 KB, and a connection may begin a thousand.
 _MAX_WAITING: Final = 4096
 
 # The types of a handler's parts, which grpc-stubs cannot express.
@@ -44,7 +44,7 @@ class Incoming:
         self._num_waiting = 0
         self._room = asyncio.Semaphore(max_messages)
         self._timeout_s = timeout_s
-        self._waits: dict[asyncio.Timeout, float] = {}  # since when
+        self._waits: dict[asyncio.Timeout, float] = {}  # since when each waits
         self._hurried: set[asyncio.Timeout] = set()
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
@@ -80,7 +80,7 @@ class Incoming:
 class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
     """Makes every method read its messages through `incoming`.
 
-    `admit` lets the caller in first; it raises MeshError otherwise.
+    `admit` must admit the caller first; otherwise it raises MeshError.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
                 return
             if not hasattr(answers, "__aiter__"):
                 answer = await answers
-                if answer is not None:  # else it has written its answers itself
+                if answer is not None:  # if None, the handler has written its answers itself
                     yield answer
                 return
             async for answer in answers:

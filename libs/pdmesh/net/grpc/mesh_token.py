@@ -1,8 +1,8 @@
 """The credential that a mesh's own processes send with every gRPC call, until they use
 certificates.
 
-A server refuses a call without it before any of the call's messages is read. The token is for inner
-ports only: the gateways' public ports neither ask for it nor accept it as a key.
+A server refuses a call without this token before it reads any message of the call. The token is
+only for inner ports: the gateways' public ports neither ask for it nor accept it as a key.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class TokenChannel(grpc.aio.Channel):
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Checked before a call's first message is taken from the connection, even for unknown
-    methods.
-    """
+    """Checks the token before it reads a call's first message, even for unknown methods."""
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
         self._token = token.encode()
@@ -87,7 +85,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     ) -> Handler:
         if self._is_shown(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
-        # A stream's handler reads when it likes, and this one never does.
+        # A stream's handler decides when to read, and this handler never reads.
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

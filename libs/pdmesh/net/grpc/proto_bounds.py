@@ -1,8 +1,8 @@
 """Bounds the number of fields in a protobuf message before it is parsed (F30).
 
-The parser makes an object of every submessage, so 8 MiB of empty ones cost a quarter of a gigabyte
-and hold the event loop for a tenth of a second. This walks over tags only and stops at the bound;
-the parser refuses what is no message at all.
+The parser makes an object of every submessage, so 8 MiB of empty submessages cost a quarter of a
+gigabyte and hold the event loop for a tenth of a second. The check here only walks over the tags
+and stops at the bound; the parser refuses bytes that are not a message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor
 
 from pdmesh.errors import InvalidRequest
 
-_SMALL_BYTES: Final = 65_536  # cannot hold more than what costs a few milliseconds
+_SMALL_BYTES: Final = 65_536  # parsing this many bytes takes at most a few milliseconds
 
 
 class _TooMany(Exception):
@@ -23,7 +23,7 @@ class _TooMany(Exception):
 def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
     """Raises InvalidRequest, with the field at which the bound was exceeded.
 
-    Packed numbers count as one.
+    A field of packed numbers counts once.
     """
     if len(data) <= _SMALL_BYTES:
         return
@@ -34,11 +34,11 @@ def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
         text = f"{field} makes more than {most} fields"
         raise InvalidRequest(text, field=field) from exc
     except IndexError:
-        return  # no message
+        return  # the bytes are not a message
 
 
 def _walk(data: bytes, at: int, end: int, message: Descriptor, left: int) -> int:
-    """How many fields are left after those from `at` to `end`."""
+    """How many fields are still allowed after those from `at` to `end`."""
     while at < end:
         tag, at = _varint(data, at)
         field = message.fields_by_number.get(tag >> 3)

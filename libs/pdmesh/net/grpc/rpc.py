@@ -31,10 +31,10 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
-# Of one server. Each connection takes a descriptor. Without any, a process cannot reach NATS and a
-# master loses its lease.
+# Per server. Each connection takes a file descriptor. A process without free descriptors cannot
+# reach NATS, and a master then loses its lease.
 _MAX_CONNECTIONS: Final = 1024
-_HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
+_HANDSHAKE_MS: Final = 20_000  # from the connection to the first SETTINGS; 120 s by default
 
 # A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC
 # never pings by default.
@@ -58,15 +58,15 @@ _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
 
 
 class _Credential:
-    """Of this process, which belongs to one mesh. Empty: the mesh has none."""
+    """The token of this process, which belongs to one mesh. Empty: the mesh has no token."""
 
     token = ""
 
 
 def use_mesh_token(token: str) -> None:
-    """What `channel` and `server` send and require from now on.
+    """Set the token that `channel` sends and `server` requires from now on.
 
-    Call it once, before the first of them is made.
+    Call it once, before the first channel or server is made.
     """
     _Credential.token = token
 
@@ -78,8 +78,8 @@ def mesh_token() -> str:
 def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    It sends the mesh's token: by default that of this process, "" for none. It connects directly
-    and ignores proxies of the environment, which are for traffic out of a mesh.
+    It sends the mesh's token: by default this process's token, none if "". It connects directly and
+    ignores proxies of the environment, which are for traffic out of a mesh.
     """
     token = _Credential.token if mesh_token is None else mesh_token
     made = _channel(address)
@@ -94,7 +94,7 @@ def _channel(address: str) -> grpc.aio.Channel:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # Also how long one attempt to connect may take: 100 ms fails on a busy machine.
+            # It also bounds each attempt to connect: 100 ms fails on a busy machine.
             ("grpc.min_reconnect_backoff_ms", 1000),
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.enable_retries", 0),
@@ -114,8 +114,8 @@ def server(
 ) -> grpc.aio.Server:
     """A server that cancels the handlers of a dead or frozen client within 3 s.
 
-    `options`: gRPC's own. It requires the mesh's token of every caller, if this process has one,
-    unless it `is_public`.
+    `options`: gRPC's own. If this process has a mesh token, the server requires it from every
+    caller, unless it `is_public`.
     """
     token = "" if is_public else _Credential.token
     return grpc.aio.server(
@@ -136,7 +136,7 @@ def server(
 
 
 async def start(target: grpc.aio.Server) -> None:
-    """Start it; if the start is cancelled, stop it again.
+    """Start the server; if the start is cancelled, stop the server again.
 
     `server.start` itself, when cancelled, leaves a server that listens and cannot be stopped.
     """
@@ -157,7 +157,7 @@ def add_service(
 ) -> None:
     """Register every method of `service` that `servicer` implements, by name.
 
-    `max_fields`: of a request, for servers that strangers call.
+    `max_fields` bounds the fields of a request, for servers that strangers call.
 
     Handlers take (request, context). A MeshError that they raise becomes its gRPC status with
     ErrorInfo. Any other exception is logged and becomes INTERNAL without its text.
@@ -260,9 +260,7 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 
 
 def to_status(exc: MeshError) -> Status:
-    """The error as google.rpc.Status: always with ErrorInfo, with BadRequest and RetryInfo if
-    set.
-    """
+    """The error as google.rpc.Status: with ErrorInfo, and if set with BadRequest and RetryInfo."""
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
     if exc.field:
@@ -280,7 +278,7 @@ def to_status(exc: MeshError) -> Status:
 
 
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
-    """The MeshError that a peer raised, or the closest one to a failure of the transport itself."""
+    """The MeshError that a peer raised, or the closest one if the transport itself failed."""
     reason, field, retry_after_ms = "", None, None
     trailing: Any = exc.trailing_metadata() or ()  # pairs; its stubs say otherwise
     for key, value in trailing:

@@ -1,1 +1,1 @@
-"""NATS: events, the registry, elections, and the buckets of what the mesh must remember."""
+"""NATS: events, the registry, elections, and buckets for what the mesh must remember."""

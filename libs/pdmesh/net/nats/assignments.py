@@ -44,8 +44,8 @@ class NatsAssignmentBook:
     def __init__(self, bucket: KvBucket) -> None:
         self._bucket = bucket
         self._known: dict[str, Assignment] = {}
-        self._revisions: dict[str, int] = {}  # of each key as last seen, removed ones too
-        self._unseen: set[str] = set()  # known before the watch opened again
+        self._revisions: dict[str, int] = {}  # of each key as last seen, even if it was removed
+        self._unseen: set[str] = set()  # known keys that the reopened watch has not shown yet
         self._callbacks: list[Callable[[], None]] = []
         self.loaded = asyncio.Event()
         self._watch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)

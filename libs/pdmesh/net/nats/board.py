@@ -1,6 +1,6 @@
 """One service's verdicts, readable by all: a JetStream bucket with one JSON message per instance.
 
-Entries outlive their writer: the last ones stand until another one writes.
+Entries outlive their writer: the last entry stands until the next writer replaces it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ M = TypeVar("M", bound=Message)
 
 
 class Board(Generic[M]):
-    """`kind` has a field `instance_id`, which is its key."""
+    """`kind` has a field `instance_id`, which is the key of its entry."""
 
     def __init__(self, bucket: KvBucket, kind: type[M]) -> None:
         self._bucket, self._kind = bucket, kind
 
     async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
-        """The new revision; raises Unavailable, or VersionConflict unless the entry is at
-        revision `last` (0: absent).
+        """Write an entry and return its new revision; raises Unavailable.
+
+        Raises VersionConflict unless the entry is at revision `last` (0: absent).
         """
         try:
             return await self._bucket.put(instance_id, to_json(message), last=last)
@@ -47,7 +48,7 @@ class Board(Generic[M]):
             raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def forget(self, instance_id: str, last: int | None = None) -> int:
-        """As `write`."""
+        """Remove an entry; returns and raises like `write`."""
         try:
             return await self._bucket.delete(instance_id, last=last)
         except WrongRevision as exc:
@@ -69,7 +70,7 @@ class Board(Generic[M]):
 
 
 class BoardView(Generic[M]):
-    """Delivers every current entry, then each new one; all of them again after an outage.
+    """Delivers every current entry, then each new one; after an outage, all of them again.
 
     If the bucket was wiped, its former entries stay in `known`, and each is `missing` until it is
     written again.
@@ -85,24 +86,22 @@ class BoardView(Generic[M]):
         self._kind, self._on_known, self._on_gone = kind, on_entry, on_gone
         self.known: dict[str, M] = {}
         self.missing: set[str] = set()
-        self._revisions: dict[str, int] = {}  # of each key as last seen, removed ones too
-        self._unseen: set[str] = set()  # known before the watch opened again
+        self._revisions: dict[str, int] = {}  # of each key as last seen, even if it was removed
+        self._unseen: set[str] = set()  # known keys that the reopened watch has not shown yet
         self.loaded = asyncio.Event()
         self._watch: KvWatch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: `known` is no basis for decisions
-        then.
-        """
+        """False while the store is away or not fully read: then decide nothing from `known`."""
         return self._watch.is_live
 
     def revision(self, key: str) -> int:
-        """To compare a write with; 0: the bucket does not have the key."""
+        """The revision to compare a write with; 0: the bucket does not have the key."""
         return self._revisions.get(key, 0)
 
     def wrote(self, key: str, message: M | None, revision: int) -> None:
-        """A process that follows this board and writes to it shows its own write at once."""
+        """Show our own write at once, for a process that both follows and writes this board."""
         self._revisions[key] = revision
         self.missing.discard(key)
         if message is not None:
@@ -118,9 +117,7 @@ class BoardView(Generic[M]):
         self._unseen = set(self._revisions)
 
     def _on_loaded(self) -> None:
-        """A removed entry leaves a marker: an entry with neither was wiped with the bucket
-        (F21).
-        """
+        """Find wiped entries: a key without value and without removal marker was wiped (F21)."""
         for key in self._unseen:
             self._revisions.pop(key, None)
         self.missing |= self._unseen & self.known.keys()
@@ -131,7 +128,7 @@ class BoardView(Generic[M]):
         is_reopening = entry.key in self._unseen
         self._unseen.discard(entry.key)
         if entry.revision <= self.revision(entry.key) and not is_reopening:
-            return  # of an own write
+            return  # the echo of our own write
         self._revisions[entry.key] = entry.revision
         self.missing.discard(entry.key)
         if entry.value is None:
@@ -148,7 +145,7 @@ class BoardView(Generic[M]):
 
 
 def health_board(bus: NatsBus) -> Board[HealthChanged]:
-    """The health-monitor's verdicts: who is alive."""
+    """The health-monitor's verdicts: which processes are alive."""
     return Board(KvBucket(bus, "pdmesh-health"), HealthChanged)
 
 
@@ -160,7 +157,7 @@ def fault_board(bus: NatsBus) -> Board[FaultReport]:
 def pin_board(bus: NatsBus) -> Board[Pin]:
     """The leading master's list of prefixes that must not be evicted.
 
-    It holds names of blocks, and no token.
+    It holds names of blocks, and no tokens.
     """
     return Board(KvBucket(bus, "pdmesh-pins"), Pin)
 
@@ -168,6 +165,6 @@ def pin_board(bus: NatsBus) -> Board[Pin]:
 def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:
     """The leading master's list of instances kept out of service.
 
-    No heartbeat, incarnation or restart puts one back.
+    No heartbeat, incarnation or restart puts an instance back.
     """
     return Board(KvBucket(bus, "pdmesh-out-of-service"), OutOfService)

@@ -1,8 +1,8 @@
 """Events over NATS, configured to notice and survive a dead or frozen server within seconds.
 
 nats-py's defaults take minutes. Events published while the server is away are dropped and counted:
-replayed late they would only mislead. An echo of our own, twice a second, shows whether the server
-answers now; `stable_since` tells since when it has answered without a break.
+late events would only mislead. Twice a second, an echo of our own shows whether the server answers
+now; `stable_since` tells since when it has answered without a break.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pdmesh.telemetry import metrics, names
 log = structlog.get_logger(__name__)
 
 MIN_SERVER: Final = (2, 11)  # per-key expiry markers
-OUTAGE_S: Final = 1.5  # without an echo for so long, the server is away
+OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as away
 _ECHO_EVERY_S: Final = 0.5
-_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # not yet taken by the server
+_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # that the server has not taken yet
 _MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 _COMPLAIN_EVERY_S: Final = 5.0
@@ -45,7 +45,7 @@ _reconnects = metrics.counter(names.BUS_RECONNECTS, "How often the connection to
 class NatsSubscription:
     """One pattern and its handler.
 
-    Handler exceptions are logged; the next event is handled all the same.
+    A handler's exception is logged, and the next event is handled all the same.
     """
 
     def __init__(self, pattern: str, handler: Handler, on_gap: Callable[[], None] | None) -> None:
@@ -182,10 +182,10 @@ class NatsBus:
     async def close(self) -> None:
         if self._echo_task is not None:
             self._echo_task.cancel()
-        self._is_up = False  # closing is no loss
+        self._is_up = False  # closing does not count as a loss
         # RuntimeError: uvloop raises it for a write to a broken connection.
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
-            async with asyncio.timeout(1.0):  # events published last still go out
+            async with asyncio.timeout(1.0):  # the last events still go out
                 await self._client.close()
         # nats-py cancels each of its tasks once. A reconnection that loses that cancellation tries
         # for ever, and the event loop's end waits for it.
@@ -259,7 +259,7 @@ class NatsBus:
             self._complain("bus.error", error=str(exc))
 
     def _complain(self, event: str, **data: object) -> None:
-        """One line every few seconds; an outage makes ten errors a second."""
+        """Log one line every few seconds; an outage makes ten errors a second."""
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAIN_EVERY_S:
             self._complained_at = now

@@ -1,8 +1,8 @@
 """The desired state in the registry, bucket `pdmesh-desired`: current and earlier versions.
 
 The key `current` holds version, text and author together, so one compare-and-set makes a version.
-Before it is replaced, its content is copied to a key of its own (`v7`): a writer that dies in
-between leaves a copy of the current version and nothing half-made.
+Before it is replaced, its content is copied to a key of its own (`v7`). A writer that dies between
+the two steps leaves a copy of the current version, and nothing half-made.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DesiredStore:
         self._bucket = bucket
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """That version, 0: the current one; None if it does not exist."""
+        """Version `number` (0: the current one); None if it does not exist."""
         current = _parse(await self._get_current())
         if current is None or number in (0, current.version):
             return current
@@ -60,11 +60,11 @@ class DesiredStore:
         reason: str,
         canary_share: float = 0.0,
     ) -> tuple[DesiredVersion, int]:
-        """Make `text` the next version; it, and the revision of its key.
+        """Make `text` the next version; returns it and the revision of its key.
 
-        Raises VersionConflict unless the expected one is current. Without an expected version it
-        replaces any current one, even if another writer applies at the same time: it tries a few
-        times.
+        Raises VersionConflict unless the expected version is current. Without an expected version
+        it replaces any current version. If another writer applies at the same time, it tries again,
+        a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)
@@ -97,8 +97,7 @@ class DesiredStore:
         return revision
 
     async def adjust(self, adjustments: Adjustments, last: int) -> int:
-        """Replace the adjustments as they were at revision `last` (0: none); returns the new
-        revision.
+        """Replace the adjustments of revision `last` (0: none); returns the new revision.
 
         Raises VersionConflict if they have been written since: decide again from the new ones.
         Raises NotLeader if a later epoch wrote them, even if they are known here.
@@ -106,7 +105,7 @@ class DesiredStore:
         return await self._replace(ADJUSTED, adjustments, last)
 
     async def keep_upgrades(self, upgrades: Upgrades, last: int) -> int:
-        """Replace what is known of upgrades; as `adjust`."""
+        """Replace the state of the upgrades; returns and raises like `adjust`."""
         return await self._replace(UPGRADES, upgrades, last)
 
     async def _replace(self, key: str, message: Adjustments | Upgrades, last: int) -> int:
@@ -123,7 +122,7 @@ class DesiredStore:
         return DesiredBook(self, self._bucket)
 
     def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
-        """Deliver the current version, whenever it changes, and again after an outage."""
+        """Deliver the current version now, whenever it changes, and after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (version := _parse(entry)) is not None:
@@ -132,7 +131,7 @@ class DesiredStore:
         return self._bucket.watch(on_entry, lambda: None, lambda: None, key=_CURRENT)
 
     def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
-        """Deliver what is known of upgrades, whenever it changes, and again after an outage."""
+        """Deliver the state of the upgrades now, whenever it changes, and after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (upgrades := _parse_as(entry, Upgrades)) is not None:
@@ -146,9 +145,9 @@ class DesiredStore:
 
 
 class DesiredBook:
-    """The desired state as the leading master reads and writes it: own writes show at once.
+    """The desired state as the leading master reads and writes it; own writes show at once.
 
-    `follow` opens it. What it knows stays while the store is away, and if the store is wiped.
+    `follow` opens it. It keeps what it knows while the store is away, and if the store is wiped.
     """
 
     def __init__(self, store: DesiredStore, bucket: KvBucket) -> None:
@@ -156,11 +155,11 @@ class DesiredBook:
         self.current: DesiredVersion | None = None
         self.adjustments = Adjustments()
         self.upgrades = Upgrades()
-        self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
-        self._revisions: dict[str, int] = {}  # as they are known here, to compare a write with
+        self.missing: set[str] = set()  # keys that were wiped from the bucket and not yet restored
+        self._revisions: dict[str, int] = {}  # as known here, to compare a write with
         self._on_change: Callable[[], None] = lambda: None
-        self._seen: set[str] = set()  # keys that the bucket had, ever
-        self._unseen: set[str] = set()  # of them, before the watch opened again
+        self._seen: set[str] = set()  # keys that the bucket has ever had
+        self._unseen: set[str] = set()  # keys among them that the reopened watch has not shown yet
         self._loaded = {key: asyncio.Event() for key in _KEYS}
         self._watches: list[KvWatch] = []
 
@@ -175,9 +174,7 @@ class DesiredBook:
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: the view is no basis for decisions
-        then.
-        """
+        """False while the store is away or not fully read: then decide nothing from this view."""
         return bool(self._watches) and all(watch.is_live for watch in self._watches)
 
     async def until_loaded(self) -> None:
@@ -201,7 +198,7 @@ class DesiredBook:
         self._loaded[key].set()
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """From the store, as `DesiredStore.version`."""
+        """As `DesiredStore.version`, read from the store."""
         return await self._store.version(number)
 
     async def apply(
@@ -241,7 +238,7 @@ class DesiredBook:
             self._on_change()
 
     async def restore(self) -> None:
-        """Put back what the bucket lost and the book still knows, unless written since (F21).
+        """Write back what the bucket lost and the book still knows, unless written since (F21).
 
         Earlier versions are lost: no process keeps them in memory.
         """
@@ -261,7 +258,7 @@ class DesiredBook:
             self.missing.discard(key)
 
     def _is_latest(self, key: str, revision: int) -> bool:
-        """Of an own write: another's later write may have arrived before the answer to it."""
+        """Whether our own write is the latest: a later one may have arrived before our answer."""
         if revision < self._revisions.get(key, 0):
             return False
         self._seen.add(key)
@@ -273,7 +270,7 @@ class DesiredBook:
         self._unseen.discard(entry.key)
         self.missing.discard(entry.key)
         if entry.revision < self._revisions.get(entry.key, 0) and not is_reopening:
-            return  # the own write is later than that
+            return  # our own write is later than this entry
         self._revisions[entry.key] = entry.revision
         if entry.key == _CURRENT:
             self._on_current(entry)

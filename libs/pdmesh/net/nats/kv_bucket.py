@@ -1,8 +1,8 @@
-"""A JetStream key-value bucket that survives what the server survives, and being wiped (F21).
+"""A JetStream key-value bucket that survives restarts of the server, and being wiped (F21).
 
-nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer,
-watches its heartbeats, and opens a new one whenever the server came back, a heartbeat or a message
-is missing, or the bucket is gone.
+nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer and
+watches its heartbeats. It opens a new consumer whenever the server comes back, a heartbeat or a
+message is missing, or the bucket is gone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = structlog.get_logger(__name__)
 ALL_KEYS: Final = ">"
 _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
-_SILENCE_S: Final = 1.5  # without message or heartbeat: open again
+_SILENCE_S: Final = 1.5  # open again after this time without message or heartbeat
 _BACKOFF_S: Final = (0.1, 1.0)
-_TRIES: Final = 3  # of delivering an entry to a callback that raises
+_TRIES: Final = 3  # how often an entry is delivered to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
 _OPERATION: Final = "KV-Operation"  # set by a client that deletes
@@ -43,7 +43,7 @@ _EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
 class KvEntry:
     """The bucket's entry for a key.
 
-    `value` None: it is gone, by its time to live if `is_expired`.
+    If `value` is None, it is gone; `is_expired` if its time to live ended.
     """
 
     key: str
@@ -95,7 +95,7 @@ class KvBucket:
                 await self._js.update_stream(config)
 
     async def get(self, key: str) -> KvEntry | None:
-        """The latest entry of the key, gone or not; None if the bucket never had it."""
+        """The latest entry of the key, gone or not; None if the bucket never had the key."""
         with _translated(self.name):
             try:
                 msg = await self._js.get_msg(self.stream, subject=self._prefix + key, direct=False)
@@ -104,8 +104,9 @@ class KvBucket:
         return _entry(key, msg.data, msg.headers or {}, int(msg.seq))
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
-        """Write and return the new revision; raises WrongRevision unless the key is at
-        revision `last` (0: absent).
+        """Write and return the new revision.
+
+        Raises WrongRevision unless the key is at revision `last` (0: absent).
         """
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
@@ -122,7 +123,7 @@ class KvBucket:
             try:
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except NoStreamResponseError:
-                await self.ensure()  # wiped: an earlier revision has no meaning now
+                await self.ensure()  # it was wiped: an earlier revision has no meaning now
                 if headers and headers.get(_EXPECTED, "0") != "0":
                     raise WrongRevision(key) from None
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
@@ -141,12 +142,12 @@ class KvBucket:
     ) -> KvWatch:
         """Follow one key, or all.
 
-        Each time it (re)opens: on_reset, on_entry for each entry of the bucket, on_loaded.
+        Each time it opens, it calls on_reset, then on_entry for each entry, then on_loaded.
         """
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
-        """A push consumer of the last values to `inbox`: its name, and how many values wait."""
+        """Push the last values to `inbox`; returns the consumer's name and how many values wait."""
         config = api.ConsumerConfig(
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
@@ -179,8 +180,8 @@ class KvWatch:
 
     Callbacks run on the event loop, in the bucket's order.
 
-    An entry whose callback raises is delivered again with all others, a few times. Then it is left
-    out, so that one bad entry does not keep the view from becoming live.
+    An entry whose callback raises is delivered again with all others, a few times. After that it is
+    left out, so that one bad entry does not keep the view from becoming live.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class KvWatch:
         self._broken = asyncio.Event()
         self._next_delivery = 1
         self._is_loaded = False
-        self._failed: dict[str, tuple[int, int]] = {}  # by key: its revision, how often it failed
+        self._failed: dict[str, tuple[int, int]] = {}  # by key: revision, how often it failed
         self._forget = bus.on_restored(self._broken.set)
         self._task = asyncio.create_task(self._run(), name=f"kv-watch-{bucket.name}")
 
@@ -226,7 +227,7 @@ class KvWatch:
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _follow(self) -> None:
-        """One consumer from its opening until it breaks."""
+        """Follow one consumer from its opening until it breaks."""
         self._broken.clear()
         self._is_loaded, self._next_delivery = False, 1
         inbox = self._bus.client.new_inbox()

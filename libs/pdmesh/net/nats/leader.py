@@ -1,8 +1,8 @@
 """Elects one leader among the processes of a service, by a lease in JetStream.
 
 The bucket is `pdmesh-leader`. The store's revision orders the attempts; `core.control.leadership`
-decides when ours is over. A standby learns at once when the lease expires or is given up, and also
-asks every third of a lease.
+decides when our leadership is over. A standby learns at once when the lease expires or is given up,
+and also asks every third of a lease.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TICKS_PER_LEASE: Final = 12
 class LeaderElection:
     """`on_change(is_leader, epoch)` is called at each change of our leadership or its epoch.
 
-    `num_won`: elections. The epoch does not count them: it is the revision of the lease, which
-    grows with each renewal.
+    `num_won` counts elections. The epoch does not: it is the revision of the lease, which grows
+    with each renewal.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class LeaderElection:
         return self._state.epoch
 
     def saw_epoch(self, epoch: int) -> None:
-        """A record mentions this epoch."""
+        """Another process's record has this epoch."""
         if self._state.saw(epoch, time.monotonic()):
             log.warning("leader.epoch_raised", seen=epoch, epoch=self.epoch)
             self._on_change(True, self.epoch)
 
     def start(self) -> asyncio.Task[None]:
-        """The campaign; it ends only by failing."""
+        """Start the campaign; it ends only by failing."""
         self._task = asyncio.create_task(self._run(), name="leader-election")
         return self._task
 
@@ -88,7 +88,7 @@ class LeaderElection:
     async def _give_up(self) -> None:
         try:
             await self._bucket.delete(self._role, last=self._revision)
-        # a renewal that was cancelled before its answer came may have arrived
+        # a cancelled renewal may have reached the store, though its answer did not come
         except WrongRevision:
             found = await self._get()
             if found is not None and found.value == self._name:
@@ -151,7 +151,7 @@ class LeaderElection:
         except WrongRevision:
             found = await self._get()
             if found is not None and found.value == self._name:
-                self._revision = found.revision  # our write arrived, its answer did not
+                self._revision = found.revision  # our write arrived, but its answer did not
                 self._state.renewed(asked_at)
             else:
                 self._state.lost()

@@ -1,8 +1,8 @@
 """The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
 
-A new incarnation takes its id at once. The one before loses its compare-and-set and learns that it
-was replaced. After any outage of the server, a view judges no process for one lease and a margin:
-the owners could not renew either (F18).
+A new incarnation takes its id at once. The earlier incarnation loses its compare-and-set and so
+learns that it was replaced. After any outage of the server, a view judges no process for one lease
+and a margin: the owners could not renew, either (F18).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 log = structlog.get_logger(__name__)
 
 BUCKET: Final = "pdmesh-instances"
-_MARGIN_S: Final = 0.5  # for an owner to notice that the server is back
+_MARGIN_S: Final = 0.5  # an owner needs this time to notice that the server is back
 _RETRY_S: Final = 0.25
 _TICK_S: Final = 0.1
 
@@ -40,7 +40,7 @@ class NatsRegistry:
         self._bucket = KvBucket(bus, BUCKET, ttl_s=lease_s)
 
     async def register(self, record: InstanceRecord) -> NatsLease:
-        """Take the id, from an earlier incarnation too. Waits for the store if it is away."""
+        """Take the id, even from an earlier incarnation. Waits for the store if it is away."""
         lease = NatsLease(self._bus, self._bucket, record, self._lease_s)
         while True:
             try:
@@ -84,7 +84,7 @@ class NatsLease:
         return self._was_replaced
 
     async def take(self) -> None:
-        """First registration; raises Unavailable."""
+        """Register for the first time; raises Unavailable."""
         async with self._lock:
             while True:
                 found = await self._bucket.get(self._record.instance_id)
@@ -133,9 +133,7 @@ class NatsLease:
                     await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """The key is not as we left it: expired, wiped, taken, or an own write without its
-        answer.
-        """
+        """The key has changed: it expired, was wiped or taken, or our last write had no answer."""
         found = await self._bucket.get(self._record.instance_id)
         self._revision = found.revision if found else 0
         owner = _parse(found) if found else None
@@ -159,8 +157,8 @@ class NatsRegistryView:
         self._bus = bus
         self._grace_s = lease_s + _MARGIN_S
         self._records: dict[str, InstanceRecord] = {}
-        self._missing: dict[str, None] = {}  # gone from the store, not yet judged
-        self._unseen: set[str] = set()  # known before the watch opened again
+        self._missing: dict[str, None] = {}  # gone from the store and not yet judged
+        self._unseen: set[str] = set()  # known ids that the reopened watch has not shown yet
         self._callbacks: list[Callable[[RecordChanged], None]] = []
         self.loaded = asyncio.Event()
         self._watch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)

@@ -1,6 +1,6 @@
 """The usage book in the registry: bucket `pdmesh-usage`, one key.
 
-Each write is compared with what its writer read or wrote last.
+Each write is compared with the revision that its writer read or wrote last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UsageStore:
         self._revision = 0
 
     async def load(self) -> UsageBook | None:
-        """None if nothing was ever counted, or if it cannot be read."""
+        """The stored book; None if nothing was ever counted, or if it cannot be read."""
         await self._bucket.ensure()
         found = await self._bucket.get(_KEY)
         self._revision = found.revision if found is not None else 0
