@@ -1,11 +1,11 @@
-"""What an engine is to the mesh: it takes jobs and yields what happened in batches, one per step.
+"""What an engine is to the mesh: it takes jobs, and yields outputs in batches, one per step.
 
 An engine never queues. The instance's admission core reserves a slot and the bytes before a job
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
 every job the engine emits exactly one terminal output: `Finished`, `Failed`, or a `Prefilled` that
-carries a ticket or a finish reason. An aborted job has none: after `abort` returns, only the end of
-its ranges is emitted for that leg (`TicketClosed`, `LandingFreed`). A terminal output that was
-emitted before the abort is still read: it says that no `TicketClosed` follows.
+carries a ticket or a finish reason. An aborted job has no terminal output: after `abort` returns,
+only the end of its ranges is emitted for that leg (`TicketClosed`, `LandingFreed`). A terminal
+output that was emitted before the abort is still read: it means that no `TicketClosed` follows.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FinishReason(Enum):
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
 
-    `num_drawn` tokens of the answer were drawn before this job, wherever that was: the last ones of
-    its prompt. They count as output: a draw with a seed depends on the seed and on the token's
-    position in the answer, and `shaping` looks at all of the answer. `stop_token_ids` hold the
-    model's own unless these are ignored; `ignore_eos` tells an engine that adds its own.
+    The last `num_drawn` tokens of the prompt belong to the answer: an earlier job drew them, on any
+    engine. They count as output: a draw with a seed depends on the seed and on the token's position
+    in the answer, and `shaping` looks at all of the answer. `stop_token_ids` include the model's
+    own unless these are ignored; `ignore_eos` is for an engine that adds its own.
     """
 
     max_tokens: int
@@ -100,8 +100,7 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and continue from
-    `first_token`.
+    """Pull a ticket's KV into `landing`, scatter it into blocks, and continue from `first_token`.
 
     `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for
     the pull's turn, and again the pull itself. `stall_s` bounds the sender's silence during the
@@ -136,7 +135,7 @@ def hands_on(job: PrefillJob, max_model_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TicketOpened:
-    """The KV of a per-layer job may be pulled from now on; it comes as it is computed.
+    """The KV of a per-layer job may be pulled from now on, layer by layer as it is computed.
 
     It precedes every other output of the leg.
     """
@@ -162,7 +161,7 @@ class Prefilled:
 class KvPulling:
     """The job begins to pull its KV; the pull ends within its deadline.
 
-    Not emitted for a job that finds its KV here already.
+    It is not emitted for a job that finds its KV here already.
     """
 
     leg: int
@@ -170,9 +169,9 @@ class KvPulling:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The pull ended well, and the job waits for a place in a step.
+    """The pull succeeded, and the job waits for a place in a step.
 
-    Left out if `KvReceived` follows at once.
+    It is left out if `KvReceived` follows at once.
     """
 
     leg: int
@@ -182,8 +181,8 @@ class KvArrived:
 class KvReceived:
     """The job's KV is in its blocks, verified; `num_computed_tokens` were computed, not pulled.
 
-    For `waited_s` of `duration_s` the job only waited for bytes: prefill was done, and its pull had
-    begun.
+    For `waited_s` of `duration_s`, the job waited only for bytes: prefill was done, and its pull
+    had begun.
     """
 
     leg: int
@@ -195,7 +194,7 @@ class KvReceived:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens one job drew in this step, usually one."""
+    """The tokens that one job drew in this step, usually one."""
 
     leg: int
     token_ids: Sequence[int]
@@ -204,7 +203,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One token of each of many jobs: `Tokens` for each, as parallel sequences of equal length.
+    """One token for each of many jobs, in place of `Tokens`: parallel sequences of equal length.
 
     For engines that draw thousands of tokens per second; the same `legs` object may serve many
     steps.
@@ -224,8 +223,8 @@ class Finished:
 class Failed:
     """The job failed and holds nothing any more.
 
-    `reason` as in errors.py; retryable means elsewhere. `cause`: the KV agent's reason for a failed
-    KV transfer (`core.kv.transfer.ticket.PullFailure`).
+    `reason` is as in errors.py; a retry goes to another instance. `cause`: the KV agent's reason
+    for a failed KV transfer (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int
@@ -239,10 +238,10 @@ class Failed:
 class TicketClosed:
     """Staged KV was taken, released, or its lease ended: its slot and arena range are free.
 
-    Emitted exactly once for each job that got a `staging` range, unless the job ended by `Failed`
-    or with its first token. For an aborted job it is the only output after `abort`. A ticket that
-    `TicketOpened` announced is closed however the job ends, perhaps earlier: decode may have taken
-    the KV by then.
+    It is emitted exactly once for each job that got a `staging` range, unless the job ended by
+    `Failed` or with its first token. For an aborted job it is the only output after `abort`. A
+    ticket that `TicketOpened` announced is closed however the job ends. It may be closed earlier
+    than the job ends, if a decode has taken the KV.
     """
 
     ticket_id: str
@@ -253,7 +252,7 @@ class TicketClosed:
 class LandingFreed:
     """No late write can reach the job's landing range any more; the host may reserve it again.
 
-    Emitted exactly once for each DecodeJob, also for aborted and failed ones (possibly last).
+    It is emitted exactly once for each DecodeJob, aborted and failed jobs included, perhaps last.
     """
 
     leg: int
@@ -261,9 +260,7 @@ class LandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks that one tier stored and evicted, as mesh hashes, in this order: clear, remove,
-    store.
-    """
+    """Blocks that one tier evicted and stored, as mesh hashes: clear, then remove, then store."""
 
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -314,7 +311,7 @@ class EngineInfo:
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank
-    partial_sampling: PartialSampling = NO_PARTIALS  # of beginnings of its blocks
+    partial_sampling: PartialSampling = NO_PARTIALS  # where it names beginnings of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +328,7 @@ class KvPeer:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` grows while the engine computes, also within a long step.
+    """`num_signs` grows while the engine computes, even within a long step.
 
     It stands still while the engine is idle or hangs.
     """
@@ -362,7 +359,7 @@ class Engine(Protocol):
     def decode(self, job: DecodeJob) -> None: ...
 
     def join(self, leg: int, first_token: int) -> None:
-        """Token 1 of a decode that was started without it.
+        """Give token 1 to a decode that was started without it.
 
         Ignored for a leg that is unknown or has its token.
         """
@@ -387,13 +384,13 @@ class Engine(Protocol):
         ...
 
     def forget_peer(self, peer: KvPeer) -> None:
-        """The peer left: drop the connections to it as soon as no pull uses them (S26)."""
+        """The peer has left: drop the connections to it as soon as no pull uses them (S26)."""
         ...
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Evict no block of these from the tiers below the engine's own blocks.
+        """Evict no block of these prefixes from the tiers below the engine's own blocks.
 
-        They replace those of the last call.
+        They replace the prefixes of the last call.
         """
         ...
 
@@ -405,7 +402,7 @@ class Engine(Protocol):
         ...
 
     async def ping(self) -> None:
-        """Returns once the engine's own loop has come by, busy or idle.
+        """Returns once the engine's own loop has handled the ping, busy or idle.
 
         It never returns if the engine hangs.
         """

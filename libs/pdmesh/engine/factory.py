@@ -49,14 +49,14 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    group_id: str = ""  # KV is handed on within it alone
+    group_id: str = ""  # KV is handed on only within it
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
-    # vLLM: SHA-256 of files of the model's folder by name, if they were verified already.
+    # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoint: str = ""  # vLLM: for its workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
@@ -94,7 +94,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
 
 def sim_fingerprint(params: SimParams) -> str:
-    """Equal if KV may be exchanged: it covers all that changes KV's bytes or their layout."""
+    """Equal where KV may be exchanged: it covers all that changes KV's bytes or their layout."""
     identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
@@ -153,7 +153,7 @@ def build_sim(
 
 
 def sim_params(settings: EngineSettings) -> SimParams:
-    """The model that such an instance simulates."""
+    """The model that an instance with these settings simulates."""
     return SimParams(
         seed=settings.sim_seed,
         block_size=settings.block_size,

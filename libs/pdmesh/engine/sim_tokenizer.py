@@ -1,7 +1,7 @@
 """Writes the sim model as a Hugging Face folder, so that loading a model needs no special case.
 
-It has a byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and what the
-sim draws decodes to words. It has no weights: the sim engine computes without any.
+It has a byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and the sim
+model's tokens decode to words. It has no weights: the sim engine computes without weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_tokenizer() -> Tokenizer:
 def write_sim_model(folder: Path, max_model_len: int = 4096) -> None:
     """Write tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
-    Overwrites them.
+    Existing files are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()

@@ -37,7 +37,7 @@ class Running:
     max_tokens: int
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # to draw before anything may end it
+    min_tokens: int = 0  # to draw before a stop token may end it
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class DecodeBatch:
         return BatchStep(self._snapshot, token_ids, self._finished(columns, stops))
 
     def _append(self, columns: Words, tokens: Words) -> None:
-        """Add the drawn tokens' KV to the digests, as if it were computed and right."""
+        """Add the drawn tokens' KV to the digests, as if it had been computed without a fault."""
         model, count = self._model, columns.shape[1]
         self._history[np.arange(count), columns[_DRAWN]] = tokens
         at = columns[_NUM]

@@ -1,8 +1,8 @@
 """The KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
-A block in use has references. A full one may also have a hash, and the beginning of any block may
-have names (`core.kv.prefix.partial_blocks`). A block without references can be found until it is
-the least recently used one and its memory is needed. Pure bookkeeping, no bytes.
+A block in use has references. A full block may also have a hash, and the beginning of any block may
+have names (`core.kv.prefix.partial_blocks`). A block without references is kept until its memory is
+needed and it is the least recently used. This is pure bookkeeping, without any bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.core.kv.prefix.partial_blocks import PartialBlocks
 class Tail:
     """The request's own block; it holds `num_tokens` tokens once they are copied from `source`.
 
-    No `source`: they are there already.
+    Without a `source`, they are there already.
     """
 
     block: int
@@ -75,8 +75,9 @@ class BlockPool:
         self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; evicts the least recently used prefixes if
-        needed.
+        """`count` blocks with one reference each.
+
+        It evicts the least recently used prefixes if needed.
         """
         assert count <= self.num_free, "admission reserves blocks before a job allocates them"
         blocks: list[int] = []
@@ -111,8 +112,7 @@ class BlockPool:
     def store(self, block: int, block_hash: bytes) -> None:
         """Make a full block findable. A second block of the same content stays anonymous.
 
-        Beginnings of it that were kept can no longer be appended to: `keep_partial` may name them
-        again.
+        Its kept beginnings can no longer be appended to; `keep_partial` may name them again.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -127,8 +127,8 @@ class BlockPool:
     def keep_partial(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
         """`block`, which the caller holds, has the tokens `data` after those of `parent`.
 
-        From now on the block may be continued. This replaces what was kept of the block before. A
-        beginning that another block has already is not kept twice.
+        From now on the block may be continued. This replaces what was kept of the block until now.
+        A beginning that another block has already is not kept twice.
         """
         assert self._references[block] > 0
         self._forget_names(self._partials.forget(block))
@@ -137,11 +137,10 @@ class BlockPool:
             self._learn_names(self._partials.keep(block, root, parent, data))
 
     def claim_partial(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
-        """A block with the most tokens of the beginning of `data`, with one reference, to append
-        to.
+        """A block to append to, with one reference; it holds the longest beginning of `data`.
 
-        None: there is none, or there is no room for a copy. A copy is needed if another request
-        uses the block or if it holds more tokens.
+        None: there is no such block, or no room for a copy of it. A copy is needed if another
+        request uses the block or if it holds further tokens.
         """
         found = self._partials.find(root, parent, data)
         if found is None:
@@ -149,7 +148,7 @@ class BlockPool:
         if self._references[found.block] == 0 and self._partials.may_append(found):
             self._refer(found.block)
             return Tail(found.block, found.num_tokens)
-        self._refer(found.block)  # or the block might be evicted to make room for its own copy
+        self._refer(found.block)  # so that it is not evicted to make room for its own copy
         target = self.allocate(1)[0] if self.num_free else None
         self.release([found.block])
         if target is None:

@@ -28,4 +28,4 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     partial_sampling: PartialSampling = NO_PARTIALS
-    fail_every: int = 0  # one prompt in so many fails; 0: none
+    fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails

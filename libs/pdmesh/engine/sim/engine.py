@@ -56,7 +56,7 @@ from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # a long step gives a sign this often, as a worker does after a layer
+_SIGN_S: Final = 0.1  # how often a long step gives a sign, as a worker does after each layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -234,7 +234,7 @@ class SimEngine:
         )
 
     def check_idle(self) -> None:
-        """Everything was given back: tests call it when no job is left."""
+        """Assert that everything was given back; tests call it when no job is left."""
         self._pool.check_invariants()
         held = self._arrivals, self._sequences, self._joining, self._stager, self._lane, self._batch
         assert not any(len(part) for part in held)
@@ -276,9 +276,9 @@ class SimEngine:
         self._pings.clear()
 
     async def _wait_out(self, duration: float) -> None:
-        """Wait for a step's time.
+        """Wait for the time of a step.
 
-        A prompt that is handed on per layer gets its layers in equal shares of that time.
+        A prompt that is handed on per layer gets its layers in equal shares of this time.
         """
         prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
@@ -288,7 +288,7 @@ class SimEngine:
         for layer in range(num_layers):
             await self._compute(duration / num_layers)
             for prompt in prompts:
-                if prompt in self._lane:  # else it was aborted, and its blocks may be another's
+                if prompt in self._lane:  # if not, it was aborted, and others may have its blocks
                     self._stager.put(prompt, layer)
 
     async def _compute(self, duration: float) -> None:
@@ -299,7 +299,7 @@ class SimEngine:
 
     def _take_arrivals(self) -> None:
         for job in self._arrivals.values():
-            # The last token is computed even if its block is known, since the first draw needs it.
+            # The last token is computed even if its block is cached: the first draw needs it.
             size = self._config.params.block_size
             blocks = self._pool.match(job.block_hashes[: (len(job.prompt) - 1) // size])
             if self._tiers is not None:
@@ -311,7 +311,7 @@ class SimEngine:
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(PromptUnderWay(job, blocks, num_cached))
         self._arrivals.clear()
-        # A retrieved sequence takes the slot of one that ended, in the step after that (S53).
+        # A retrieved sequence takes the slot of a sequence that ended, in the next step (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
@@ -325,13 +325,11 @@ class SimEngine:
             self._emit(Finished(leg, reason))
 
     def _complete(self, prompt: PromptUnderWay) -> None:
-        """Write the prompt's KV, draw token 1 from what memory then holds, and stage or
-        continue.
-        """
+        """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
         states = self._model.states(np.frombuffer(job.prompt, np.uint32))
-        if prompt.states is None:  # else its layers were written one by one
+        if prompt.states is None:  # if not, its layers were written one by one
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
@@ -348,7 +346,7 @@ class SimEngine:
         if reason is None and job.staging is not None:
             ticket = self._stager.complete(job, blocks)
         elif job.staging is not None:
-            self._stager.release(job.ticket_id)  # opened in vain
+            self._stager.release(job.ticket_id)  # it was opened in vain
         self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
         if reason is None and ticket is None:
             running = Running(

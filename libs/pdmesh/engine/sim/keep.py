@@ -1,6 +1,6 @@
 """Keeps the KV of drawn tokens for the next turn of a chat.
 
-A draw updates the digest without touching memory. Only when a sequence ends are its full blocks
+A draw updates the digest without touching memory. When a sequence ends, its full blocks are
 written, hashed from the end of the prompt's chain, and made findable.
 """
 
@@ -27,11 +27,11 @@ def keep_answer(
 ) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`.
 
-    Returns the names of all full blocks now stored, the prompt's included; none if no block was
-    completed. The caller releases `blocks`.
+    Returns the names of all full blocks that are now stored, including the prompt's; none if no
+    block was completed. The caller releases `blocks`.
 
-    The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full
-    blocks. A block that is not full is kept if the pool names beginnings.
+    The last drawn token has no KV yet. A job without hashes of its full blocks keeps nothing. A
+    block that is not full is kept if the pool names beginnings.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size

@@ -1,7 +1,7 @@
 """The sim engine's paged KV memory: one array of whole blocks per layer, as a real engine has it.
 
-Block order in memory means nothing; a sequence's KV is found through its list of blocks. The digest
-of a sequence is always taken from these bytes, never from its tokens.
+The order of blocks in memory means nothing; a sequence's KV is found through its list of blocks.
+The digest of a sequence is always taken from these bytes, never from its tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PagedMemory:
         self._write(slice(None), blocks, states, start)
 
     def write_layer(self, layer: int, blocks: Sequence[int], states: Words, start: int) -> None:
-        """`write` of one layer."""
+        """`write` for one layer."""
         self._write(slice(layer, layer + 1), blocks, states, start)
 
     def _write(self, layers: slice, blocks: Sequence[int], states: Words, start: int) -> None:
@@ -63,9 +63,7 @@ class PagedMemory:
         self._bytes[:, target, :end] = self._bytes[:, source, :end]
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
-        """The digest of the KV of the first `num_tokens` tokens of a sequence that lies in
-        `blocks`.
-        """
+        """The digest of a sequence's KV in `blocks`, over its first `num_tokens` tokens."""
         params = self.model.params
         used = list(blocks[: -(-num_tokens // params.block_size)])
         words = self._bytes[:, used].view(np.uint64)

@@ -1,9 +1,9 @@
-"""The sim model: KV bytes and tokens as functions; one wrong byte of KV changes what follows.
+"""The sim model: KV bytes and tokens as functions; one wrong byte of KV changes all later tokens.
 
-Each token has a state (a weighted sum over the whole prefix). Its KV is words made from the mixed
-state, and the next token is drawn from a digest of all KV words as they lie in memory. All sums are
-mod 2^64 with odd weights, so a change of any one byte changes the digest, and appending a token
-updates it in O(1).
+Each token has a state (a weighted sum over the whole prefix). Its KV consists of words made from
+the mixed state, and the next token is drawn from a digest of all KV words as they lie in memory.
+All sums are mod 2^64 with odd weights, so changing any one byte changes the digest, and appending a
+token updates it in O(1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SimParams:
     num_layers: int = 2
     token_bytes: int = 64  # of KV, per layer; a multiple of 8
     max_model_len: int = 4096
-    eos_period: int = 300  # one token in so many ends the text; 0: none
+    eos_period: int = 300  # one token in this many ends the text; 0: no token does
 
     @property
     def block_bytes(self) -> int:
@@ -66,10 +66,10 @@ def mix_words(x: Words) -> Words:
 
 
 def draw_key(sampling: Sampling, random_seed: int) -> int:
-    """What of the sampling parameters enters a draw: nothing when greedy and unshaped.
+    """What the sampling parameters add to a draw: nothing when greedy and unshaped.
 
-    The sim model has no logits to shape. A shaped draw is another one, so that a leg which loses
-    the shaping gives another text.
+    The sim model has no logits to shape. Shaping changes the draw, so that a leg that loses the
+    shaping gives another text.
     """
     key = 0 if sampling.shaping is UNSHAPED else _shaping_key(sampling.shaping)
     if sampling.temperature == 0:
@@ -79,7 +79,7 @@ def draw_key(sampling: Sampling, random_seed: int) -> int:
 
 
 def _shaping_key(shaping: LogitShaping) -> int:
-    unlimited = replace(shaping, min_tokens=0)  # which is kept, not drawn
+    unlimited = replace(shaping, min_tokens=0)  # `min_tokens` is enforced and changes no draw
     if unlimited == UNSHAPED:
         return 0
     return int.from_bytes(hashlib.blake2b(repr(unlimited).encode(), digest_size=8).digest())
@@ -97,7 +97,7 @@ class SimModel:
 
     @cached_property
     def _draw_tables(self) -> tuple[Words, Words]:
-        """Drawable ids, and for each id the one that must follow it, or 0."""
+        """Drawable ids, and for each id the id that must follow it, or 0."""
         vocabulary = self._vocabulary
         follow = np.zeros(vocabulary.size, np.uint64)
         follow[list(vocabulary.follow)] = list(vocabulary.follow.values())
@@ -110,12 +110,12 @@ class SimModel:
 
     @cached_property
     def state_weights(self) -> Words:
-        """Weight of the token at each position in the states of all later ones."""
+        """By position: the weight of the token in the states of all later tokens."""
         return self._weights(1, self.params.max_model_len)
 
     @cached_property
     def position_weights(self) -> Words:
-        """Weight of the KV at each position in the digest."""
+        """By position: the weight of the KV in the digest."""
         return self._weights(2, self.params.max_model_len)
 
     @cached_property
@@ -136,7 +136,7 @@ class SimModel:
 
     @cached_property
     def token_gain(self) -> Words:
-        """By position: how much a token's mixed state adds to the digest, if its KV is right."""
+        """By position: how much a token's mixed state adds to the digest, if its KV is intact."""
         gain = np.sum(self.makers * self.readers, dtype=np.uint64)
         weighted: Words = self.position_weights * gain
         return weighted
@@ -158,8 +158,9 @@ class SimModel:
         return words
 
     def digest(self, words: Words) -> int:
-        """The digest of the KV of a sequence from position 0 on, [layer, num_tokens,
-        token_bytes / 8].
+        """The digest of a sequence's KV from position 0 on.
+
+        `words` has the shape [layer, num_tokens, token_bytes / 8].
         """
         per_token = (words @ self.readers[:, :, None])[:, :, 0]
         return int((per_token @ self.position_weights[: words.shape[1]]).sum(dtype=np.uint64))

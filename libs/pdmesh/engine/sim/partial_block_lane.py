@@ -1,6 +1,4 @@
-"""Blocks of the sim engine that are not full, or of which only the beginning is used (S103,
-S104).
-"""
+"""The sim engine's blocks that are not full, or whose beginning only is used (S103, S104)."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ class PartialBlockLane:
         self._size = memory.model.params.block_size
 
     def claim(self, job: PrefillJob, num_blocks: int) -> Tail | None:
-        """What is held of the job's tokens after its first `num_blocks` blocks.
+        """What memory holds of the job's tokens after its first `num_blocks` blocks.
 
-        The last token does not count: it is computed.
+        The last token does not count: it is always computed.
         """
         if not (self._pool.sampling and _is_named(job, job.block_hashes, self._size)):
             return None
@@ -57,5 +55,5 @@ class PartialBlockLane:
 
 
 def _is_named(job: PrefillJob, hashes: Sequence[bytes], size: int) -> bool:
-    """Nothing is kept of a job without a root, or without hashes of its own full blocks."""
+    """Whether the job has a root and hashes of its own full blocks; if not, nothing is kept."""
     return bool(job.cache_salt) and len(hashes) == len(job.prompt) // size

@@ -15,7 +15,7 @@ class PromptUnderWay:
     job: PrefillJob
     blocks: list[int]
     num_cached: int
-    num_computed: int = 0  # of the rest
+    num_computed: int = 0  # of the other tokens
     num_in_chunk: int = 0
     states: Words | None = None  # of all its tokens, once needed
 
@@ -46,7 +46,7 @@ class PrefillLane:
         return self._prompts.get(prompt.job.leg) is prompt
 
     def in_chunk(self) -> list[PromptUnderWay]:
-        """Prompts of which the current step computes something."""
+        """Prompts that have tokens in the current step."""
         return [prompt for prompt in self._prompts.values() if prompt.num_in_chunk]
 
     def add(self, prompt: PromptUnderWay) -> None:

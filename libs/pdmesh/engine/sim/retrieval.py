@@ -52,7 +52,7 @@ from pdmesh.net.tasks import watched
 T = TypeVar("T")
 
 _TICK_S: Final = 0.01  # the loop's timers may be early by less than this
-_QUICK_BYTES: Final = 1 << 20  # of KV: read at once, since a thread would cost more
+_QUICK_BYTES: Final = 1 << 20  # of KV; less is read at once, since a thread would cost more
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class Retrieved:
 
 @dataclass(slots=True)
 class _Retrieval:
-    """From `begin` until its sequence joined or its blocks were released."""
+    """A decode from `begin` until its sequence has joined or its blocks are released."""
 
     job: DecodeJob
     first_token: int | None
     blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
     pull: asyncio.Task[LoadFailure | None] | None = None  # once its turn has come
-    has_landing: bool = True  # it is ours: nothing was asked for yet, or all of it arrived
+    has_landing: bool = True  # the range is ours: the pull has not begun, or has ended well
     digest: int | None = None  # of its KV, once that was read
     is_complete: bool = False
 
@@ -137,7 +137,7 @@ class Retriever:
             self._tell(LoadCancelled(leg))
 
     def free_landing(self, offset: int) -> None:
-        """The range is free of late writes."""
+        """No late write can reach the range any more."""
         self._tell(AgentLandingFreed(offset))
 
     # -- effects ----------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Retriever:
 
     async def _pull(self, retrieval: _Retrieval, awaits_prefill: bool) -> LoadFailure | None:
         job, blocks = retrieval.job, self._prompt_blocks(retrieval)
-        retrieval.has_landing = False  # from now on the agent reports when it is free
+        retrieval.has_landing = False  # from now on the agent reports when the range is free
         try:
             await self._agent.pull(
                 job.ticket,
@@ -206,7 +206,7 @@ class Retriever:
         if pull.cancelled():
             failure: LoadFailure | None = LoadFailure(PullFailure.CLOSING, "it was cancelled")
         elif pull.exception() is not None:
-            return  # the engine dies of it
+            return  # this error ends the engine
         else:
             failure = pull.result()
         landings = (job.landing.offset,) if retrieval.has_landing else ()
@@ -242,7 +242,7 @@ class Retriever:
             self._spawn(self._read_aside(retrieval), f"read-{leg}")
 
     async def _read_aside(self, retrieval: _Retrieval) -> None:
-        """In a thread, so that running sequences step meanwhile (S52)."""
+        """Read the digest in a thread, so that running sequences step meanwhile (S52)."""
         retrieval.digest = await asyncio.to_thread(self._digest, retrieval)
         if self._retrievals.get(retrieval.job.leg) is retrieval:
             self._join_if_read(retrieval)

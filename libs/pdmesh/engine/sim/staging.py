@@ -1,8 +1,8 @@
 """The sim engine's prefill half: gathers blocks into the staging range, whole or per layer (S48).
 
-A whole prompt is gathered when it is complete. A prompt that is handed on per layer has its ticket
-open from the start: each layer's part of each chunk is gathered as soon as it is computed, and a
-layer is ready when its last chunk is.
+A prompt that is handed on whole is gathered when it is complete. A prompt that is handed on per
+layer has its ticket open from the start: each layer's part of each chunk is gathered as soon as it
+is computed, and a layer is ready with its last chunk.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Stager:
         return self._ticket(job)
 
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
-        """Write and gather what the current chunk adds to a layer; with the last chunk it is
-        ready.
+        """Write and gather what the current chunk adds to a layer.
+
+        With the last chunk the layer is ready.
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
@@ -88,7 +89,7 @@ class Stager:
             self.release(ticket_id)
 
     def closed(self, ticket_id: str) -> bool:
-        """The agent has closed the ticket; False if it was none of ours."""
+        """The agent has closed the ticket; False if it is not one of ours."""
         self._writing.discard(ticket_id)
         return self._legs.pop(ticket_id, None) is not None
 

@@ -1,4 +1,4 @@
-"""The sim engine's way to the tiers: prompts wait here, bounded, while missing blocks are fetched.
+"""The sim engine's way to the tiers: prompts wait here for missing blocks, for a bounded time.
 
 Fetched blocks are copied into the engine's paged memory when the prompt joins a step. The blocks
 that a step completes are copied out, one by one, at memory speed (S76, S77).
@@ -26,7 +26,7 @@ REPORT_EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """Where blocks that the engine lacks come from, and how long a prompt waits for them."""
+    """Where missing blocks come from, and how long a prompt waits for them."""
 
     stack: TierStack
     timeout_s: float
@@ -34,7 +34,7 @@ class FetchedBlocks:
 
 
 class TierLane:
-    """`on_ready` gets a prompt whose blocks were fetched, or could not be."""
+    """`on_ready` gets a prompt once its blocks were fetched, or could not be fetched."""
 
     def __init__(
         self,
@@ -72,9 +72,7 @@ class TierLane:
         self.stack.pool.close()
 
     def begin(self, job: PrefillJob) -> bool:
-        """False if the job has nothing to fetch: it has no names, or the engine holds all of
-        them.
-        """
+        """False if the job has nothing to fetch: no names, or the engine holds all its blocks."""
         names = self._names(job)
         first = self._pool.num_held(names)
         if first == len(names):
@@ -104,7 +102,7 @@ class TierLane:
             self._die(error)
             return
         lease = task.result()
-        if self._jobs.pop(job.leg, None) is None:  # aborted when the fetch had just ended
+        if self._jobs.pop(job.leg, None) is None:  # it was aborted just after the fetch ended
             lease.close()
             return
         self._leases[job.leg] = lease
@@ -113,8 +111,9 @@ class TierLane:
     # -- in a step --------------------------------------------------------------------------------
 
     def load(self, job: PrefillJob, num_local: int) -> list[int]:
-        """New engine blocks with what was fetched after the first `num_local` blocks,
-        findable by name.
+        """New engine blocks with the fetched KV after the first `num_local` blocks.
+
+        They can be found by name.
         """
         if (lease := self._leases.pop(job.leg, None)) is None:
             return []
@@ -131,8 +130,9 @@ class TierLane:
             lease.close()
 
     def save(self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy the blocks of a chain that the pool lacks, from its start; a sequence still
-        holds it.
+        """Copy the blocks of a chain that the pool lacks, while a sequence still holds the chain.
+
+        `names` and `blocks` begin at the chain's start.
         """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
@@ -163,7 +163,7 @@ class TierLane:
     def _names(self, job: PrefillJob) -> Sequence[bytes]:
         """The names of the blocks that need not be computed.
 
-        The last token always is computed, since the first draw needs it.
+        The last token is always computed, since the first draw needs it.
         """
         if not job.cache_salt:
             return ()

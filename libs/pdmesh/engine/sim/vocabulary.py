@@ -38,9 +38,7 @@ def byte_alphabet() -> list[str]:
 
 @dataclass(slots=True)
 class Vocabulary:
-    """`tokens[id]` is the token's bytes; `merges` build each longer token from its prefix and
-    a byte.
-    """
+    """`tokens[id]` is the token's bytes; `merges` build a longer token from a prefix and a byte."""
 
     tokens: list[bytes] = field(default_factory=list)
     merges: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -59,8 +57,9 @@ class Vocabulary:
         return self._ids[token]
 
     def add_split(self, character: str) -> None:
-        """Split `character`, after a space, into two tokens: one is drawn, the other must
-        follow.
+        """Split `character`, after a space, into two tokens.
+
+        The first is drawn, and the second must follow it.
         """
         data = character.encode()
         cut = len(data) - 1

@@ -21,13 +21,13 @@ from pdmesh.kv.tiers.config import TierConfig
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.AdaptiveScheduler"
-# A step on a CPU must end soon: the decodes that share it wait for it, and so do pings. Short steps
-# cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, against 6.5 s in one step
-# (SmolLM2-135M, float32). The longest ping took 4 s instead of 18 s on a busy machine. On a CPU
-# without instructions for its number format such a step takes 13 s.
+# A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
+# steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, and 6.5 s in a single step
+# (SmolLM2-135M, float32). The longest ping took 4 s, and 18 s with a single step, on a busy
+# machine. On a CPU without instructions for its number format, a step of this size takes 13 s.
 CPU_STEP_TOKENS = 512
-MEMORY_SHARE = 0.3  # of a GPU, that must be free: several engines may share it
-LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must match before those that followed them are proposed
+MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
+LOOKUP_MIN, LOOKUP_MAX = 2, 4  # how many tokens must match before their successors are proposed
 
 
 def installed_device() -> str:
@@ -56,7 +56,7 @@ class VllmConfig:
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    group_id: str = ""  # KV is handed on within it alone
+    group_id: str = ""  # KV is handed on only within it
     max_pulls: int = 64  # of KV, at once
     lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
@@ -75,22 +75,20 @@ class VllmConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens computed per step at most, and at least one for each sequence; 0: vLLM's
-        choice.
-        """
+        """Tokens computed per step at most; at least one for each sequence. 0: vLLM's choice."""
         asked = self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else 0)
         return max(asked, self.max_num_seqs) if asked else 0
 
     @property
     def is_eager(self) -> bool:
-        """On a CPU, where a compiled start takes minutes with a cold cache."""
+        """True on a CPU, where a compiled start takes minutes with a cold cache."""
         return self.device == "cpu"
 
 
 def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str]:
     """The environment that vLLM needs before it is imported; values that are set already are kept.
 
-    Always offline and silent: no download, no usage report, and no request in a log.
+    It makes vLLM offline and silent: no download, no usage report, and no request in a log.
     """
     values = {
         "HF_HUB_OFFLINE": "1",
@@ -107,9 +105,8 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
             # Half of the cores, since prefill and decode share them, or each rank's share.
             "OMP_NUM_THREADS": str(max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            # AsyncLLM keeps EngineCore in a child process in either case. With 0 a single rank's
-            # worker lives in that child too, not in a process of its own: that saves 5 s and 300
-            # MB.
+            # AsyncLLM keeps EngineCore in a child process in either case. With 0, a single rank's
+            # worker lives in that child, too, not in its own process, which saves 5 s and 300 MB.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
         if num_ranks > 1:
@@ -128,7 +125,7 @@ def thread_binding(cores: Sequence[int], num_ranks: int) -> str:
     """The cores that each rank computes on, as vLLM reads it: "0,1|2,3".
 
     Ranks wait for each other in every layer, so two ranks on one core would wait for each other's
-    time slice. With fewer cores than ranks nothing is bound and the system shares the cores out.
+    time slice. With fewer cores than ranks, nothing is bound, and the system shares the cores out.
     """
     share = len(cores) // num_ranks
     if not share:
@@ -184,18 +181,19 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
 
 
 def engine_seed(config: VllmConfig) -> int:
-    """The seed of the draws that have none of their own.
+    """The seed of the draws whose request has no seed.
 
     vLLM's default is 0 for each engine. Then a decode would draw an answer's second token with the
-    same noise as prefill drew the first.
+    same noise with which prefill drew the first.
     """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
 def speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Prompt lookup. The schedule is that of the acceptance that was set: `AdaptiveScheduler` puts
-    another in its place as tokens are checked (S118).
+    """Prompt lookup. The schedule is for the configured acceptance.
+
+    `AdaptiveScheduler` replaces it as tokens are checked (S118).
     """
     return {
         "method": "ngram",

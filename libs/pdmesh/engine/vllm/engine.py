@@ -1,7 +1,7 @@
 """The vLLM engine of one instance: `Engine` over AsyncLLM.
 
 Each job is one vLLM request (`Requests`). `Jobs` decides what the requests' outputs and the
-workers' reports about KV mean. This file starts, stops and forwards.
+workers' reports about KV mean. This file starts and stops vLLM, and forwards.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
 class VllmEngine:
-    """See `pdmesh.engine.base.Engine`. One per process group; not to be started twice."""
+    """See `pdmesh.engine.base.Engine`. There is one per process group; start it only once."""
 
     def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
         self._config, self._find_holders = config, find_holders
@@ -98,7 +98,7 @@ class VllmEngine:
         self._process = LlmProcess()
         self._control: ControlServer | None = None
         self._view = SchedulerView()
-        self._names = BlockNames(0, config.block_size)  # capacity is known when the cache is
+        self._names = BlockNames(0, config.block_size)  # its capacity follows with the cache's
         self._tiers: TierClient | None = None
         self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None
@@ -189,7 +189,7 @@ class VllmEngine:
             await asyncio.wait(tasks, timeout=1.0)
         await self._process.stop()
         if self._control is not None:
-            await self._control.close()  # a worker that is still there exits when this ends
+            await self._control.close()  # a worker that is still there then exits
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         log.info("vllm.stopped")
@@ -222,8 +222,8 @@ class VllmEngine:
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
         """The names of the blocks that need not be computed; the last token always is.
 
-        All are asked for, even if the engine seems to hold them: it may have evicted some by the
-        time of the step.
+        All of them are fetched, even if the engine seems to hold them: it may have evicted some by
+        the time of the step.
         """
         is_all_computed = job.sampling.num_prompt_logprobs is not None
         if self._tiers is None or not job.cache_salt or is_all_computed:
@@ -312,18 +312,18 @@ class VllmEngine:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """One per rank, in order."""
+        """One pid per rank, in order."""
         return self._worker_pids
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left of any job, ticket or request."""
+        """Whether no job, ticket or request is left."""
         if self._jobs is None or self._requests is None:
             return False
         return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
-        """Everything was given back: tests call it when no job is left."""
+        """Assert that everything was given back; tests call it when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
@@ -333,7 +333,7 @@ class VllmEngine:
     # -- one job ----------------------------------------------------------------------------------
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Without this task the engine is not in the state that the mesh assumes."""
+        """A task whose failure ends the engine: the mesh relies on it."""
         return watched(work, name, lambda error: self._task_died(name, error))
 
     def _task_died(self, name: str, error: BaseException) -> None:
@@ -352,9 +352,7 @@ class VllmEngine:
         self._pull_ended(leg)
 
     def _pull_begun(self, leg: int) -> None:
-        """The engine's own progress bounds what comes before the pull and after it: a step
-        may take long.
-        """
+        """Bound the pull. The time before and after it is bounded by the engine's own progress."""
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S
         loop = asyncio.get_running_loop()

@@ -1,10 +1,10 @@
 """The messages between the instance host and vLLM's worker processes, beside vLLM's own channels.
 
-vLLM starts its workers as children of the host, and the KV agent lives in the worker. Addresses,
-closed tickets, pulls and failures travel to the host, releases to the worker, over one unix socket
-per rank in a private directory. A frame is a little-endian uint32 length and one msgpack array with
-a tag. Both sides act on the end of the connection: a worker without its host exits, a host without
-one of its workers fails.
+vLLM starts its workers as children of the host, and the KV agent lives in the worker. There is one
+unix socket per rank, in a private directory. Addresses, closed tickets, pulls and failures travel
+to the host, and releases to the worker. A frame is a little-endian uint32 length and one msgpack
+array with a tag. Both sides act on the end of the connection: a worker without its host exits, and
+a host without one of its workers fails.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Pulling(RankMessage):
 class Arrived(RankMessage):
     """Worker: the pulled KV is in its blocks; the leg waits for a place in a step.
 
-    It comes before Received, within a step too.
+    It comes before Received, even within a step.
     """
 
     rank: int
@@ -133,7 +133,7 @@ class FetchToPool(RankMessage):
     owner: bytes
     first: int  # blocks before it are in the engine
     timeout_s: float
-    asks_peers: bool = False  # Holders follows
+    asks_peers: bool = False  # if set, Holders follows
 
 
 class Holders(RankMessage):
@@ -153,7 +153,7 @@ class ForgetLease(RankMessage):
 
 
 class Pin(RankMessage):
-    """Host: evict no block of these prefixes; they replace those of the last Pin.
+    """Host: evict no block of these prefixes; they replace the prefixes of the last Pin.
 
     Each is (owner, until in unix seconds, names).
     """
@@ -223,7 +223,7 @@ class ProbePeer(RankMessage):
 
 
 class Probed(RankMessage):
-    """Worker: the result of a probe; `reason` is empty if every rank answered rightly."""
+    """Worker: the result of a probe; `reason` is empty if every rank's answer was correct."""
 
     rank: int
     check_id: int
@@ -241,7 +241,7 @@ class Connections(RankMessage):
 class Working(RankMessage):
     """Worker: it computes.
 
-    Sent at the beginning of a step and within it, a few times a second at most.
+    Sent at the beginning of a step and within the step, at most a few times a second.
     """
 
     rank: int
@@ -250,7 +250,7 @@ class Working(RankMessage):
 
 
 class Disconnect(RankMessage):
-    """Host: the peer with these addresses left."""
+    """Host: the peer with these addresses has left."""
 
     addresses: tuple[str, ...]
 
@@ -315,7 +315,7 @@ def decode_to_host(frame: bytes) -> ToHost:
 
 
 class WorkerControl:
-    """The worker's end: sends from any thread, receives on one of its own."""
+    """The worker's end: it sends from any thread and receives on its own thread."""
 
     def __init__(
         self, path: str, on_message: Callable[[ToWorker], None], on_closed: Callable[[], None]
@@ -328,9 +328,7 @@ class WorkerControl:
         threading.Thread(target=self._receive, name="pdmesh-control", daemon=True).start()
 
     def send(self, message: RankMessage) -> None:
-        """Blocks while the host does not read: a frozen host stops its worker and fills no
-        memory.
-        """
+        """Blocks while the host does not read, so that a frozen host's messages fill no memory."""
         try:
             with self._lock:
                 self._socket.sendall(encode_frame(message))
@@ -339,7 +337,7 @@ class WorkerControl:
 
     def close(self) -> None:
         self._is_closing = True
-        with contextlib.suppress(OSError):  # already gone
+        with contextlib.suppress(OSError):  # the socket is already gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -354,4 +352,4 @@ class WorkerControl:
         except Exception:
             log.exception("vllm.control.died")
         if not self._is_closing:
-            self._on_closed()  # in any case: the host's messages no longer arrive
+            self._on_closed()  # whatever happened: the host's messages no longer arrive

@@ -1,1 +1,1 @@
-"""Starting vLLM: the checks before it, its first thread and its last process."""
+"""Starting vLLM: the checks before the start, its first thread and its last process."""

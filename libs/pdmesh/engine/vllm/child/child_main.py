@@ -1,8 +1,8 @@
 """The main module of vLLM's child processes: it ends them when their parent is gone.
 
 A spawned child imports its parent's main module first. With this module in its place, the child
-skips the service's imports (2 s) and is guarded from its first moment. vLLM itself may wait for
-minutes for a dead parent while it starts.
+skips the service's imports (2 s) and is guarded from its first moment. Without the guard, a vLLM
+that starts may wait minutes for a dead parent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ POLL_S = 0.5
 
 
 def _guard(host: int, parent: int) -> None:
-    """Poll: no portable call waits for the end of a process that is not a child.
+    """Poll, since no portable call waits for the end of a process that is not a child.
 
-    The parent's pid alone is not enough: the parent may die before this process reads it.
+    The parent's pid is not enough: the parent may die before this process reads the pid.
     """
     while os.getppid() == parent and _is_alive(host):
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""What a processor cannot do, or only slowly, by its flags, before vLLM's child dies of it.
+"""Reads from a processor's flags what it cannot do, or does slowly, before vLLM's child dies of it.
 
-Everything here is text in and text out. A machine whose flags cannot be read is refused nothing;
-vLLM reports what is wrong.
+All functions take text and return text. On a machine whose flags cannot be read, nothing is
+refused: vLLM reports what is wrong.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def own_flags() -> frozenset[str]:
 
 
 def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
-    """Why this processor cannot store KV in this format, in one line; empty if it can or if
-    nothing is known.
+    """Why this processor cannot store KV in this format, in one line.
+
+    Empty if it can, or if nothing is known.
     """
     if not flags or not kv_cache_dtype.startswith("fp8") or _AMX in flags or flags >= _AVX512:
         return ""

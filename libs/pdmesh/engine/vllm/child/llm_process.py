@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 STOP_TIMEOUT_S = 15.0
-# for a cancelled start; the caller that stops the process waits longer than that
+# how long a cancelled start may take to end; the caller of `stop` waits longer
 BUILD_STOP_S = 8.0
 
 
@@ -43,9 +43,9 @@ class LlmProcess:
         return llm
 
     async def is_alive(self) -> bool:
-        """Asks vLLM's engine process, which answers between two steps.
+        """Ask vLLM's engine process, which answers between two steps.
 
-        True before the start and after the end.
+        Returns True before the start and after the end.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -64,7 +64,7 @@ class LlmProcess:
         if self._llm is None:
             return
         if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()  # or it reports the end of its engine as a death
+            self._llm.output_handler.cancel()  # it would report its engine's end as a death
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), STOP_TIMEOUT_S)
         self._llm = None

@@ -1,4 +1,4 @@
-"""Checks before vLLM spends half a minute on an error and hides the cause in its child's log."""
+"""Checks before the start, since vLLM fails late and hides the cause in its child's log."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdmesh.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
 
-RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, in the worker alone
-_DTYPE_BYTES = {"float32": 4}  # all others: as stored
+RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, only in the worker
+_DTYPE_BYTES = {"float32": 4}  # other formats take the size of the stored weights
 
 
 def weight_bytes(model_dir: Path) -> int:
@@ -31,7 +31,7 @@ def needed_bytes(config: VllmConfig, weights: int) -> int:
 
 
 def available_bytes(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo; None if there is none."""
+    """MemAvailable of /proc/meminfo; None if it is not there."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -59,7 +59,7 @@ def check_memory(config: VllmConfig) -> None:
 def check_processor(config: VllmConfig) -> None:
     """Raises EngineFailed for what this processor cannot do; logs what it does slowly.
 
-    A GPU is left to vLLM.
+    vLLM itself checks a GPU.
     """
     if config.device != "cpu":
         return

@@ -1,6 +1,4 @@
-"""The directory of an engine's sockets: private, with a short path, swept if its owner was
-killed.
-"""
+"""The directory of an engine's sockets: private, with a short path, removed if its owner died."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "pdmesh-vllm-"  # then the owner's pid; a unix socket's path holds about 100 characters
+_PREFIX = "pdmesh-vllm-"  # the owner's pid follows; a socket's path may have about 100 characters
 
 
 def make_private_dir(parent: Path | None = None) -> Path:
-    """A new directory with mode 0700. Removes those of ours whose process is gone."""
+    """A new directory with mode 0700. Removes our directories whose process is gone."""
     parent = parent or Path(tempfile.gettempdir())
     for left in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or already removed

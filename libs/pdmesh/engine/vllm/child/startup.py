@@ -25,7 +25,7 @@ PROGRESS_EVERY_S = 5.0
 
 
 async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
-    """Await `work` (Any: its own result), with a log line every few seconds."""
+    """Await `work` (Any: whatever it returns), with a log line every few seconds."""
     task, started = asyncio.ensure_future(work), time.monotonic()
     while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
         waited = time.monotonic() - started

@@ -1,3 +1,1 @@
-"""Our KV connector in vLLM: the scheduler's half plans each step, the worker's half moves the
-KV.
-"""
+"""Our KV connector in vLLM: the scheduler's half plans each step, the worker's half moves KV."""

@@ -102,7 +102,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
         if external == 0 and self._tiers is not None:
-            # Loaded within the step: the bytes are already in this machine's memory.
+            # It is loaded within the step, for the bytes are already in this machine's memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
         return external, external is None or external > 0
@@ -139,7 +139,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks go back at once: KV to hand over was gathered in the step that computed it."""
+        """Blocks go back at once, for KV to hand over was gathered in the step that computed it."""
         self.planner.finished(request.request_id)
         if self._tiers is not None:
             self._tiers.finished(request.request_id)
@@ -166,9 +166,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a
-        load.
-        """
+        """The step begins; vLLM calls `start_load_kv` after its forward unless it awaits a load."""
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
         self.worker.begin(metadata.plan, metadata.num_tokens)

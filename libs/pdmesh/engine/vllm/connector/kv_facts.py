@@ -1,4 +1,4 @@
-"""How vLLM computes and stores KV: number format, scales, heads. Read from vLLM's configuration."""
+"""Reads from vLLM's configuration how it computes and stores KV: number format, scales, heads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdmesh.engine.vllm.model.fingerprint import digest
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
-# These turn positions independently of the longest position.
+# Kinds of rope that turn a position independently of the longest position.
 _ANY_LENGTH: Final = frozenset({"default", "linear", "llama3"})
-_BY_LENGTH: Final = ("llama4",)  # models whose attention depends on it
+_BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest position
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class KvFacts:
     dtype: str
     scales: str
     num_heads: int  # kv heads of the whole model
-    computed: str  # digest of what decides the numbers, beside the model's files
+    computed: str  # digest of all that decides the numbers, apart from the model's files
     backends: str  # names of the attention kernels, which lay out the inside of an opaque block
 
 
@@ -49,9 +49,9 @@ def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
 
 
 def how_computed(vllm_config: Any) -> list[str]:
-    """What vLLM made of its configuration and the model's.
+    """The settings that vLLM derived from its own configuration and the model's.
 
-    If any of it differs, equal weights give different KV.
+    If any of them differs, equal weights give different KV.
     """
     model = vllm_config.model_config
     text = model.hf_text_config
@@ -71,13 +71,13 @@ def how_computed(vllm_config: Any) -> list[str]:
 def length_decides(model_type: str, rope: object) -> bool:
     """Whether `max_model_len` changes the KV of a prompt that is shorter.
 
-    Unknown kinds of rope count as if they did, to be safe.
+    To be safe, unknown kinds of rope count as if they depended on it.
     """
     return model_type.startswith(_BY_LENGTH) or not _rope_types(rope) <= _ANY_LENGTH
 
 
 def _rope_types(rope: object) -> set[str]:
-    """Of all layers: some models have one rope for each type of layer."""
+    """The rope types of all layers: some models have one rope for each type of layer."""
     if not isinstance(rope, Mapping):
         return set()
     kinds = {str(rope[key]) for key in ("rope_type", "type") if rope.get(key) is not None}
@@ -102,7 +102,7 @@ def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
     """How the stored numbers are scaled.
 
     `values` are each layer's scales of K and V, if one scale holds for all numbers. They come with
-    the checkpoint, so both sides have them and only compare them.
+    the checkpoint, so both sides have them and need only compare them.
     """
     if stored.endswith("_per_token_head"):
         return BESIDE

@@ -1,3 +1,1 @@
-"""In the instance's process: the jobs, the meaning of vLLM's outputs and workers, the host's
-view.
-"""
+"""In the instance's process: jobs, and what outputs of vLLM and its workers mean to the host."""

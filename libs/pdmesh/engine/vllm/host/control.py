@@ -25,7 +25,7 @@ _CLOSE_S = 1.0
 
 
 class WorkerLost(Exception):
-    """A worker closed its connection, or sent something that is no message."""
+    """A worker closed its connection, or sent bytes that are not a message."""
 
 
 class ControlServer:
@@ -46,7 +46,7 @@ class ControlServer:
         self._server = await asyncio.start_unix_server(self._serve, str(path))
 
     def broadcast(self, message: RankMessage) -> None:
-        """To every rank.
+        """Send to every rank.
 
         Messages are small and rare, so the write buffer needs no bound of its own.
         """

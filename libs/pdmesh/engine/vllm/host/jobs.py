@@ -1,7 +1,7 @@
 """The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
 
-Facts about a job come in two ways, tokens through vLLM and KV through the control socket, in any
-order. This module decides the one order that the host sees: a ticket is announced when every rank
+Facts about a job come in two ways, in any order: tokens through vLLM, and KV through the control
+socket. This module decides the one order that the host sees: a ticket is announced when every rank
 has staged, a decode's tokens come after its KV, and a reserved range is given back when every rank
 is done with it.
 """
@@ -86,7 +86,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class _Taking:
-    """A decode, from its start until it has ended and its landing range is clear on all ranks."""
+    """A decode, from its start until it has ended and its landing range is free on all ranks."""
 
     job: DecodeJob
     pulling: set[int] = field(default_factory=set)  # ranks that have begun to pull
@@ -104,7 +104,7 @@ class _Local:
 
 
 class Jobs:
-    """`handle` takes a fact and returns what follows; the host commands starts and aborts."""
+    """`handle` takes a fact and returns its effects; the host commands starts and aborts."""
 
     def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
         self._endpoint, self._num_ranks = endpoint, num_ranks
@@ -121,7 +121,7 @@ class Jobs:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for any leg or ticket."""
+        """Whether nothing is held for any leg or ticket."""
         return not (self._whole or self._taking or self._local or self._per_layer)
 
     def prefill(self, job: PrefillJob) -> None:
@@ -133,9 +133,7 @@ class Jobs:
             self._whole.start(job)
 
     def decode(self, job: DecodeJob) -> list[Effect]:
-        """Effects only for a ticket whose KV does not fit this engine: the leg ends before it
-        began.
-        """
+        """Start a decode. If the ticket's KV does not fit this engine, the effects end the leg."""
         ours, ticket = self._endpoint, job.ticket
         why = kv_format.difference(
             ticket.model_fingerprint, ours.model_fingerprint, ticket.instance_id, ours.instance_id
@@ -152,7 +150,7 @@ class Jobs:
         return []
 
     def refused(self, leg: int, message: str) -> list[Effect]:
-        """vLLM never took the request: nothing of it can reach a worker."""
+        """vLLM never took the request, so nothing of it can reach a worker."""
         if self._per_layer.owns(leg):
             return self._per_layer.refused(leg, message)
         if self._whole.owns(leg):
@@ -166,7 +164,7 @@ class Jobs:
         return effects
 
     def abort(self, leg: int) -> list[Effect]:
-        """The host no longer wants the leg, nor its ticket."""
+        """The host wants neither the leg nor its ticket any more."""
         if self._per_layer.owns(leg):
             return self._per_layer.abort(leg)
         if (local := self._local.pop(leg, None)) is not None:
@@ -187,7 +185,7 @@ class Jobs:
         return taking is not None and taking.job.first_token is None and not taking.is_over
 
     def pull_deadline_s(self, leg: int) -> float:
-        """How long the pull of a leg may take once it begins, as reported by `KvPulling`."""
+        """How long the pull of a leg may take, from `KvPulling` on."""
         return self._taking[leg].job.deadline_s
 
     def overdue(self, leg: int) -> list[Effect]:

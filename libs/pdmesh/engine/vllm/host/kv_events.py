@@ -2,8 +2,8 @@
 
 vLLM names blocks by its own hashes and publishes their tokens and parent. The mesh's hash is
 computed from the same tokens under the root that came as the job's cache salt. Blocks without a
-salt have no name in the mesh. Events are hints: after a gap any block may have been removed, so the
-view starts again empty. Names stay known, as parents of later blocks.
+salt have no name in the mesh. Events are hints: after a gap, any block may have been removed, so
+the view starts again, empty. Names stay known as parents of later blocks.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 
 @dataclass(slots=True)
 class BlockNames:
-    """From vLLM's block hashes to the mesh's.
+    """Maps vLLM's block hashes to the mesh's.
 
-    `capacity` bounds what is remembered; the least recent goes first.
+    `capacity` bounds how many are remembered; the least recent is forgotten first.
     """
 
     capacity: int
@@ -98,7 +98,7 @@ class BlockNames:
         return None
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix of `names` that the engine holds, by its events so far."""
+        """Blocks in the longest prefix of `names` that the engine holds, by its events so far."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def _store(self, event: BlockStored) -> None:
@@ -117,7 +117,7 @@ class BlockNames:
 
     def _add(self, name: bytes) -> None:
         if name in self._held:
-            return  # told before: vLLM also reports blocks that it used again
+            return  # already known: vLLM also reports blocks that it uses again
         self._held[name] = None
         if name in self._removed:
             del self._removed[name]
@@ -134,9 +134,7 @@ class BlockNames:
             self._removed[name] = None
 
     def _origin(self, event: BlockStored) -> tuple[bytes, bytes] | None:
-        """(root, parent's mesh hash) of the event's first block; None if it has no name in
-        the mesh.
-        """
+        """(root, parent's mesh hash) of the event's first block; None if it has no mesh name."""
         if event.parent_block_hash is not None:
             known = self._names.get(event.parent_block_hash)
             return (known[1], known[0]) if known else None

@@ -1,4 +1,4 @@
-"""What the host reads: outputs, collected until it asks, one batch per turn of the event loop.
+"""Collects outputs until the host reads them, in one batch per turn of the event loop.
 
 vLLM delivers the tokens of one step to all waiting jobs in the same turn, so a batch is a step.
 """
@@ -36,9 +36,9 @@ class OutputQueue:
             self._changed.set()
 
     def drop(self, leg: int) -> None:
-        """Forget the unread outputs of an aborted leg, except what gives its ranges back.
+        """Forget the unread outputs of an aborted leg, except those that give its ranges back.
 
-        The end of a prefill is such an output: a job that had ended gets no `TicketClosed`.
+        The end of a prefill is such an output, for an ended job gets no `TicketClosed`.
         """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 

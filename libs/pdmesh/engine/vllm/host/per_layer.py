@@ -1,8 +1,8 @@
-"""Prefills of one vLLM engine whose KV is handed on per layer: tickets live beside them.
+"""Prefills of one vLLM engine whose KV is handed on per layer, while they still compute.
 
-A ticket is announced when every rank has opened it. It may be closed, with its KV taken, before the
-prompt's token 1 is read here. The host gets `TicketClosed` once for each ticket that was announced
-or aborted, however the job ends.
+A ticket is announced when every rank has opened it. It may be closed, with its KV taken, before
+token 1 is read here. The host gets `TicketClosed` once for each ticket that was announced or
+aborted, however the job ends.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class PerLayerPrefills:
         return effects + self._end(streaming)
 
     def refused(self, leg: int, message: str) -> list[Effect]:
-        """vLLM never took the request; the ticket may be open nonetheless."""
+        """vLLM never took the request, but the ticket may be open."""
         streaming = self._by_leg[leg]
         failed = [] if streaming.is_over else [Failed(leg, "ENGINE_FAILED", message)]
         return [*failed, *self._end(streaming)]
 
     def drawn(self, drawn: Drawn) -> list[Effect]:
-        """Token 1, or vLLM failed the request."""
+        """vLLM drew token 1, or failed the request."""
         streaming = self._by_leg[drawn.leg]
         if streaming.is_over:
             return []
@@ -129,7 +129,7 @@ class PerLayerPrefills:
         return [TicketOpened(streaming.job.leg, streaming.ticket)]
 
     def _end(self, streaming: _Streaming) -> list[Effect]:
-        """The KV is no longer wanted: each rank closes the ticket if it has not yet."""
+        """The KV is no longer wanted: each rank closes the ticket if it has not done so."""
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks

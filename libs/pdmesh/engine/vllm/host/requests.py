@@ -1,5 +1,4 @@
-"""The legs' requests in vLLM: begun when the tiers have answered, read by a task, aborted on
-demand.
+"""The legs' requests in vLLM: each begins when the tiers have answered, and a task reads it.
 
 `Jobs` decides what the outputs mean. If vLLM does not take a request, only that request ends. If a
 request's task fails later, the engine ends, since the state of the request is unknown.
@@ -40,9 +39,9 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvents:
-    """What the requests report to.
+    """The callbacks of the requests.
 
-    `refused`: vLLM never took it, and why. `ended` is the last call about a leg.
+    `refused` says why vLLM did not take a request. `ended` is the last call about a leg.
     """
 
     drawn: Callable[[Drawn], None]
@@ -86,7 +85,7 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes] = (),
     ) -> None:
-        """`names` are of the blocks that the tiers should provide, if they can."""
+        """`names`: the blocks that the tiers should provide if they can."""
         reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
@@ -118,7 +117,7 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes],
     ) -> None:
-        """What the tiers have is in place before vLLM gets the request (S77)."""
+        """Put the tiers' blocks in place, then give vLLM the request (S77)."""
         if names and self._tiers is not None:
             first = self._num_held(names)
             offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)
@@ -130,8 +129,8 @@ class Requests:
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
         """Forward the request's outputs. `params` is vLLM's own type, imported late.
 
-        An abort never cancels it: a request that vLLM took must be aborted there, and `add_request`
-        takes it at some point inside.
+        An abort never cancels this task: at some unknown point in `add_request`, vLLM takes the
+        request, and from then on it must be aborted in vLLM.
         """
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -21,7 +21,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 def sampling_params(
     sampling: Sampling, max_tokens: int, kv_transfer_params: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """vLLM gets no tokenizer: token ids alone end a request, and no id is turned into text."""
+    """vLLM gets no tokenizer: only token ids end a request, and no id is turned into text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -53,15 +53,15 @@ def sampling_params(
         output_kind=RequestOutputKind.DELTA,
         extra_args=extra or None,
     )
-    if shaping.bad_words:  # vLLM makes token ids of words itself, with the tokenizer it has not
+    if shaping.bad_words:  # vLLM would make token ids from words with a tokenizer, which it lacks
         params._bad_words_token_ids = [list(word) for word in shaping.bad_words]
     return params
 
 
 def honoured(seed: int | None) -> int | None:
-    """vLLM takes -1 for no seed.
+    """The seed for vLLM, which takes -1 for no seed.
 
-    The largest seed stands in for it; no choice of a request has that one (`check_choices`).
+    The largest seed stands in for -1; no choice of a request has that seed (`check_choices`).
     """
     return _LARGEST_SEED if seed == -1 else seed
 
@@ -98,8 +98,9 @@ def prompt_logprobs(found: FlatLogprobs) -> PromptLogprobs:
 def token_logprobs(
     tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int
 ) -> tuple[TokenLogprob, ...]:
-    """Per token its log probability and the `num_top` likeliest; vLLM adds one if it drew
-    another.
+    """For each token its log probability and the `num_top` likeliest tokens.
+
+    vLLM adds the drawn token if it is not among the likeliest.
     """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):

@@ -1,6 +1,4 @@
-"""vLLM's scheduler counters, as last reported: free blocks for placement, token sources for
-tests.
-"""
+"""vLLM's scheduler counters as last reported: free blocks for placement, token counts for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any
 
 
 class SchedulerView:
-    """Filled by vLLM's stat logger on the host's event loop, once per step."""
+    """vLLM's stat logger fills it on the host's event loop, once per step."""
 
     def __init__(self) -> None:
         self.kv_cache_usage = 0.0
@@ -50,8 +48,9 @@ class SchedulerView:
             self.num_prompt_tokens_pulled += sources.external_kv_transfer
 
     def logger_factory(self) -> Any:
-        """A class that vLLM can instantiate per engine (Any: its StatLoggerFactory), which
-        writes to this view.
+        """A class of loggers that write to this view; vLLM makes one per engine.
+
+        Any: vLLM's StatLoggerFactory.
         """
         from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -27,14 +27,14 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-MAX_NAMES: Final = 2048  # of one prompt; the blocks beyond are computed
-GRACE_S: Final = 0.25  # for a rank's answer to arrive
+MAX_NAMES: Final = 2048  # per prompt; further blocks are computed
+GRACE_S: Final = 0.25  # time for a rank's answer to arrive
 
 
 @dataclass(slots=True)
 class _Asked:
     num_ranks: int
-    answered: asyncio.Future[tuple[int, int]]  # first block that all ranks hold, and the end
+    answered: asyncio.Future[tuple[int, int]]  # first block that all ranks hold, end of the run
     held: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank
 
     def on_answer(self, message: Fetched) -> None:
@@ -87,7 +87,7 @@ class TierClient:
         return (leg, first, count) if count else None
 
     async def _tell_holders(self, leg: int, names: Sequence[bytes], first: int) -> None:
-        """While the ranks look in their own tiers, ask which peers have the blocks."""
+        """Ask which peers have the blocks, while the ranks look in their own tiers."""
         if self._find is None:
             return
         holdings = await self._find(names, first)
@@ -95,7 +95,7 @@ class TierClient:
         self._broadcast(Holders(leg, plain))
 
     def forget(self, leg: int) -> None:
-        """vLLM did not get the request that the lease was for."""
+        """vLLM did not get the request of this lease."""
         self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:

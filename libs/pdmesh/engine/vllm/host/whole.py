@@ -60,7 +60,7 @@ class WholePrefills:
         self._leg_of_ticket[job.ticket_id] = job.leg
 
     def refused(self, leg: int, message: str) -> list[Effect]:
-        """vLLM never took the request: nothing of it can reach a worker."""
+        """vLLM never took the request, so nothing of it can reach a worker."""
         handing = self._by_leg[leg]
         self._forget(handing)
         if handing.is_aborted:
@@ -94,16 +94,14 @@ class WholePrefills:
         return self._settle(handing)
 
     def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once all ranks agree on it, and close the ticket after
-        that.
-        """
+        """Announce the prefill's end once all ranks agree on it, and then close the ticket."""
         job, drawn = handing.job, handing.drawn
         if len(handing.ended) == self._num_ranks:
             return self._close(handing)
         if drawn is None or handing.is_announced:
             return []
         if handing.failure or drawn.finish_reason is FinishReason.STOP:
-            return [ReleaseAtRanks(job.ticket_id)]  # announced when it has ended
+            return [ReleaseAtRanks(job.ticket_id)]  # its end is announced when the ticket ends
         if len(handing.staged) < self._num_ranks:
             return []
         handing.is_announced = True

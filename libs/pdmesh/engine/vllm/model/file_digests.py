@@ -1,10 +1,10 @@
 """SHA-256 of files, computed once and cached in a private folder, for the very file that was
 hashed.
 
-That is a file of the same device, inode, size, and times of content and of inode, to the
-nanosecond. No program can set the last, so a file that was replaced or written in place is hashed
-again. A file that changed a moment ago is not remembered, since another change might not show in
-its times. A cache that is doubtful in any other way is not used.
+It is the same file if device, inode, size, mtime and ctime are equal, the times to the nanosecond.
+No program can set the ctime, so a file that was replaced or written in place is hashed again. A
+file that changed a moment ago is not remembered, since another change might not show in its times.
+A cache that is doubtful in any other way is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Which file it was, and in which state."""
+    """Identifies a file, and its state when it was hashed."""
 
     device: int
     inode: int
@@ -78,7 +78,7 @@ def default_cache_dir() -> Path | None:
 
 
 class FileDigests:
-    """Blocks: for other threads than the loop's. The loop ends it with `stop`."""
+    """Its calls block, so do not call it on the loop's thread. The loop ends it with `stop`."""
 
     def __init__(self, cache_dir: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._cache_dir, self._clock = cache_dir, clock
@@ -134,7 +134,7 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _cache(self, folder: Path) -> Iterator[_Cache | None]:
-        """One process at a time hashes a folder; the others wait and find the result."""
+        """One process at a time hashes a folder; other processes wait and find the result."""
         cache = _Cache.open(self._cache_dir, folder) if self._cache_dir is not None else None
         if cache is None:
             yield None
@@ -145,8 +145,9 @@ class FileDigests:
             cache.close()
 
     def _has_lock(self, cache: _Cache, folder: Path) -> bool:
-        """False if there are no locks here, and after `_LOCK_S`: the process with the lock
-        may be frozen.
+        """Wait for the lock; False if there are no locks here, or after `_LOCK_S`.
+
+        By then the process with the lock may be frozen.
         """
         ends = time.monotonic() + _LOCK_S
         try:
@@ -168,7 +169,7 @@ def changed(path: Path) -> EngineFailed:
 
 
 class _Progress:
-    """Logs how far all threads are, now and then."""
+    """Logs the progress of all threads now and then."""
 
     def __init__(self, folder: str, total: int) -> None:
         self._folder, self._total, self._done = folder, total, 0
@@ -192,7 +193,7 @@ class _Cache:
 
     @classmethod
     def open(cls, cache_dir: Path, folder: Path) -> _Cache | None:
-        """None if the folder cannot be made, or if others may write there."""
+        """None if the folder cannot be made, or if other users may write there."""
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
         try:
             cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -236,7 +237,7 @@ class _Cache:
         text = json.dumps({"version": _VERSION, "files": files})
         making = f"{self._name}.making"
         try:
-            with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            with contextlib.suppress(FileNotFoundError):  # remove what a killed process left behind
                 os.unlink(making, dir_fd=self._directory)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(making, flags, 0o600, dir_fd=self._directory), "w") as file:
@@ -249,7 +250,7 @@ class _Cache:
     def _prune(self) -> None:
         """Forget the folders that were hashed longest ago.
 
-        A process that holds the lock of one may then not be alone.
+        Then two processes may hold a lock of such a folder at the same time.
         """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:
@@ -265,7 +266,7 @@ class _Cache:
 
 
 def _check_private(descriptor: int) -> None:
-    """Raises OSError unless it is ours, and no other user may read or write it."""
+    """Raises OSError unless this user owns it, and no other user may read or write it."""
     status = os.fstat(descriptor)
     is_kind = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     if not is_kind or status.st_uid != os.geteuid() or status.st_mode & 0o077:

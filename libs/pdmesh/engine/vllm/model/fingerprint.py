@@ -1,9 +1,9 @@
 """Digests of what decides the bytes of a KV block.
 
-`core.kv.layout.compatibility` makes one string of them. The host contributes the model's files and
-how the model is run. The worker adds what vLLM made of its settings (`kv_facts`), the layout of its
-KV cache, and the instruction set if blocks are opaque, because vLLM's CPU kernels pack K and V by
-it.
+`core.kv.layout.compatibility` joins them into one string. The host contributes the model's files
+and how the model is run. The worker adds the settings that vLLM derived (`kv_facts`) and the layout
+of its KV cache. If blocks are opaque, it also adds the instruction set, because vLLM's CPU kernels
+pack K and V differently for each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPUTATION_CHARS = 16
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A hex digest of the parts in order; no two lists of parts give the same concatenation."""
+    """A hex digest of the parts in order; no two lists of parts are digested as the same bytes."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -51,5 +51,5 @@ def machine_kernels(device: str) -> str:
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
-        cpuinfo = ""  # not Linux: use the machine's name
+        cpuinfo = ""  # this is not Linux: use the machine's name
     return f"{platform.machine()} {cpu_kernels(cpuinfo)}"

@@ -1,8 +1,8 @@
 """Which model a folder holds: a digest of all its files that decide the contents of KV.
 
-Two checkpoints of one layout may differ in one projection of one layer only, so nothing less than
-all bytes tells them apart. With an equal digest, one model's KV would be used for the other, in
-every tier and between instances.
+Two checkpoints of one layout may differ only in one projection of one layer, so only all bytes
+together tell them apart. If their digests were equal, one model's KV would be used for the other,
+in every tier and between instances.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _OF_TEXT: Final = (
 
 
 def decides_kv(name: str) -> bool:
-    """Weights, and what says how they are arranged, quantised and computed with.
+    """Whether it has weights, or says how they are arranged, quantised and used.
 
-    Unknown JSON counts.
+    An unknown JSON file counts.
     """
     suffix = PurePath(name).suffix
     if name.startswith("."):
@@ -55,7 +55,7 @@ class ModelFiles:
         return digest([self.config, *(f"{name}:{self.files[name].sha256}" for name in names)])
 
     def check_unchanged(self, digests: FileDigests) -> None:
-        """The files that were loaded are those that were hashed. Blocks.
+        """Check that the loaded files are the files that were hashed. Blocks.
 
         Raises EngineFailed: MODEL_CHANGED.
         """
@@ -77,10 +77,10 @@ class ModelFiles:
 def read_model(
     folder: Path, digests: FileDigests, known: Mapping[str, str] | None = None
 ) -> ModelFiles:
-    """`known` are SHA-256 of files that were verified a moment ago.
+    """`known`: the SHA-256 of files that were verified a moment ago.
 
-    Blocks while it hashes the rest. Raises EngineFailed if the directory is not that of a Hugging
-    Face model.
+    Blocks while it hashes the other files. Raises EngineFailed if the folder does not hold a
+    Hugging Face model.
     """
     known = known or {}
     try:

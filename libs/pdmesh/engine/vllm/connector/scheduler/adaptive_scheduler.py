@@ -1,7 +1,7 @@
-"""vLLM's scheduler with as many proposed tokens per step as are right (S118).
+"""vLLM's scheduler, which proposes fewer or more tokens per step as fewer or more are right (S118).
 
-vLLM reads the number of a batch size from a table that it makes once. This one puts a new table
-there before each step, and tells the core what was checked.
+vLLM reads the number of tokens to propose from a table by batch size, which it makes once. This
+scheduler replaces the table before each step, and reports the checked tokens to the core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.core.instance.speculation import AdaptiveSpeculation, Speculation
 
 
 class AdaptiveScheduler(Scheduler):
-    """Any: arguments and results of vLLM's scheduler, passed on as they are."""
+    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

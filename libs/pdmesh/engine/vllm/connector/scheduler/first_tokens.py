@@ -1,9 +1,10 @@
-"""Token 1 of a request that vLLM got before it was known (S48): set before the request computes.
+"""Sets token 1 of a request that vLLM got before the token was known (S48), before it computes.
 
 The scheduler holds such a request in WAITING_FOR_REMOTE_KVS, with a stand-in as the last token of
-its prompt. Nothing has read the stand-in by then: cached prefixes end before the last token, blocks
-are named when they are computed, and the model gets the prompt with the first step. Only a block
-hash that includes the stand-in, if the prompt fills its last block, is computed again.
+its prompt. Nothing reads the stand-in until the token is set: cached prefixes end before the last
+token, blocks are named when they are computed, and the model gets the prompt with the first step.
+Only if the prompt fills its last block, that block's hash includes the stand-in and is computed
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_EARLY = 1024
 
 
 class FirstTokens(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler, with a step's output. By leg."""
+    """First tokens by leg; they go from the workers to the scheduler with a step's output."""
 
     def __init__(self, by_leg: dict[int, int]) -> None:
         self.by_leg = by_leg
@@ -40,7 +41,7 @@ class EarlyRequests:
         self._came_first: OrderedDict[int, int] = OrderedDict()
 
     def add(self, leg: int, request: Request) -> bool:
-        """True if its token is already there."""
+        """Returns whether the request's token is already there."""
         token_id = self._came_first.pop(leg, None)
         if token_id is None:
             self._waiting[leg] = request

@@ -3,8 +3,8 @@
 It decides from what the scheduler reports, step by step; the worker half carries the plan out in
 the same step. A prompt's blocks are gathered in the step that computes its last token, so that they
 can go back to the prefix cache at once. If a prompt is handed on per layer, each step that fills
-blocks gathers them (S48). The plan also names a request that ends before its turn: then the side
-that reserved bytes for it learns that nothing will touch them.
+blocks gathers them (S48). The plan also names requests that end before their turn, so that the side
+that reserved bytes for them learns that nothing will touch these bytes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Store:
 class StorePart:
     """Gather the blocks that a step fills, each layer as soon as it is computed.
 
-    `is_last`: the layer is then ready.
+    `is_last`: with this part, the layer is ready.
     """
 
     store: Store  # without its blocks
     num_blocks: int  # of the whole prompt
-    first_block: int  # those before it were gathered in earlier steps
-    block_ids: tuple[int, ...]  # from the first of the prompt on
+    first_block: int  # earlier steps have gathered the blocks below it
+    block_ids: tuple[int, ...]  # from the prompt's first block on
     is_last: bool
 
 
@@ -50,8 +50,8 @@ class StorePart:
 class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
-    `timeout_s` bounds the wait for its turn, and again the pull itself. The time before a step
-    begins the load counts for neither.
+    `timeout_s` bounds the wait for its turn, and again the pull itself. The time until a step
+    begins the load counts for neither bound.
     """
 
     key: str  # the engine's own name of the request
@@ -84,9 +84,9 @@ class StepPlan:
     loads: list[KvLoad] = field(default_factory=list)
     takes: list[KvLoad] = field(
         default_factory=list
-    )  # all blocks are cached here: only an ack to send
+    )  # all blocks are cached here, so there is only an ack to send
     entered: list[Entered] = field(default_factory=list)
-    cancelled: list[KvLoad] = field(default_factory=list)  # started, and no longer waited for
+    cancelled: list[KvLoad] = field(default_factory=list)  # started, and no longer wanted
     dropped_tickets: list[str] = field(default_factory=list)
     dropped_legs: list[int] = field(default_factory=list)
 
@@ -188,18 +188,17 @@ class HandoffPlanner:
         self._unjoined.discard(key)
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
-        """How many tokens after the locally cached ones will be pulled; 0 if none or already
-        pulled.
+        """How many tokens after the locally cached ones will be pulled.
 
-        None: ask again. With nothing to pull the request would be computed at once, although token
-        1 is not known.
+        0: there are none, or they are pulled already. None: ask again. It is returned while token 1
+        is not known and nothing is to be pulled: with 0 the request would be computed at once.
         """
         load = self._loads.get(key)
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0
         return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """The request has its blocks: start its load, or acknowledge one that needs no bytes."""
+        """The request has its blocks: start its load, or acknowledge a load that needs no bytes."""
         load = self._loads.pop(key, None)
         if load is None:
             return
@@ -255,8 +254,9 @@ class HandoffPlanner:
     def _gather_part(
         self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], Sequence[int]]
     ) -> None:
-        """The blocks that become full when `num_tokens` are computed; with the last of them,
-        the rest.
+        """Gather the blocks that are full once `num_tokens` are computed.
+
+        With the prompt's last token, also gather its partial block.
         """
         is_last = num_tokens >= store.num_tokens
         num_blocks = -(-store.num_tokens // self._block_size)

@@ -1,9 +1,9 @@
 """Which blocks a step loads from the host pool and saves to it: the scheduler's half of the tiers.
 
-A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. Those that
-the engine lacks are loaded at the start of the step that begins the prompt. Every block that a step
-completes is saved at its end, since vLLM does not report evictions in time. This module decides
-from what the scheduler reports; the ranks carry it out.
+A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. The blocks
+that the engine lacks are loaded at the start of the step that begins the prompt. Every block that a
+step completes is saved at the step's end, since vLLM does not report evictions in time. This module
+decides from what the scheduler reports; the ranks carry out the decisions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pdmesh.kv.tiers.owner import owner_of
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`; none: the lease is not
-    needed.
+    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`.
+
+    Without `block_ids`, the lease is not needed.
     """
 
     leg: int
@@ -28,9 +29,7 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class TierSave:
-    """The chain `names` is complete to its end; its last `len(block_ids)` blocks are new, in
-    these.
-    """
+    """The chain `names` is complete; its last `len(block_ids)` blocks are new, in `block_ids`."""
 
     names: tuple[bytes, ...]
     owner: bytes
@@ -84,10 +83,10 @@ class TierPlanner:
     ) -> None:
         """A request arrived.
 
-        `offer` is (leg, first, count) of its lease. Without a salt it has no names.
+        `offer` is (leg, first, count) of its lease. Without a salt its blocks have no names.
 
-        If a prompt is pulled from a prefill, only the answer is saved: the rest is in the prefill's
-        pool.
+        If a prompt is pulled from a prefill, only the answer is saved: the prompt is in the
+        prefill's pool.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)
@@ -114,7 +113,7 @@ class TierPlanner:
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The request has its blocks; the load follows in the same step.
 
-        The lease is used once: if vLLM asks again, there is none.
+        The lease is used once: if vLLM asks again, there is no lease.
         """
         offer = self._offers.pop(key, None)
         if offer is None:

@@ -1,1 +1,1 @@
-"""In each of vLLM's workers: the caches of one rank, and its KV on its way in and out."""
+"""In each vLLM worker: the caches of one rank, and its KV on its way in and out."""

@@ -1,4 +1,4 @@
-"""How a rank's paged KV cache is accessed: by where it is and whether its heads are separable."""
+"""Chooses how to access a rank's paged KV cache, by its place and whether heads are separable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How vLLM laid out a rank's KV cache: separable heads on a GPU, opaque blocks on a CPU.
 
-vLLM's CPU kernels pack K and V by instruction set within a block, so there a block is opaque and
-moves whole. On a GPU the tensor tells the axes of a block, whatever their order in memory.
+vLLM's CPU kernels pack K and V within a block, differently for each instruction set. So on a CPU a
+block is opaque and moves whole. On a GPU the tensor shows the axes of a block, whatever their order
+in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DIGEST_CHARS = 12
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The same for all layers of a rank."""
+    """One layout for all layers of a rank."""
 
     where: HeadBlocks
     block: str  # digest of a block's inner layout as it travels
@@ -39,8 +40,7 @@ def read_layout(
     is_opaque: bool,
     kernels: str = "",
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `kernels` names those that lay out the inside of an opaque
-    block.
+    """`num_heads` are this rank's; `kernels` names the kernels that lay out an opaque block.
 
     Raises ValueError if layers differ, or if a layer's blocks are not contiguous.
     """
@@ -58,9 +58,7 @@ def read_layout(
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache, by the shapes that vLLM's attention kernels have; None for
-    others.
-    """
+    """The axes of a GPU cache, if its shape is one that vLLM's attention kernels use; or None."""
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"

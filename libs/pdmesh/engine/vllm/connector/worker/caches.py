@@ -1,8 +1,8 @@
-"""Gather and scatter over vLLM's paged KV cache; the way is chosen once, by where the cache is.
+"""Gather and scatter over vLLM's paged KV cache, in a way that is chosen once by the cache's place.
 
 The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks count
-as one head. Layers are in order of registration, which is equal on every rank and instance of one
-fingerprint.
+as one head. Layers are in order of registration, which is the same on every rank and instance with
+the same fingerprint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OnDone = Callable[[], None] | None
 class PagedCaches(Protocol):
     """`on_done` is called exactly once: before the call returns, or later from another thread.
 
-    Without it the copy is complete when the call returns.
+    Without `on_done`, the copy is complete when the call returns.
     """
 
     num_layers: int
@@ -32,11 +32,11 @@ class PagedCaches(Protocol):
     block_bytes: int  # of one layer, all heads
 
     def wait_for_model(self) -> None:
-        """Returns when the model has computed what it was given."""
+        """Returns when the model has computed all work that it was given."""
         ...
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
-        """All layers of the blocks into `out`, as the model has written them so far.
+        """Gather all layers of the blocks into `out`, as the model has written them so far.
 
         The model may overwrite the blocks at once.
         """
@@ -45,7 +45,7 @@ class PagedCaches(Protocol):
     def gather_layer(
         self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
     ) -> None:
-        """`gather` of one layer, within the forward that computes it."""
+        """Gather one layer, within the forward that computes it."""
         ...
 
     def scatter(
@@ -55,8 +55,7 @@ class PagedCaches(Protocol):
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
-        """The heads in `source`, or all, of all layers to their blocks, before the model's next
-        step.
+        """Scatter `source`, with `heads` or all heads of all layers, before the model's next step.
 
         `on_done`: `source` may be reused.
         """
@@ -65,7 +64,7 @@ class PagedCaches(Protocol):
     def scatter_part(
         self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
-        """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head.
+        """Scatter a part of the bytes that `scatter` takes: whole blocks of a head, from `offset`.
 
         It runs on the KV agent's thread and is complete when it returns.
         """
@@ -82,10 +81,9 @@ def layout_of(caches: PagedCaches, num_blocks: int, fingerprint: str) -> KvLayou
 def part_rows(
     where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int, heads: Span | None
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint8]]]:
-    """A part of a prompt's bytes of these heads, row by row: layer, head, first block, and the
-    blocks' bytes [blocks, bytes].
+    """Split a part of a prompt's bytes into rows: layer, head, first block, bytes of the blocks.
 
-    Raises ValueError if the part splits a block.
+    A row's bytes have the shape [blocks, bytes]. Raises ValueError if the part splits a block.
     """
     if offset % where.head_bytes or data.size % where.head_bytes:
         raise ValueError(f"{data.size} bytes at {offset} are not whole blocks of a head")

@@ -1,11 +1,12 @@
-"""Tokens of the answer that another engine drew count as output, though they arrive as prompt.
+"""Makes vLLM count as output what another engine drew of an answer, though it arrives as prompt.
 
-In the mesh an answer goes on in another request, at decode and after a migration. vLLM's penalties,
-`min_tokens`, `bad_words` and seeded draws look at the tokens that a request has drawn. So a request
-begins in the model runner as one that was preempted: its prompt ends where the answer begins, and
-what was drawn before is its output already. The scheduler still counts these tokens as prompt.
+In the mesh, an answer goes on in another request, at decode and after a migration. vLLM's
+penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that a request has drawn.
+So a request begins in the model runner like a preempted request: its prompt ends where the answer
+begins, and the tokens drawn so far are its output. The scheduler still counts these tokens as
+prompt.
 
-This is about vLLM's first model runner, the only one that computes on a CPU.
+This patches vLLM's first model runner, the only model runner that computes on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
 
 
 def count_drawn_as_output() -> None:
-    """From now on, in this process. Idempotent."""
+    """Patch the model runner of this process. Idempotent."""
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -47,14 +48,14 @@ def num_drawn_before(params: Any) -> int:
 
 
 def move_drawn_to_output(state: Any) -> None:
-    """`state`: vLLM's own of a request that begins, with its whole prompt."""
+    """`state`: vLLM's own state of a request that begins, with its whole prompt."""
     num = num_drawn_before(state.sampling_params)
     if not num or state.prompt_token_ids is None:
         return
     state.output_token_ids[:0] = state.prompt_token_ids[-num:]
     state.prompt_token_ids = state.prompt_token_ids[:-num]
     state.num_prompt_tokens -= num
-    if state.sampling_params.min_tokens:  # of those that the request itself draws
+    if state.sampling_params.min_tokens:  # it counted only tokens that this request draws
         state.sampling_params = state.sampling_params.clone()
         state.sampling_params.min_tokens += num
 

@@ -1,10 +1,10 @@
 """One rank's KV on its way in: pulls it and scatters it into the waiting request's blocks.
 
-`core.kv.transfer.incoming_blocks` decides; this module carries it out. vLLM keeps the blocks until
-the load is reported as over, even if the request was aborted. Ranges are scattered as they land, on
-the agent's thread and outside of the lock. All other effects hold the lock, so that they keep the
-order of the decisions. A sender with another number of ranks is pulled from in pieces, which take
-no turns: while they wait, only the lease at the rank of the same number is renewed.
+`core.kv.transfer.incoming_blocks` decides; this module carries out the decisions. vLLM keeps the
+blocks until the load is reported as over, even if the request was aborted. Ranges are scattered as
+they land, on the agent's thread and without the lock. All other effects hold the lock, so that they
+keep the order of the decisions. Pulls from a sender with another number of ranks consist of pieces,
+which take no turns: while pieces wait, only the lease at the rank of the same number is renewed.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class _Loading:
 
 
 class IncomingKv:
-    """`send` tells the host.
+    """`send` sends to the host.
 
-    `pull`, `cancel`, `take_results` and `entered` are called by the step's thread.
+    The step's thread calls `pull`, `cancel`, `take_results` and `entered`.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class IncomingKv:
     ) -> None:
         self._share, self._rank = share, share.rank
         self._caches, self._agent, self._send = caches, agent, send
-        self._lock = threading.RLock()  # an effect may cause the next event
+        self._lock = threading.RLock()  # reentrant, since an effect may cause the next event
         self._blocks = IncomingBlocks(max_pulls)
         self._loading: dict[int, _Loading] = {}  # by leg, until its blocks are done
-        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg; whether it is complete
-        self._first_tokens: dict[int, int] = {}  # by leg; the scheduler has not been told
+        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: the load, is it complete
+        self._first_tokens: dict[int, int] = {}  # by leg, if the scheduler does not know it yet
         self._arrived: dict[int, tuple[int, float, float]] = {}  # by leg: bytes, duration, wait
 
     # -- a step -----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class IncomingKv:
         self._send(Received(self._rank, entered.leg, num_bytes, duration_s, num_computed, waited_s))
 
     def take_first_tokens(self) -> dict[int, int]:
-        """By leg; those that the scheduler has not been told yet."""
+        """First tokens by leg that the scheduler does not know yet."""
         with self._lock:
             news, self._first_tokens = self._first_tokens, {}
         return news
@@ -226,7 +226,7 @@ class IncomingKv:
         failpoints.hit("decode.range")
 
     def _report(self, report: ReportLoad) -> None:
-        """At once: the current step may take longer than a pull."""
+        """Report at once, for the current step may take longer than a pull."""
         leg, failure = report.leg, report.failure
         if failure is None:
             num_bytes = self._num_bytes(self._loading[leg].load)

@@ -3,7 +3,7 @@
 A whole prompt is gathered after the step that completes it. A prompt that is handed on per layer
 has its ticket open before it is computed; each layer's blocks are gathered within the forward, as
 soon as the layer's attention has run (S48). Steps run on vLLM's thread, orders come on the control
-socket's thread, and tickets close on the agent's.
+socket's thread, and tickets close on the agent's thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.agent.thread import AgentThread
 
-MAX_REMEMBERED = 1024  # tickets that ended before their turn; the lease ends what exceeds this
+MAX_REMEMBERED = 1024  # tickets that ended before their turn; leases end any further ones
 
 
 class Outgoing:
-    """`send` tells the host.
+    """`send` sends to the host.
 
     Each ticket gets exactly one `RankTicketClosed`, when nothing touches its range any more.
     """
@@ -87,7 +87,7 @@ class Outgoing:
                 self._agent.release(ticket_id)
                 return
             if ticket_id in self._begun:
-                return  # closed already
+                return  # the ticket is closed already
             _remember(self._begun, ticket_id)
         self._send(RankTicketClosed(self._rank, ticket_id, "released"))
 
@@ -104,9 +104,7 @@ class Outgoing:
                 self._put(part, layer)
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
-        """After the forward: gather the layers that came without a call of their own (a graph
-        without hooks).
-        """
+        """After the forward, gather the layers for which no hook was called (in a graph)."""
         if parts:
             for layer in range(self._num_layers_put, self._caches.num_layers):
                 self.put_layer(parts, layer)
@@ -148,8 +146,9 @@ class Outgoing:
             return part.store.ticket_id in self._held
 
     def _put(self, part: StorePart, layer: int) -> None:
-        """A part of a layer is one piece if blocks are opaque; with separable heads, the
-        layer goes whole with the last part.
+        """Gather a part of a layer if blocks are opaque.
+
+        With separable heads, the whole layer is gathered with its last part.
         """
         first = part.first_block if self._caches.num_heads == 1 else 0
         if first == 0 and not part.is_last and self._caches.num_heads > 1:

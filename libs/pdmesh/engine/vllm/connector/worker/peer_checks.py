@@ -1,7 +1,7 @@
-"""Whether KV arrives from a peer: each rank asks the peer's ranks that it will pull from (S16).
+"""Checks whether KV arrives from a peer: each rank asks the ranks that it will pull from (S16).
 
-Rank i asks rank i only, unless the peer has another number of ranks: then it asks those whose heads
-it needs. The host starts the check and collects the answers.
+Rank i asks only rank i, unless the peer has another number of ranks: then it asks the ranks whose
+heads it needs. The host starts the check and collects the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.engine.vllm.messages import Disconnect, Probed, ProbePeer, RankMessa
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 
-_GRACE_S: Final = 1.0  # for the ranks' answers to arrive
+_GRACE_S: Final = 1.0  # time for the ranks' answers to arrive
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PeerChecks:
 
 
 class PeerProber:
-    """The worker's half, on the thread that receives from the host; `send` tells the host."""
+    """The worker's half, on the thread that receives from the host; `send` sends to the host."""
 
     def __init__(
         self, share: Share, agent: AgentThread, send: Callable[[RankMessage], None]

@@ -1,9 +1,9 @@
 """One prompt's KV pulled from several ranks of its sender, as one pull (S57).
 
-If both sides have as many ranks, it is one piece: the whole ticket, from the rank of the same
-number. Else each piece is some heads of one source rank and lands in its own part of the landing
-range. The pull is over when the last piece has ended, successful or not: only then nothing writes
-into the range any more.
+If both sides have the same number of ranks, the pull is one piece: the whole ticket, from the rank
+of the same number. Otherwise each piece has some heads of one source rank and lands in its own part
+of the landing range. The pull is over when the last piece has ended, successful or not: only then
+nothing writes into the range any more.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pdmesh.kv.transport.base import ByteArray
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """`heads` are the source's, as (first, number); `here` those of this rank that they become.
+    """`heads` of the source, as (first, number), become the heads `here` of this rank.
 
-    None: all heads. A `count` of 0 brings nothing.
+    None: all heads. A piece with a `count` of 0 brings nothing.
     """
 
     source_rank: int
@@ -48,22 +48,21 @@ class Share:
     rank: int
 
     def is_like(self, ticket: Ticket) -> bool:
-        """Whether the ticket's sender has as many ranks."""
+        """Whether the ticket's sender has the same number of ranks."""
         return len(ticket.addresses) == self.num_ranks
 
     def sources(self, num_sources: int) -> tuple[int, ...]:
-        """The ranks of such a peer that this one pulls from. Raises ValueError as `pieces` does."""
+        """The ranks of `num_sources` that this rank pulls from. Raises ValueError like `pieces`."""
         if num_sources == self.num_ranks:
             return (self.rank,)
         found = pieces(self.num_heads, num_sources, self.num_ranks, self.rank)
         return tuple(sorted({piece.source_rank for piece in found}))
 
     def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
-        """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to
-        where.
+        """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
 
-        Raises ValueError if the heads do not divide over the number of ranks: `kv_format` lets no
-        such ticket come here.
+        This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
+        heads equally; `kv_format` lets no such ticket come here.
         """
         if self.is_like(ticket):
             count = max(1, self.num_heads // self.num_ranks)
@@ -84,7 +83,7 @@ class Share:
                     num_takers(self.num_heads, num_sources, self.num_ranks, piece.source_rank),
                 )
             )
-            at += size or 1  # an empty piece has a place of its own: a range is freed by its offset
+            at += size or 1  # an empty piece needs its own offset: ranges are freed by offset
         return tuple(pulls)
 
 
@@ -101,9 +100,9 @@ def pull_pieces(
     on_silent: Callable[[], None] = lambda: None,
     on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
 ) -> TogetherPull:
-    """Pull all at once, the prompt's blocks from `first_block` on.
+    """Pull all pieces at once: the prompt's blocks from `first_block` on.
 
-    `on_range` as in `KvAgent.pull`, with offsets within the piece.
+    `on_range` is as in `KvAgent.pull`, with offsets within the piece.
     """
 
     def pull(piece: PiecePull) -> Future[PullResult]:
@@ -126,7 +125,7 @@ def pull_pieces(
 
 
 class TogetherPull:
-    """Several pulls with one end. Callbacks come from the thread that ends the last of them."""
+    """Several pulls with one end. It calls back on the thread that ends the last of them."""
 
     def __init__(self, pulls: Sequence[tuple[PiecePull, Future[PullResult]]]) -> None:
         self._pulls = list(pulls)
@@ -135,7 +134,7 @@ class TogetherPull:
         self._on_done: Callable[[], None] = lambda: None
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Start all; call back once, when all have ended."""
+        """Start all pulls; call back once, when all have ended."""
         self._on_done = on_done
         for _, pull in self._pulls:
             pull.add_done_callback(self._on_ended)
@@ -145,9 +144,9 @@ class TogetherPull:
             pull.cancel()
 
     def error(self) -> BaseException | None:
-        """The first failure that is no cancellation; else a cancellation; None if all bytes came.
+        """The first failure that is not a cancellation, or else a cancellation; None if all came.
 
-        Valid after the end only.
+        Valid only after the end.
         """
         errors = [e for piece, pull in self._pulls if (e := self._error(piece, pull)) is not None]
         told = [e for e in errors if not isinstance(e, CancelledError)]

@@ -1,11 +1,11 @@
-"""A seeded draw depends on the seed and the token's position in the answer, not on the engine.
+"""Makes a seeded draw depend on the seed and the token's position in the answer, on any engine.
 
 vLLM's first model runner makes a generator when a request begins and advances it once per step. In
-the mesh an answer continues in another request, at decode and after a migration. So before each
-draw the generator is moved to the position of the answer. That includes steps whose draw is
-discarded, which are those of a prompt computed in chunks. vLLM would rewind such a draw, which ends
-the engine on a CPU, whose generators have no offset. vLLM's second model runner needs none of this:
-its noise is a function of seed and position.
+the mesh, an answer continues in another request, at decode and after a migration. So before each
+draw, the generator is moved to the position in the answer. This includes the steps of a prompt that
+is computed in chunks, whose draws are discarded. vLLM would rewind such a draw, which ends the
+engine on a CPU, whose generators have no offset. vLLM's second model runner needs none of this: its
+noise is a function of seed and position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below it per token
+_WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below this per token
 
 
 class SeededDraws(torch.Generator):
@@ -49,9 +49,7 @@ class SeededDraws(torch.Generator):
         return 0 if self.device.type == "cpu" else int(super().get_offset())
 
     def set_offset(self, offset: int) -> None:
-        """vLLM rewinds a discarded draw with it; on a CPU `move_to` does so before the next
-        draw.
-        """
+        """vLLM rewinds a discarded draw with this; on a CPU, `move_to` does that instead."""
         if self.device.type != "cpu":
             super().set_offset(offset)
 
@@ -77,9 +75,9 @@ def draw_by_position() -> None:
 def put_generators(runner: Any, logits: torch.Tensor) -> None:
     """Move each seeded request's generator to where its next token is drawn.
 
-    `runner` is vLLM's own, of no stable type. What was drawn elsewhere is among the outputs
-    (`drawn_before`). With speculation a step takes another amount of noise, so a generator is only
-    put where its request begins.
+    `runner` is vLLM's own, of no stable type. Tokens drawn elsewhere are among the outputs
+    (`drawn_before`). With speculation, a step takes another amount of noise, so a generator is
+    moved only when its request begins.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel

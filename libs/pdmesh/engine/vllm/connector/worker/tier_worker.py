@@ -52,7 +52,7 @@ _CLOSE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """What a rank's blocks are: of which model, of how many tokens, and which share of each."""
+    """What a rank's blocks are: their model, their size, and which share of each the rank has."""
 
     model_fingerprint: str
     size: int  # tokens
@@ -70,7 +70,7 @@ class TierWorker:
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`die` ends the process when its tiers are not in the state that the host assumes."""
+        """`die` ends the process if its tiers are not in the state that the host assumes."""
         self._config = TierConfig(**config)
         self._caches, self._blocks, self._send = caches, blocks, send
         self._die, self._clock = die, clock
@@ -97,11 +97,11 @@ class TierWorker:
         return PoolSource(self.stack.pool, self.stack.counts)
 
     def ask_peers(self, agent: AgentThread) -> None:
-        """Fetch the blocks that peers hold over this agent. Before the host's first message."""
+        """Fetch peers' blocks over this agent. Call it before the host's first message."""
 
         async def fetch(
             *args: Any, **options: Any
-        ) -> Sequence[bytes]:  # Any: passed on as they are
+        ) -> Sequence[bytes]:  # Any: the arguments are passed on
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
         self.stack.peers = AgentPeers(
@@ -116,11 +116,11 @@ class TierWorker:
     # -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins: the time until `save` is the model's."""
+        """The step begins: until `save`, the time counts as the model's."""
         self._step_began = self._clock()
 
     def load(self, plan: TierPlan) -> None:
-        """Before the forward, or after it if no block is to be loaded: leases are closed then."""
+        """Called before the forward, or after it if there are only leases to close."""
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)
@@ -130,8 +130,8 @@ class TierWorker:
 
     def _load(self, load: TierLoad, lease: BlockLease | None) -> None:
         if lease is None:
-            # Cannot happen while the host submits after `Fetched` and forgets only leases that it
-            # did not submit.
+            # This cannot happen as long as the host submits after `Fetched`, and forgets only
+            # leases that it did not submit.
             self._failed_blocks.update(load.block_ids)
             return
         if load.block_ids:
@@ -145,7 +145,7 @@ class TierWorker:
     def save(self, plan: TierPlan) -> None:
         """After the forward, while the requests hold their blocks."""
         if plan.saves and plan.num_tokens >= self._blocks.size:
-            self._caches.wait_for_model()  # as the first gather does
+            self._caches.wait_for_model()  # the first gather would wait for it, too
             duration_s = self._clock() - self._step_began
             self.stack.costs.computed(plan.num_tokens / self._blocks.size, duration_s)
         for save in plan.saves:
@@ -196,7 +196,7 @@ class TierWorker:
                 self.stack.pin(kept)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host told which peers hold the leg's blocks, or the wait for it ended."""
+        """The host has said which peers hold the leg's blocks, or the wait for that is over."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)
@@ -263,7 +263,7 @@ class TierWorker:
 def news_of(report: TierReport, rank: int) -> list[TierNews]:
     """The report in messages of bounded size.
 
-    The first rank reports for all, except what failed.
+    The first rank reports for all ranks; only failures come from every rank.
     """
     faults = [(f.tier.value, f.reason, f.message, f.source) for f in report.faults]
     if rank:

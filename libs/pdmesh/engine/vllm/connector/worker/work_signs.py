@@ -1,9 +1,9 @@
 """What a worker reports while it computes, so that a long step is told from an engine that hangs.
 
-vLLM answers a ping between two steps only, so each layer of a step is a sign too. On a CPU, where a
-step may take seconds, the layer was computed when it is noted. On a GPU it was only queued by then;
-there steps are short and are the signs themselves. CPU time would tell nothing: threads that wait
-for each other use it too, and a GPU leaves the CPU idle.
+vLLM answers a ping only between two steps, so each layer of a step is a sign, too. On a CPU, where
+a step may take seconds, a layer is noted when it has been computed. On a GPU it has only been
+queued by then; but there, steps are short and are signs themselves. CPU time would show nothing:
+threads that wait for each other use it, too, and a GPU leaves the CPU idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WorkSigns:
     def step(self, num_tokens: int) -> None:
         """A step begins.
 
-        A step that computes nothing is no sign: vLLM runs such steps while all requests wait for
+        A step that computes nothing is not a sign: vLLM runs such steps while all requests wait for
         KV.
         """
         if num_tokens:

@@ -129,7 +129,7 @@ class HandoffWorker:
         config = self._config
         lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
-            return ""  # fusion: no KV leaves or comes
+            return ""  # fusion: no KV leaves or arrives
         identity = AgentIdentity(
             config["instance_id"],
             config["incarnation"],
@@ -168,7 +168,7 @@ class HandoffWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
-        """Before the forward of so many tokens: the plan's drops, pulls and entries."""
+        """Before the forward of `num_tokens`: carry out the plan's drops, pulls and entries."""
         self.signs.step(num_tokens)
         if self.tiers is not None:
             self.tiers.begin()
@@ -188,13 +188,13 @@ class HandoffWorker:
             incoming.entered(entered)
 
     def put_layer(self, plan: StepPlan, layer_name: str) -> None:
-        """Within the forward: a layer's part of the prompts that are handed on per layer."""
+        """Within the forward: put a layer of the prompts that are handed on per layer."""
         self.signs.layer()
         if plan.parts and self.outgoing is not None:
             self.outgoing.put_layer(plan.parts, self._layers[layer_name])
 
     def stage(self, plan: StepPlan) -> None:
-        """After the forward."""
+        """Stage the step's prompts, after the forward."""
         if self.outgoing is not None:
             self.outgoing.end_step(plan.parts)
             self.outgoing.stage(plan.stores)
@@ -204,7 +204,7 @@ class HandoffWorker:
         return self.incoming.take_results() if self.incoming is not None else (set(), set())
 
     def take_first_tokens(self) -> dict[int, int]:
-        """Of decodes that were started without theirs, by leg."""
+        """Token 1 by leg, of decodes that were started without it."""
         return self.incoming.take_first_tokens() if self.incoming is not None else {}
 
     def close(self) -> None:
@@ -245,14 +245,14 @@ class HandoffWorker:
 
 
 def _die(error: BaseException) -> None:
-    """A part that the host relies on failed; the host notices the end of the process at once."""
+    """End the process: a part that the host relies on failed, and the host sees the end at once."""
     log.critical("vllm.worker.died", exc_info=error)
     os._exit(1)
 
 
 def _exit() -> None:
-    """The host is gone.
+    """Exit, for the host is gone.
 
-    Nothing here is worth keeping, and vLLM may wait long for a dead parent.
+    Nothing here is worth keeping, and vLLM may wait a long time for a dead parent.
     """
     os._exit(1)
