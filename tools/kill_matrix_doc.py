@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _HEAD: Final = """\
-# What happens when a process is hit
+# What happens when a process is killed, stopped or frozen
 
 Measured by `make kill-matrix` ({machine}; clients, mesh and servers share these cores).
 The mesh has two prefills, two decodes and one of each other service, with the sim engine. In the
@@ -22,11 +22,11 @@ frozen for 6 s (SIGSTOP, then SIGCONT). One mesh goes through all cases in turn.
 
 - **complete**: streams that ended with exactly the text of a single sim model. Every other stream
   ended with one clear error, or its connection was cut or refused. A connection is cut or refused
-  only if the process that holds it was hit.
-- **longest gap**: the longest silence that any client saw, first token included. **bound**: what
-  the test allows.
-- **new request**: from the moment the process was ready again until a new request was answered.
-- **freed**: until no instance held a slot, a ticket or staged bytes for any request.
+  only if the process that holds it was killed, stopped or frozen.
+- **longest gap**: the longest silence that any client saw, including the wait for the first token.
+  **bound**: the longest gap that the test allows.
+- **new request**: the time from when the process was ready again until a new request was answered.
+- **freed**: the time until no instance held a slot, a ticket or staged bytes for any request.
 
 | process | signal | complete | error | cut | longest gap s | bound s | new request s | freed s |
 |---|---|---:|---:|---:|---:|---:|---:|---:|
@@ -38,13 +38,14 @@ Measured by `make kv-faults` ({{machine}}, shared as above), in meshes of two pr
 decodes with the sim engine. Every stream ended with exactly the text of a single sim model.
 
 - **without it**: the longest silence that a client saw before the fault, in the same streams of the
-  same mesh, first token included.
-- **with the fault**: the longest silence with it. Rows without a first column measure a gateway
-  (F27) or a file tier (F33) alone: the time until the described state was reached.
-- **bound**: what the fault may add. **test allows**: the bound plus the time without the fault (at
-  least 1 s), since the machine is shared.
+  same mesh, including the wait for the first token.
+- **with the fault**: the longest silence during and after the fault. Rows without a value in the
+  column "without it" measure only a gateway (F27) or a file tier (F33): the time until the
+  described state was reached.
+- **bound**: the silence that the fault may add. **test allows**: the bound plus the time without
+  the fault (at least 1 s), since the machine is shared.
 
-Of several runs of a fault, the table shows the one that added most.
+If a fault was run several times, the table shows the run that added most.
 
 | fault | what happens | without it s | with the fault s | bound s | test allows s |
 |---|---|---:|---:|---:|---:|

@@ -1,5 +1,7 @@
-"""Requirements that no test of this repository proves, or not all of it, each with the reason: what
-a record measures instead, what the engine does without us, and what is not there or not met.
+"""Requirements that no test in this repository proves completely, each with the reason.
+
+The reason is a measurement instead of a test, the engine's own work, or that the requirement is not
+implemented or not met.
 """
 
 from __future__ import annotations
@@ -8,83 +10,85 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 _OVERLAP: Final = (
-    "vLLM does it: `async_scheduling` is left at its default, which is on, and off for a decode "
-    "that proposes tokens "
-    "(S118); the mesh sees a step's outputs alone"
+    "vLLM does this: `async_scheduling` keeps its default, which is on, except for a decode that "
+    "proposes tokens (S118); the mesh sees only the outputs of a step"
 )
 _LOADING: Final = (
-    "not there: vLLM loads the weights, each rank its own; artefacts (S17, S20) are checked and "
-    "copied before"
+    "not implemented: vLLM loads the weights, each rank its own; artefacts (S17, S20) are checked "
+    "and copied before that"
 )
 _NEEDS_GPUS: Final = "not reproduced: it needs GPUs and a model of that size"
 _TEXT_ONLY: Final = (
-    "not there: the mesh serves text; a part of a message that is not text is a 400 with its path"
+    "not implemented: the mesh serves text; if a part of a message is not text, the request gets a "
+    "400 that names the part"
 )
 
 # One number, or the first and the last of several.
 REASONS: Final[Mapping[str, str]] = {
     "S50": (
-        "how little the operators disturb a decode's steps: that needs a GPU; here they are "
-        "compiled for one and interpreted"
+        "how little the operators disturb a decode's steps, which needs a GPU; the operators are "
+        "only compiled for one, and interpreted"
     ),
     "S52": (
-        "not met as written (`make bench NAME=retrieval`, ADR 6): beside pulls nine in ten tokens "
-        "came within 1.13 times what they took alone, where 1.05 is asked (the median: 1.01); "
-        "pulls at once end 1.2 to 1.5 times as late on average as one by one"
+        "not met as written (`make bench NAME=retrieval`, ADR 6): beside pulls, nine in ten tokens "
+        "came within 1.13 times the time that they took without pulls, where 1.05 is required (the "
+        "median: 1.01); concurrent pulls end 1.2 to 1.5 times as late on average as serial ones"
     ),
     "S56": (
-        "not there: it needs RDMA over several switches; UCX's own settings say how many paths it "
-        "takes"
+        "not implemented: it needs RDMA over several switches; UCX's own settings determine how "
+        "many paths it uses"
     ),
     "S63": (
-        "the paper's factor of 6.7: ours is 1.3 to 1.9, with its laws, lengths and SLOs in "
-        "`make bench NAME=ratio`"
+        "the paper's factor of 6.7: ours is 1.3 to 1.9; `make bench NAME=ratio` states the latency "
+        "laws, lengths and SLOs"
     ),
     "S64": (
         "measured: `make bench NAME=day`, `make bench NAME=simulate-day` and `make bench "
-        "NAME=recovery` draw and write it from the mesh's events"
+        "NAME=recovery` draw and describe the day from the mesh's events"
     ),
     "S66": (
         "measured: `make bench NAME=ratio` (decisions with 10,000 instances), `make bench "
-        "NAME=plan` and `make bench NAME=staleness` (1,000)"
+        "NAME=plan` and `make bench NAME=staleness` (1,000 instances)"
     ),
     "S67": (
-        "not there: what a decode proposes is looked up in the prompt (S118), so there is no "
-        "draft model and no state of one to hand over"
+        "not implemented: a decode looks its proposals up in the prompt (S118), so there is no "
+        "draft model whose state could be handed over"
     ),
     "S75": (
-        "not there: an instance is one data-parallel rank; its host admits, counts and reports "
-        "(S40, S92)"
+        "not implemented: an instance is one data-parallel rank; its host admits, counts and "
+        "reports (S40, S92)"
     ),
     "S82": (
-        "in parts: failures and upgrades are F1 to F42 and S24, priorities S44; what a prompt "
-        "costs decodes beside it is measured by `make bench NAME=retrieval`"
+        "in part: F1 to F42 and S24 prove failures and upgrades, and S44 priorities; `make bench "
+        "NAME=retrieval` measures what a prompt costs the decodes beside it"
     ),
     "S83": (
-        "in parts: the queue is ordered by priority, tenant and deadline (S44); no memory moves "
-        "between the roles of an instance, whole instances change role (S28)"
+        "in part: the queue is ordered by priority, tenant and deadline (S44); no memory moves "
+        "between the roles of an instance, but whole instances change their role (S28)"
     ),
     "S84-S87": _LOADING,
     "S88": (
-        "in parts: a folder as from Hugging Face is loaded as it is (`pdmesh up --model`); slow "
-        "storage was not tried"
+        "in part: an unchanged Hugging Face folder is loaded (`pdmesh up --model`); slow storage "
+        "was not tried"
     ),
-    "S109-S115": "vLLM's part: of its proposers prompt lookup alone is used (S118)",
+    "S109-S115": "left to vLLM: of its proposers, only prompt lookup is used (S118)",
     "S116": (
-        "in parts: vLLM's prompt lookup is used and changes no output (S118); steps saved on a "
-        "copy task are not measured"
+        "in part: vLLM's prompt lookup is used and changes no output (S118); the steps that it "
+        "saves on a copy task are not measured"
     ),
-    "S117": "not there: vLLM looks the prompt up anew at each step",
+    "S117": "not implemented: vLLM searches the prompt again at each step",
     "S120-S122": (
-        "not there: instances have tensor-parallel ranks only; pipeline, data and expert "
+        "not implemented: instances have only tensor-parallel ranks; pipeline, data and expert "
         "parallelism are not passed on to vLLM"
     ),
     "S123-S124": (
-        "vLLM reads it from the model's own config, and no setting is needed; not tried, as it "
-        "needs a GPU"
+        "vLLM reads this from the model's own config, so no setting is needed; it was not tried, "
+        "since it needs a GPU"
     ),
     "S128-S130": _TEXT_ONLY,
-    "S132": "the part that needs no GPU, more hits by routing, is S131; the rest is not reproduced",
+    "S132": (
+        "the part that needs no GPU, more hits through routing, is S131; the rest is not reproduced"
+    ),
     "S133-S134": _NEEDS_GPUS,
     "S135": _LOADING,
     "S136-S137": _NEEDS_GPUS,
