@@ -1,1 +1,1 @@
-"""Who is alive: judges leases and heartbeats, and announces what changed."""
+"""Which processes are alive: judges leases and heartbeats, and announces what changed."""

@@ -1,4 +1,4 @@
-"""The health-monitor: who is alive, and who is faulty."""
+"""The health-monitor: which processes are alive, and which instances are faulty."""
 
 from __future__ import annotations
 

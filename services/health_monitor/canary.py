@@ -1,7 +1,7 @@
-"""Probes idle instances with a request of its own, and tells the fault judge the results.
+"""Probes idle instances with its own small request, and tells the fault judge the results.
 
-It sends the request as a gateway would. One probe is under way at a time. A refusal is an answer
-and blames no instance.
+It sends the request as a gateway would. One probe is under way at a time. A refusal is a valid
+answer and blames no instance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.v1.common_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_TIMEOUT_S: Final = 5.0  # of one canary
+_TIMEOUT_S: Final = 5.0  # for one probe
 _TICK_S: Final = 1.0
 _SERVES: Final = (INSTANCE_PHASE_UNSPECIFIED, INSTANCE_PHASE_READY)
 _ROLES: Final = {
@@ -72,7 +72,7 @@ class CanaryRunner:
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
     def _tell(self) -> None:
-        """All current suspicions, repeatedly, as the other sources do."""
+        """Tell all current suspicions again and again, as the other sources do."""
         for record in tuple(self._view.records.values()):
             subject = _subject(record)
             if subject is not None:
@@ -104,7 +104,7 @@ class CanaryRunner:
 
 
 def _subject(record: InstanceRecord) -> ProbeTarget | None:
-    """None unless it is an instance that serves."""
+    """None unless the record is of an instance that serves."""
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None

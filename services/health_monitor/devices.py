@@ -1,8 +1,8 @@
 """The sources of a node's device states: the driver, and files by tools and operators.
 
-A source is asked in a thread, since drivers block. A missing source says nothing; one that fails or
-hangs is reported as unknown. This module decides which level each answer means, next to the
-driver's own terms.
+A source is asked in a thread, since drivers block. A missing source says nothing; a source that
+fails or hangs is reported as unknown. This module also decides which level each of the driver's
+answers means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DeviceSource(Protocol):
 
 
 class DeviceReader:
-    """Asks all sources at once, and each no longer than `_TIMEOUT_S`."""
+    """Asks all sources at once, each for at most `_TIMEOUT_S`."""
 
     def __init__(self, sources: Sequence[DeviceSource]) -> None:
         self._sources = sources
@@ -55,9 +55,7 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """All devices that the source may have reported before, and the source itself, so that it
-        shows.
-        """
+        """Report the source itself, and devices that it may have reported, as unknown."""
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
@@ -65,8 +63,8 @@ class DeviceReader:
 class FileDevices:
     """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}.
 
-    No file: nothing is known. Hardware tools write the files, or a person who takes a device out of
-    use.
+    Nothing is known about a device without a file. Hardware tools write the files, or a person who
+    takes a device out of use.
     """
 
     name = "files"
@@ -94,9 +92,9 @@ def _from_file(path: Path) -> DeviceStatus:
 
 
 class NvmlDevices:
-    """NVIDIA devices by the driver, each under its index and its UUID.
+    """NVIDIA devices as the driver sees them, each under its index and its UUID.
 
-    CUDA_VISIBLE_DEVICES may use either.
+    CUDA_VISIBLE_DEVICES may name either.
     """
 
     name = "nvml"
@@ -137,9 +135,7 @@ class NvmlDevices:
             yield DeviceStatus(name, *found)
 
     def _judge(self, handle: Any) -> tuple[Level, str, str]:
-        """The worst of the driver's counters; a counter that this kind of device lacks is no
-        fault.
-        """
+        """The worst level of the driver's counters; a counter that the device lacks is no fault."""
         nvml = self._nvml
         rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle)
         if rows is not None:
@@ -162,7 +158,7 @@ class NvmlDevices:
         return Level.WELL, "", ""
 
     def _ask(self, question: Any, *about: Any) -> Any:
-        """None if the device does not count this."""
+        """The driver's answer; None if the device does not count this."""
         nvml = self._nvml
         try:
             return question(*about)

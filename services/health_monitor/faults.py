@@ -1,7 +1,8 @@
 """Turns reports of instances, node agents and canaries into signals for the fault judge.
 
-Its verdicts become reports on the fault board. The board is level-triggered, like that of health: a
-failed write is repeated at the next tick, and everything is written again after an outage.
+The judge's verdicts become reports on the fault board. The board is level-triggered, like the
+health board: a failed write is repeated at the next tick, and everything is written again after an
+outage.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _VITALS: Final = "vitals"
 
 
 class FaultWatch:
-    """`lease_s` is the registry's: instances report three times in it."""
+    """`lease_s` is the registry's: instances report three times per lease."""
 
     def __init__(
         self,
@@ -78,9 +79,9 @@ class FaultWatch:
         self._out_of_service = out_of_service
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
-        self._unwritten: dict[str, FaultReport | None] = {}  # None: to be forgotten
+        self._unwritten: dict[str, FaultReport | None] = {}  # None: the report is to be removed
         self._reported: dict[str, int] = {}  # the incarnation that the board has a report on
-        self._inherited: set[str] = set()  # reports of the monitor before: they stay for a while
+        self._inherited: set[str] = set()  # reports of an earlier monitor, which stay for a while
         self._inherited_until = 0.0
 
     async def run(self) -> None:
@@ -111,17 +112,17 @@ class FaultWatch:
     def tell(
         self, teller: str, record: InstanceRecord, signals: Iterable[Signal], ttl_s: float
     ) -> None:
-        """From within this process: the canary's findings."""
+        """Take signals from within this process: the canary's findings."""
         self._feed(
             SignalsHeard(teller, record.instance_id, record.incarnation, tuple(signals), ttl_s)
         )
 
     def is_idle(self, record: InstanceRecord) -> bool:
-        """By its last heartbeat."""
+        """Whether the instance was idle at its last heartbeat."""
         return self._vitals.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """Instances with a fault, by level and by why nothing is done."""
+        """Instances with a fault, by level and by the reason why nothing is done."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):
@@ -143,7 +144,7 @@ class FaultWatch:
             self._forget(change.instance_id)
         elif record.role in _JUDGED_ROLES:
             if self._reported.get(record.instance_id, record.incarnation) != record.incarnation:
-                self._forget(record.instance_id)  # of the one before
+                self._forget(record.instance_id)  # the report is about the earlier incarnation
             role = Role.Name(record.role)
             self._feed(
                 InstanceSeen(
@@ -152,7 +153,7 @@ class FaultWatch:
             )
 
     def _on_put_back(self, instance_id: str) -> None:
-        """Forget its restarts: they led to this ejection and would lead to the next."""
+        """Forget the instance's restarts, which led to its ejection and would lead to another."""
         self._feed(Healed(instance_id))
 
     async def _on_heartbeat(self, message: Message) -> None:

@@ -54,7 +54,7 @@ class HealthMonitor:
         self._lease_s, self._forget_s, self._clock = lease_s, forget_s, clock
         # bounded by the number of instances
         self._announcements: asyncio.Queue[HealthChanged] = asyncio.Queue()
-        self._unwritten: dict[str, HealthChanged | None] = {}  # None: to be forgotten
+        self._unwritten: dict[str, HealthChanged | None] = {}  # None: the verdict is to be removed
         self._dead_since: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -75,9 +75,7 @@ class HealthMonitor:
             await subscription.unsubscribe()
 
     def _start(self, verdicts: dict[str, HealthChanged]) -> None:
-        """Take over from the monitor before: an instance that it knew and that is gone died
-        meanwhile.
-        """
+        """Take over from an earlier monitor; instances that it knew and that are gone have died."""
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._step(health.RecordSeen(record.instance_id, record.incarnation, record.service))

@@ -1,9 +1,9 @@
 """The agent of one node: asks its devices for their state, and reports it (S33).
 
-It reports everything each period, so that nothing depends on one message: the status file for the
-instances of the node, `NodeReported` for the health-monitor, `/status/node` for tools. It starts
-and kills nothing. An instance that must restart ends itself, and the machine's supervisor starts it
-again (ADR 18).
+It reports everything in each period, so that nothing depends on one message: the status file for
+the instances of the node, `NodeReported` for the health-monitor, `/status/node` for tools. It
+starts and kills no process. An instance that must restart ends itself, and the machine's supervisor
+starts it again (ADR 18).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NodeAgent:
         self._log_changes(devices)
         try:
             await asyncio.to_thread(write_atomically, self._status_file, dump(self.status))
-        except OSError as exc:  # the bus still reports it, and the old file ages
+        except OSError as exc:  # the report still goes over the bus, and the old file ages
             log.warning("node.file_not_written", path=str(self._status_file), error=exc.strerror)
         await self._publisher.publish(subjects.node_reported(self._node_id), self._report())
 

@@ -21,7 +21,7 @@ class Settings(ServiceSettings):
 
 
 class NodeSettings(ServiceSettings):
-    """Of `pdmesh-health-monitor --node`."""
+    """The settings of `pdmesh-health-monitor --node`."""
 
     model_config = settings_config("PDMESH_NODE_AGENT_")
 

@@ -1,3 +1,3 @@
-"""Which block is where: follows the instances' KV deltas, mirrors Redis, answers Match and
-Snapshot.
+"""Which block is where: follows the instances' KV deltas, copies them to Redis, and answers Match
+and Snapshot.
 """

@@ -45,7 +45,7 @@ class KvCacheIndex:
     feed: IndexFeed
     mirror: RedisMirror
     view: RegistryView
-    working: asyncio.Task[None]  # of feed and mirror; ends only by failing
+    working: asyncio.Task[None]  # runs feed and mirror, and ends only by failing
 
 
 @contextlib.asynccontextmanager

@@ -1,8 +1,8 @@
 """Copies the index in memory to Redis: deltas as they come, whole instances after any doubt.
 
-Level-triggered: a failed write is repeated, for the whole instance. A changed epoch of the store
-means that it was wiped, so everything is written (F14, F15). Pending deltas are bounded: too many
-become one whole instance.
+The mirror is level-triggered: after a failed write, the whole instance is written again. A changed
+epoch of the store means that it was wiped, so everything is written (F14, F15). Pending deltas are
+bounded: too many are replaced by one write of the whole instance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_LOOK_EVERY_S: Final = 0.5  # at the epoch, when there is nothing to write
+_LOOK_EVERY_S: Final = 0.5  # how often to look at the epoch when there is nothing to write
 _MAX_DELTAS: Final = 64
 
 _errors = metrics.counter(names.INDEX_STORE_ERRORS, "Failed calls to Redis")
@@ -52,7 +52,7 @@ class RedisMirror:
 
     @property
     def is_store_up(self) -> bool:
-        """False from a call that failed to the next that succeeds."""
+        """False after a failed call, until a call succeeds."""
         return self._is_store_up
 
     @property
@@ -78,9 +78,9 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load what the store has of these living instances, forget the others.
+        """Load what the store has of these living instances, and forget all other instances.
 
-        Returns how many were loaded.
+        Returns how many instances were loaded.
         """
         num_loaded = 0
         try:
@@ -129,7 +129,7 @@ class RedisMirror:
             self._is_writing = True
             try:
                 await self._write(instance_id, work)
-            except BaseException:  # cancelled, too: nothing half-written is forgotten
+            except BaseException:  # even if cancelled, do not forget what is half written
                 self._pending.setdefault(
                     instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
                 )

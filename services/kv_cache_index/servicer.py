@@ -46,7 +46,7 @@ class KvIndexServicer:
     async def Snapshot(  # noqa: N802
         self, request: SnapshotRequest, context: Context
     ) -> AsyncIterator[SnapshotResponse]:
-        """Instances whose deltas are incomplete here are left out: ask them."""
+        """Leaves out instances whose deltas are incomplete here: ask these instances."""
         for instance_id in list(request.instance_ids) or self._index.instance_ids():
             version = self._index.version(instance_id)
             if version is None or not self._index.is_whole(instance_id):

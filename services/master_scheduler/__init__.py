@@ -1,3 +1,1 @@
-"""Decides where requests go: follows the fleet and its KV blocks, ranks instances, leads or
-waits.
-"""
+"""Decides where requests go: follows the fleet and its KV blocks; the leader ranks instances."""

@@ -24,7 +24,7 @@ async def serve(settings: Settings, app: App) -> None:
     view = await app.unless_stopping(registry.watch())
     master = Master(settings, app, bus, registry, view, admin_token)
     await app.unless_stopping(master.start())
-    app.add_readiness("view", lambda: True)  # it stays ready while NATS is away: the view stays
+    app.add_readiness("view", lambda: True)  # it stays ready while NATS is away, with its last view
     stopping = asyncio.ensure_future(app.stopping.wait())
     failing = asyncio.ensure_future(master.wait_for_failure())
     await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """A master's work beside placement: groups, plans, upgrades, cordons, pins, usage, and their admin
 API.
 
-Every part works at the leader only, and checks `leadership` before it writes.
+Every part works only at the leader, and checks `leadership` before it writes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def observe_registry(view: RegistryView) -> None:
 
 def observe_fleet(fleet: Fleet) -> None:
     def load_age_s() -> float:
-        """Reports are pushed on changes: an idle instance's may be old and still true."""
+        """Reports are pushed on changes: an idle instance's report may be old and still true."""
         now = time.monotonic()
         busy = [i for i in list(fleet.instances.values()) if i.num_slots_used]
         return max((now - i.reported_at for i in busy if i.reported_at is not None), default=0.0)

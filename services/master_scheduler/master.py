@@ -80,7 +80,7 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 class Master:
     """Start it once its bus and view exist; everything runs on the loop until `stop`.
 
-    `admin_token` empty: none is set.
+    An empty `admin_token` means that none is set.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Master:
         await self._source.close()
 
     async def wait_for_failure(self) -> None:
-        """Returns only if a part fails: raises that failure."""
+        """Waits until a part fails, and raises its failure."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()

@@ -1,4 +1,4 @@
-"""The highest epoch that any leader has written: a leader below it could overwrite nothing (I7).
+"""The highest epoch that any leader has written; a leader with a lower one could not write (I7).
 
 It outlives all processes: after a restart of the whole mesh, nothing else remembers an epoch above
 the store's revisions (F21).

@@ -1,6 +1,6 @@
 """Counts how long instances are used, and for which groups, while this master leads (S22).
 
-A successor continues from what is stored.
+The next leader continues from what is stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 0.25
-_SAVE_S: Final = 10.0  # at least; each change of a count is stored at once
+_SAVE_S: Final = 10.0  # the longest time between two saves; changed counts are stored at once
 
 
 class UsageLoop:
@@ -71,7 +71,7 @@ class UsageLoop:
             return
         observed, current = self._groups.observed, self._groups.current
         if observed is None or current is None or observed.epoch != epoch:
-            return  # the last counts stay
+            return  # keep the last counts
         if observed is not self._observed:
             self._observed, before = observed, self._nums
             self._nums = dict(accounts_of(observed, *current))
@@ -84,9 +84,9 @@ class UsageLoop:
             await self._save()
 
     def message(self) -> pb.UsageBook:
-        """The usage as of now.
+        """The usage up to now.
 
-        Raises Unavailable until this leader has read its predecessor's counts, InvalidRequest if
+        Raises Unavailable until this leader has read the earlier leader's counts, InvalidRequest if
         usage is not counted.
         """
         if self._groups.view.version is None:
@@ -115,7 +115,7 @@ class UsageLoop:
             await self._store.save(self.message())
         except (
             VersionConflict
-        ):  # an earlier leader wrote it, or the bucket was wiped (F21): ours is newer
+        ):  # an earlier leader wrote it, or the bucket was wiped (F21): our counts are newer
             await self._store.load()
             raise
         self._saved_at, self._is_changed = self._clock(), False

@@ -1,6 +1,6 @@
-"""Decides which callers may change the mesh: those with the admin token.
+"""Decides which callers may change the mesh: callers with the admin token.
 
-If no token is set, all callers on this machine may.
+If no token is set, all callers on this machine may change it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCHEME: Final = "bearer "
 
 
 class AdminAccess:
-    """`token` empty: none is set. `page_url`: where operators find the page."""
+    """An empty `token` means that none is set. `page_url`: where operators find the page."""
 
     def __init__(self, token: str, page_url: Callable[[], str] = str) -> None:
         self._token, self.page_url = token.encode(), page_url

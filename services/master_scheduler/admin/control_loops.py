@@ -1,4 +1,4 @@
-"""The loops of the control plane: they run at every master, and act at the leader only."""
+"""The loops of the control plane: they run at every master, and act only at the leader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 
 @dataclass(frozen=True, slots=True)
 class ControlLoops:
-    """Operators see and change the mesh through them."""
+    """Operators see and change the mesh through these loops."""
 
     groups: GroupReconciler
     plans: PlanLoop
@@ -24,7 +24,7 @@ class ControlLoops:
     pins: Pins
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
-        """They never end; a failure of one is the master's."""
+        """The loops, which never end; if one fails, the master fails."""
         return [
             self.groups.run(),
             self.plans.run(),

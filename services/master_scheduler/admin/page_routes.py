@@ -1,8 +1,8 @@
 """The operators' page, and AdminService as JSON over HTTP: the same methods, checks and refusals.
 
-POST /admin/<method> with a JSON request. A browser asks another site before it sends such a request
-there, and is never allowed to. Without a token, the request's host must also be an address of this
-machine, so that no foreign name leads here.
+A call is POST /admin/<method> with a JSON request. Before a page of another site sends such a
+request here, the browser asks for permission, which it never gets. Without a token, the request's
+host must also be an address of this machine, so that no foreign name leads here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 _FILES: Final = Path(__file__).with_name("page")
 _TYPES: Final = {"page.html": "text/html", "page.js": "text/javascript"}
 _MAX_BODY: Final = 2 * MAX_BYTES  # a text in which every byte is escaped
-_MAX_READING: Final = 8  # bodies being read; more wait
+_MAX_READING: Final = 8  # bodies that are read at once; further ones wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -81,7 +81,7 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
             return _error(exc)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception:  # the edge: the caller learns nothing of it, the log does
+        except Exception:  # at the edge: the log gets the error, the caller does not
             log.exception("page.bug")
             return _error(MeshError("internal error; the server's log has the cause"))
 
@@ -122,7 +122,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _answer(message: Any) -> Response:
-    """Includes default values: the page need not know them."""
+    """The answer with its default values, so that the page need not know them."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

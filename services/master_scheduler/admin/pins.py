@@ -1,8 +1,8 @@
-"""Keeps pinned prefixes, at the leading master: checks them, names their blocks, ends them in time.
+"""Keeps pinned prefixes at the leading master: checks them, names their blocks, ends them in time.
 
 Blocks are named under each fingerprint in use. A pin's tokens are turned into names of blocks here
-and forgotten: the bucket holds only names. Instances follow the bucket themselves, so a pin stays
-in force whichever master leads. Every master keeps the pinned names in its copy of the index.
+and then forgotten: the bucket holds only names. Instances follow the bucket themselves, so a pin
+stays in force whichever master leads. Every master keeps the pinned names in its copy of the index.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class Pins:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock: operators give times of day, and only a cache depends on
-        it.
-        """
+        """`clock` is the wall clock: operators give times of day, and only a cache is at stake."""
         self._board, self._index = board, index
         self._view, self._publisher, self._secret = link.view, link.publisher, secret
         self._leadership, self._clock = leadership, clock
@@ -57,7 +55,7 @@ class Pins:
 
     @property
     def known(self) -> Mapping[str, pb.Pin]:
-        """By id."""
+        """Pins by id."""
         return self._pins.known if self._pins is not None else {}
 
     async def run(self) -> None:
@@ -91,8 +89,9 @@ class Pins:
             await self._forget(pin, epoch, "expired")
 
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
-        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict; then
-        nothing was pinned.
+        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict.
+
+        After an error nothing is pinned.
         """
         pins = self._opened()
         wanted = _wanted(request)
@@ -120,21 +119,21 @@ class Pins:
         return self._state(pin)
 
     async def remove(self, pin_id: str, epoch: int) -> None:
-        """Raises InvalidRequest if there is none; else as `add`."""
+        """Raises InvalidRequest if there is no such pin, and otherwise the errors of `add`."""
         pin = self._opened().known.get(pin_id)
         if pin is None:
             raise InvalidRequest(f"there is no pin {pin_id}", field="pin_id")
         await self._forget(pin, epoch, "removed")
 
     def states(self) -> list[pb.PinState]:
-        """Raises Unavailable while they are not known."""
+        """Raises Unavailable while the pins are not known."""
         known = self._opened().known
         return [self._state(known[pin_id]) for pin_id in sorted(known)]
 
     # -- what is pinned ---------------------------------------------------------------------------
 
     def _cuts(self, model: str, scenario: str) -> tuple[str, list[Cut]]:
-        """The model that is meant, and how its instances name blocks."""
+        """The requested model, and how its instances name blocks."""
         records = [r for r in self._view.records.values() if r.model_fingerprint and r.block_size]
         models = sorted({r.model for r in records})
         if not model and len(models) > 1:
@@ -175,7 +174,7 @@ class Pins:
         return state
 
     def _fingerprints(self, pin: pb.Pin) -> set[str]:
-        """Of the instances that the pin is for."""
+        """The fingerprints of the instances that the pin is for."""
         return {
             record.model_fingerprint
             for record in self._view.records.values()
@@ -236,5 +235,5 @@ def _wanted(request: pb.AddPinRequest) -> WantedPin:
 
 
 def _blocks_of(pin: pb.Pin) -> dict[str, int]:
-    """How many blocks, by fingerprint."""
+    """How many blocks the pin has, by fingerprint."""
     return {blocks.model_fingerprint: len(blocks.names) for blocks in pin.blocks}

@@ -225,7 +225,7 @@ class AdminServicer:
 
     def _check_can_leave(self, instance_id: str, mode: int) -> None:
         """Raises InvalidRequest."""
-        is_assigned = self._view.is_assigned(instance_id)  # also between two incarnations
+        is_assigned = self._view.is_assigned(instance_id)  # even between two incarnations
         record = self._view.registry.records.get(instance_id)
         if record is None and not is_assigned:
             raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
@@ -305,7 +305,7 @@ class AdminServicer:
 
 
 def _runs(desired: Desired) -> dict[str, Service]:
-    """By scenario."""
+    """The service of each scenario."""
     return {g.scenario: desired.service_of(g) for g in desired.groups.values()}
 
 
@@ -318,7 +318,7 @@ class _Compared:
 def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
     """The changes from one version to another.
 
-    A stored version that this release cannot read may have had groups; then all of the new one
+    A stored version that this release cannot read may have had groups; then all of the new version
     counts as a change.
     """
     before, had_groups = Desired(), False

@@ -1,6 +1,7 @@
 """The cluster as this master knows it: instances, assignments, desired state, out-of-service list.
 
-It only reads. Every master follows it, not only the leader: any of them may lead the next moment.
+It only reads. Every master keeps this view, not only the leader, for any master may lead the next
+moment.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ClusterView:
         self._reader = DesiredReader()
 
     async def open(self) -> None:
-        """Returns when all of it is known."""
+        """Returns when the whole view is known."""
         self.registry.on_change(self._on_record)
         self.desired.follow(self.changed.set)
         await self.out_of_service.watch(self._on_out_of_service)
@@ -81,28 +82,28 @@ class ClusterView:
 
     @property
     def upgrades(self) -> Upgrades:
-        """The registry's records of upgrades; also while another master leads."""
+        """The registry's records of upgrades, even while another master leads."""
         return upgrades_from(self.desired.upgrades)
 
     @property
     def fired(self) -> Mapping[str, float]:
-        """When each schedule fired last, by the registry."""
+        """When each schedule fired last, according to the registry."""
         return dict(self.desired.adjustments.fired)
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """What the operator asks for, and the plans' adjustments; None until it was read."""
+        """The operator's desired state, and the plans' adjustments; None until it was read."""
         if self.version is None or (desired := self._reader.known(self.version)) is None:
             return None
         return desired, adjustments_from(self.desired.adjustments)
 
     async def read(self) -> None:
-        """Read the text of the current version: `current` knows it then."""
+        """Read the text of the current version, so that `current` knows it."""
         if self.version is not None:
             await self._reader.read(self.version)
 
     def why_unreadable(self) -> str | None:
-        """Empty: the current version was read; None: not yet."""
+        """Why the current version is unreadable; empty: it was read; None: it was not read yet."""
         if self.version is None or not self._reader.has_read(self.version):
             return None
         return "" if self._reader.known(self.version) is not None else self._reader.problem
@@ -112,7 +113,7 @@ class ClusterView:
         return self._book is not None and instance_id in self._book.known
 
     def stale(self) -> str:
-        """The first view that may be older than the registry; empty: none is."""
+        """The name of the first view that may be older than the registry; empty if none may be."""
         are_current = {
             "instances": self.registry.is_connected,
             "assignments": self.assignments.is_current,

@@ -61,7 +61,7 @@ def adjustments_to(
 
 
 def pending_from(message: pb.Adjustments) -> list[PendingPlan]:
-    """Plans of schedules only. A plan with a move unknown to this release is left out."""
+    """Only plans of schedules. A plan with a move unknown to this release is left out."""
     plans: list[PendingPlan] = []
     for each in message.pending:
         try:
@@ -95,17 +95,15 @@ def move_to(move: Move) -> pb.PendingMove:
 
 
 def move_from(each: pb.PendingMove) -> Move:
-    """Raises ValueError for a kind or role unknown to this release, or for an invalid pair of
-    them.
-    """
+    """Raises ValueError if this release does not know the kind, the role, or their combination."""
     role = Role(each.role) if each.role else None
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
 
 
 def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
-    """Named by their content, so that a line keeps its name when it moves.
+    """Entries are named by their content, so that a line keeps its name when it moves.
 
-    Of equal lines the second gets another name.
+    If two lines are equal, the second gets another name.
     """
     entries: list[ScheduleEntry] = []
     seen: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """Reads texts of the desired state off the loop.
 
-The longest text takes a second, and a lease must be renewed meanwhile.
+The longest text takes a second, and the lease must be renewed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class DesiredReader:
     """The desired state of the current version, read once.
 
-    Until a version could be read there is none, which differs from an empty one. `problem`: why the
-    version asked for last could not be read.
+    Until a version could be read there is no desired state, which differs from an empty one.
+    `problem`: why the last requested version could not be read.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class DesiredReader:
         self.problem = ""
 
     async def read(self, version: DesiredVersion) -> None:
-        """A stored version was valid once.
+        """Read a stored version, which was valid when it was stored.
 
-        If this release refuses it, the last readable one stays.
+        If this release refuses it, the last readable version stays.
         """
         if version.text == self._text:
             return
@@ -55,7 +55,7 @@ class DesiredReader:
         return version.text == self._text
 
     def known(self, version: DesiredVersion) -> Desired | None:
-        """None also until it has been read."""
+        """None until the version has been read; if it was refused, the last readable one."""
         return self._desired if self.has_read(version) else None
 
 

@@ -1,9 +1,9 @@
 """The instances out of service, cordoned or ejected, as the leading master reads and writes them.
 
-Each write is compared with what was last seen, so that of two operators who change an entry one is
-told. `core.health.ejection_cap` decides which faulty instances are ejected. An operator who puts
-one back overrules the fault: the health-monitor hears of it and judges anew. What it finds then may
-eject the instance again.
+Each write is compared with what was last seen: if two operators change an entry at the same time,
+the second write is refused. `core.health.ejection_cap` decides which faulty instances are ejected.
+An operator who puts an instance back overrules the fault: the health-monitor learns of it and
+judges anew. A new judgement may eject the instance again.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class OutOfServiceBook:
 
     @property
     def known(self) -> Sequence[OutOfService]:
-        """By instance id."""
+        """The entries in order of instance id."""
         known = self._view.known if self._view is not None else {}
         return [known[instance_id] for instance_id in sorted(known)]
 
     def left(self, mode: LeaveMode.ValueType) -> frozenset[str]:
-        """The instances that left, or are to leave, in this mode."""
+        """The instances that have left or must leave in this mode."""
         return frozenset(entry.instance_id for entry in self.known if entry.mode == mode)
 
     def of(self, instance_id: str) -> OutOfService | None:
         return self._view.known.get(instance_id) if self._view is not None else None
 
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
-        """`epoch` of the leadership in which it was decided.
+        """`epoch`: of the leadership in which this was decided.
 
-        Raises InvalidRequest to drain an instance that left at once; VersionConflict, NotLeader,
-        Unavailable.
+        Raises InvalidRequest if the entry would drain an instance that was taken out at once;
+        VersionConflict, NotLeader, Unavailable.
         """
         before = self.of(entry.instance_id)
         is_out = before is not None and before.mode == LEAVE_MODE_AT_ONCE
@@ -84,9 +84,10 @@ class OutOfServiceBook:
         await self._write(entry, epoch)
 
     async def put_back(self, instance_id: str, mode: LeaveMode.ValueType, epoch: int) -> str:
-        """Returns the instance's known fault; empty: none. `mode` may be unspecified.
+        """Returns the instance's known fault; empty if there is none. `mode` may be unspecified.
 
-        Raises InvalidRequest if it is not out of service in this mode; else as `take_out`.
+        Raises InvalidRequest if it is not out of service in this mode, and otherwise the errors of
+        `take_out`.
         """
         entry = self.of(instance_id)
         if entry is None or mode not in (LEAVE_MODE_UNSPECIFIED, entry.mode):
@@ -103,7 +104,7 @@ class OutOfServiceBook:
         return str(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
-        """Write again what was wiped from the bucket (F21). Raises as `take_out`."""
+        """Write again what was wiped from the bucket (F21). Raises like `take_out`."""
         view = self._opened()
         for instance_id in sorted(view.missing):
             await self._write(view.known[instance_id], epoch)

@@ -2,7 +2,7 @@
 
 Input is the view of the cluster; output is assignments, ejections and step events. A round decides
 from one look and writes at once. A write that fails ends the round; the next round looks again.
-Without a current view and a readable desired state nothing is decided: a wrong guess drains a
+Without a current view and a readable desired state, nothing is decided: a wrong guess could drain a
 fleet.
 """
 
@@ -42,7 +42,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TICK_S: Final = 0.5  # without any change: for what is overdue
+_TICK_S: Final = 0.5  # between rounds without any change, to notice what is overdue
 _GAP_S: Final = 0.02  # changes that come together make one round
 
 
@@ -60,7 +60,7 @@ class GroupReconciler:
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
         self.observed: Observed | None = None  # in the last round
-        self._observed_round: Round | None = None  # of what was observed
+        self._observed_round: Round | None = None  # the working set made from `observed`
         self.paused = ""  # why the leader decides nothing now
         self.on_step: Callable[[AnnounceStep], None] = lambda step: None
         self._epoch = 0
@@ -86,11 +86,11 @@ class GroupReconciler:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """As the view's; None while this leader cannot act."""
+        """As `ClusterView.current`; None while this leader cannot act."""
         return None if self.paused else self.view.current
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """Blank instances that may get a role, by region; only of these racks if any are named."""
+        """Blank instances that may get a role, by region; only in `racks` if any are named."""
         if self.observed is None:
             return Counter()
         if self._observed_round is None or self._observed_round.observed is not self.observed:
@@ -130,7 +130,7 @@ class GroupReconciler:
     async def _reconcile(self, version: int, epoch: int) -> None:
         problem, current = self.view.why_unreadable(), self.view.current
         if problem is None:
-            return  # it has just come: the next round reads it
+            return  # this version has just come: the next round reads it
         self._pause("unreadable" if problem else "", problem)
         if current is None:
             return
@@ -140,7 +140,7 @@ class GroupReconciler:
         await self._carry_out(effects, self.view.assignments, epoch)
 
     def _pause(self, reason: str, why: str) -> None:
-        """Each skipped round is counted, each change of the reason logged."""
+        """Count each skipped round, and log each change of the reason."""
         if reason:
             _skipped.add(1, {names.ATTR_REASON: reason})
         if why != self.paused:
@@ -152,7 +152,7 @@ class GroupReconciler:
             raise NotLeader(f"this master no longer leads in epoch {epoch}")
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
-        """Report steps for what was written, and for what was only seen."""
+        """Write the effects, and report both the written and the observed steps."""
         unwritten = {
             e.instance_id for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)
         }

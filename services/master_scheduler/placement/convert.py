@@ -83,7 +83,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
 
 
 def query_from(query: pb.PlanQuery, region: str = "") -> Query:
-    """`region` of the gateway that asks. Raises InvalidRequest."""
+    """`region`: that of the gateway that asks. Raises InvalidRequest."""
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")

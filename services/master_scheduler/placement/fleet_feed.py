@@ -1,6 +1,6 @@
 """Feeds the fleet core: records, load reports, and the health-monitor's verdicts and fault reports.
 
-Everything is delivered again after an outage, so nothing here remembers what it missed.
+Everything is delivered again after an outage, so this feed need not remember what it missed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pdmesh.services.master_scheduler.placement.convert import identity_from
 log = structlog.get_logger(__name__)
 
 _MONITOR: Final = "health-monitor"
-_MONITOR_AWAY_S: Final = 10.0  # a restart takes less
+_MONITOR_AWAY_S: Final = 10.0  # longer than the health-monitor's restart takes
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorBoards:
-    """Where the health-monitor writes: who is alive, and who is faulty."""
+    """The health-monitor's boards: which instances are alive, and which are faulty."""
 
     health: Board[HealthChanged]
     faults: Board[FaultReport]
 
 
 class FleetFeed:
-    """`on_change` is called when other instances may be there, or be well."""
+    """`on_change` is called when the set of instances, or of healthy ones, may have changed."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class FleetFeed:
             log.warning("fleet.bad_event", error=exc.message)
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
-            return  # a gap does no harm: each report holds the whole load
+            return  # a gap does no harm: each report has the whole load
         self._fleet.handle(
             LoadReported(
                 event.header.publisher_id,

@@ -27,7 +27,7 @@ class GroupAnnouncer:
         self._has_changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Also when this master begins to lead: it announces what it finds."""
+        """Call it also when this master begins to lead: it announces what it finds."""
         self._has_changed.set()
 
     async def run(self) -> None:

@@ -1,6 +1,4 @@
-"""Keeps the scenarios' numbers from the gateways' reports on finished requests, and shows
-them (S138).
-"""
+"""Keeps and shows the scenarios' numbers, from the gateways' reports on ended requests (S138)."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ class _Usage(msgspec.Struct, rename="camel"):
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
     """The needed fields of a RequestSample, in protobuf's JSON.
 
-    protobuf's own parser takes a quarter of a millisecond, and one comes with every request.
+    protobuf's own parser would take a quarter of a millisecond, for every request.
     """
 
     scenario: str = ""
@@ -83,7 +81,7 @@ class ScenarioFeed:
             await subscription.unsubscribe()
 
     async def _on_finished(self, message: Message) -> None:
-        """A lost or repeated report moves a mean a little: no sequence is kept."""
+        """No sequence is kept, since a lost or repeated report moves a mean only a little."""
         try:
             event = _decoder.decode(message.data)
         except msgspec.MsgspecError as exc:
@@ -153,7 +151,7 @@ class ScenarioFeed:
         ]
 
 
-# What each is, in which unit, for docs/telemetry.md too.
+# The description and unit of each mean, which docs/telemetry.md also shows.
 _MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]] = (
     (names.SCENARIO_QUEUE, "Wait until a prefill accepted the request", "s", lambda s: s.queue),
     (names.SCENARIO_T_P, "T_p, from a prefill's acceptance to token 1", "s", lambda s: s.t_p),

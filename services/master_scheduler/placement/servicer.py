@@ -43,7 +43,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlanningCores:
-    """What answers a query: who may serve it, who holds its prefix, and how long others wait."""
+    """What answers a query: which instances may serve it, which hold its prefix, how many wait."""
 
     placement: Placement
     index: PrefixIndex
@@ -101,7 +101,7 @@ class SchedulerServicer:
 
     def _plan(self, query: pb.PlanQuery, request: pb.PlanRequest) -> pb.PlanResult:
         parent = traces.sampled_context(query.traceparent)
-        if parent is None:  # a span that is not recorded costs as much as the plan
+        if parent is None:  # make no spans: even unrecorded ones cost as much as the plan
             return self._plan_stepwise(query, request.region, lambda name: _UNTRACED)
         with traces.tracer().start_as_current_span(
             names.SPAN_PLAN, parent, SpanKind.SERVER

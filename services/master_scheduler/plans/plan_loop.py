@@ -1,7 +1,7 @@
 """Carries plans out while this master leads, one move at a time (S21, S28, S29).
 
 Schedules, ratios and operators ask for plans. A move is made by writing an adjustment of the
-desired state. It has ended when its groups are as they then shall be.
+desired state. It has ended when its groups match the adjusted desired state.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _NUM_SHOWN: Final = 50  # decisions
-# after the time of a schedule: groups that are lent later would soon be missed
+# after a schedule's time: groups that are lent even later would soon be needed again
 RESUME_WITHIN_S: Final = 3600.0
-WINDOW_S: Final = 30.0  # of requests that steer a ratio, unless the settings say otherwise
+WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
 
 
 class PlanLoop:
@@ -100,9 +100,9 @@ class PlanLoop:
         self._epoch = 0
         self._runner = PlanRunner()
         self._schedule = Schedule(())
-        self._lines: tuple[ScheduleLine, ...] | None = None  # its lines
-        self._disturbed: set[str] = set()  # scenarios, since the window began
-        self._states: Groups = {}  # those with a ratio, as of the last round
+        self._lines: tuple[ScheduleLine, ...] | None = None  # the lines of `_schedule`
+        self._disturbed: set[str] = set()  # scenarios with a disturbance since the window began
+        self._states: Groups = {}  # the groups with a ratio, as of the last round
         self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
 
     async def run(self) -> None:
@@ -122,10 +122,10 @@ class PlanLoop:
         if not is_leader or current is None or self._groups.observed is None:
             return
         if self._groups.observed.epoch != epoch:
-            return  # it has not looked yet
+            return  # the group loop has not looked yet
         desired, known = current[0], adjustments.valid(*current)  # the others are erased below
         is_new = epoch != self._epoch
-        if is_new:  # plans of ratios are gone: their basis is measured again
+        if is_new:  # an earlier leader's ratio plans are gone: measure anew
             self._epoch = epoch
             self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
@@ -177,7 +177,7 @@ class PlanLoop:
         )
 
     def _own(self, scenario: str, epoch: int) -> Groups:
-        """All groups, if the scenario has a ratio and some of its groups serve."""
+        """All groups; raises CannotMove unless the scenario has a ratio and a serving group."""
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not looked at the groups yet")
         if not serving(self._states, scenario):
@@ -185,7 +185,7 @@ class PlanLoop:
         return self._states
 
     def busy(self, group_id: str, role: Role) -> float | None:
-        """Share of the role's slots that was recently in use; None: not known."""
+        """The share of the role's slots that was in use recently; None: not known."""
         return self._loads.busy([group_id], role)
 
     def planning(self) -> frozenset[str]:
@@ -195,13 +195,13 @@ class PlanLoop:
         return frozenset(s for s in scenarios if self._runner.is_busy(s))
 
     def gathering(self) -> frozenset[str]:
-        """Of these, the scenarios whose plan only waits for instances."""
+        """The scenarios of `planning` whose plan only waits for instances."""
         return self._runner.gathering
 
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
         """Scenarios with a group that gets another revision now.
 
-        `is_out`: only if the group does not fully serve.
+        With `is_out`, only those whose group does not fully serve.
         """
         reports = self._groups.controller.reports
         return frozenset(
@@ -216,7 +216,7 @@ class PlanLoop:
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
-        """With its region, and how many instances could join it there."""
+        """The group with its region, and how many instances could join it there."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
             self._groups.blanks(racks),
@@ -248,7 +248,7 @@ class PlanLoop:
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
         """Adjust the ratio of scenarios with an automatic one, once per window.
 
-        A window with a set-up or a loss in it tells nothing about the ratio.
+        A window with a set-up or a loss in it says nothing about the ratio.
         """
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
@@ -324,9 +324,9 @@ class PlanLoop:
     def _state_of(
         self, group_id: str, known: adjustments.Adjustments, desired: Desired
     ) -> GroupState | None:
-        """None until the group's controller has seen what it shall be.
+        """The group's state; None until the group controller has seen its desired counts.
 
-        A lent group that is gone is what it shall be.
+        A lent group that is gone matches its desired state.
         """
         observed = self._groups.observed
         assert observed is not None
@@ -343,7 +343,7 @@ class PlanLoop:
     async def _make(
         self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
     ) -> None:
-        """Begin the moves with one write; a failed write is tried again at the next look."""
+        """Begin the moves with one write; if it fails, try again at the next look."""
         begun: list[StartMove] = []
         for start in starts:
             try:
@@ -369,7 +369,7 @@ class PlanLoop:
             )
 
     def _feed(self, event: Event) -> list[StartMove]:
-        """The moves to begin. Logs how plans ended."""
+        """Returns the moves to begin, and logs how plans ended."""
         starts: list[StartMove] = []
         for effect in self._runner.handle(event, self._clock()):
             match effect:
@@ -395,8 +395,9 @@ class PlanLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """Also writes what fired and what is left, so that a successor repeats and forgets
-        nothing.
+        """Write the adjustments, fired schedules and open plans.
+
+        So the next leader repeats nothing and forgets nothing.
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
@@ -406,9 +407,9 @@ class PlanLoop:
         if message == stored:
             return
         message.epoch = self._epoch
-        await book.adjust(message)  # nothing was awaited since the look at them
+        await book.adjust(message)  # nothing was awaited since the look at the adjustments
 
 
 def _limits(window_s: float) -> RatioLimits:
-    """Waiting times are counted in windows."""
+    """Limits whose waiting times are multiples of the window."""
     return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)

@@ -13,7 +13,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.master_scheduler.groups.desired_convert import move_from, move_to
 from pdmesh.v1 import admin_service_pb2 as pb
 
-MAX_MOVES: Final = 256  # of an operator's plan
+MAX_MOVES: Final = 256  # per plan of an operator
 
 
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
@@ -52,7 +52,7 @@ def profile_from(message: pb.ScenarioProfile) -> Profile:
 
 
 def decision_to(decided: RatioDecided, at: float) -> pb.RatioDecision:
-    """`at` in unix seconds."""
+    """`at` is in unix seconds."""
     window = decided.window
     message = pb.RatioDecision(
         scenario=decided.scenario,
@@ -78,7 +78,7 @@ def _load_to(group: GroupShape) -> pb.GroupLoad:
 
 
 def shape_fields(group: GroupShape) -> dict[str, str | int | float | None]:
-    """For the log."""
+    """The fields of a group's shape, for the log."""
     return {
         "group_id": group.group_id,
         "num_prefill": group.num_prefill,

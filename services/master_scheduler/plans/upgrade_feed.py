@@ -17,7 +17,7 @@ from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFini
 
 log = structlog.get_logger(__name__)
 
-# Reported beside the failure that led to it.
+# These are reported beside the failure that led to them.
 _NO_FAILURES: Final = frozenset({"KV_SOURCE_EXCLUDED", "KV_SOURCE_RELEASED"})
 
 
@@ -55,7 +55,7 @@ class UpgradeFeed:
     def answered(self, event: RequestFinishedJson) -> None:
         """A completed request.
 
-        Its prefill's group and revision count; its decode has the same.
+        It counts for its prefill's group and revision; its decode has the same.
         """
         group_revision = self._group_revision(event.prefill_id)
         if group_revision is None:

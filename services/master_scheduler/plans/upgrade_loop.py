@@ -1,6 +1,6 @@
 """Runs upgrades while this master leads: looks at the groups, writes records and versions (S24).
 
-The registry's record says what each group shall run. The group loop then acts on that record.
+The registry's record says what each group should run. The group loop then acts on that record.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
 _FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that blame what an instance runs
-_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # faults that no revision causes
+_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revision causes
 
 
 class Plans(Protocol):
@@ -81,7 +81,7 @@ class UpgradeLoop:
 
     @property
     def reports(self) -> list[UpgradeReport]:
-        """Of upgrades under way or rolled back, by scenario."""
+        """Reports on upgrades under way or rolled back, by scenario."""
         return [report for _, report in sorted(self._controller.reports.items())]
 
     async def run(self) -> None:
@@ -97,7 +97,7 @@ class UpgradeLoop:
 
     async def round(self) -> None:
         """Look, decide and write, if this master leads and its group loop acts."""
-        # On every master: any of them may plan the next moment.
+        # Every master does this: any of them may plan the next moment.
         self._on_shares(shares(self._view.upgrades.values()))
         async with self._deciding:
             await self._look()
@@ -131,9 +131,9 @@ class UpgradeLoop:
         await self._carry_out(self._controller.handle(look, self._clock()))
 
     async def promote(self, scenario: str) -> list[str]:
-        """A canary's revision goes to all groups; returns the scenarios that had one.
+        """Give a canary's revision to all groups; returns the scenarios that had a canary.
 
-        `scenario` empty: of all scenarios.
+        An empty `scenario` means all scenarios.
         """
         async with self._deciding:  # a canary that is being rolled back must not be promoted
             chosen: list[Upgrade] = [
@@ -147,7 +147,7 @@ class UpgradeLoop:
         return [upgrade.scenario for upgrade in chosen]
 
     def tell(self, event: RequestAnswered | LegFailureReported) -> None:
-        """How an instance's revision answers."""
+        """An instance of a revision answered a request, or failed one."""
         self._controller.handle(event, self._clock())
 
     def _on_step(self, step: AnnounceStep) -> None:
@@ -160,7 +160,7 @@ class UpgradeLoop:
             self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
-        """Instances with a fault of their own, even if only suspected."""
+        """Instances with a fault, even a suspected one, that hardware does not explain."""
         found: dict[GroupRevision, dict[str, str]] = {}
         for instance in self._view.fleet.instances.values():
             fault = instance.fault
@@ -171,7 +171,7 @@ class UpgradeLoop:
         return found
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Records first: reports and restored versions follow from them."""
+        """Write the records first: reports and restored versions follow from them."""
         await self._keep(effects)
         for effect in effects:
             match effect:
@@ -198,7 +198,7 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Level-triggered: the next look retries a failure, unless the version no longer exists."""
+        """Restore a version. The next look retries a failure, unless the version is gone."""
         before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)
@@ -238,7 +238,7 @@ class UpgradeLoop:
 
 
 def _can_read(text: str) -> bool:
-    """Else no master could act on the restored desired state."""
+    """Whether a master could act on this text as the restored desired state."""
     try:
         read(text)
     except InvalidRequest:
