@@ -80,6 +80,13 @@ class NoInstance(MeshError):
     is_retryable = True
 
 
+class TokenizerUnavailable(MeshError):
+    """The model's tokenizer could not be loaded; it is tried again."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "TOKENIZER_UNAVAILABLE"
+    is_retryable = True
+
+
 class InstanceLost(MeshError):
     """A leg's instance went away."""
 

@@ -27,9 +27,11 @@ _OTHER_VOCABULARY: Final = re.compile(
 _OF_CHAT: Final = frozenset(
     {
         "tokenizer_config.json", "config.json", "generation_config.json",
-        "chat_template.jinja", "chat_template.json",
+        "chat_template.jinja",
     }
 )  # fmt: skip
+_TEMPLATES: Final = "additional_chat_templates"  # a folder of them
+_TEMPLATE: Final = re.compile(rf"{_TEMPLATES}/\w[\w.-]{{0,63}}\.jinja")
 
 
 class BadTextFiles(Exception):
@@ -56,13 +58,20 @@ class TextFiles:
 
 
 def is_text_file(name: str) -> bool:
-    return name in _OF_CHAT or name == _TOKENIZER or bool(_OTHER_VOCABULARY.fullmatch(name))
+    """`name`: of the file within the model's folder, with slashes."""
+    return _is_of_chat(name) or name == _TOKENIZER or bool(_OTHER_VOCABULARY.fullmatch(name))
+
+
+def _is_of_chat(name: str) -> bool:
+    return name in _OF_CHAT or bool(_TEMPLATE.fullmatch(name))
 
 
 def read_text_files(folder: Path) -> TextFiles:
     """Raises BadTextFiles. Blocks while it hashes them."""
     try:
-        names = sorted(p.name for p in folder.iterdir() if is_text_file(p.name) and p.is_file())
+        paths = (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
+        found = {p.relative_to(folder).as_posix(): p for p in paths}
+        names = sorted(n for n, path in found.items() if is_text_file(n) and path.is_file())
         if _TOKENIZER in names:
             names = [n for n in names if not _OTHER_VOCABULARY.fullmatch(n)]
         num_bytes = sum((folder / name).stat().st_size for name in names)
@@ -71,7 +80,7 @@ def read_text_files(folder: Path) -> TextFiles:
         digests = {name: _sha256(folder / name) for name in names}
     except OSError as exc:
         raise BadTextFiles(f"{folder} cannot be read: {exc.strerror or exc}") from exc
-    vocabulary = {n: d for n, d in digests.items() if n not in _OF_CHAT}
+    vocabulary = {n: d for n, d in digests.items() if not _is_of_chat(n)}
     if not vocabulary:
         raise BadTextFiles(f"{folder} has no tokenizer")
     return TextFiles(folder, digests, _digest(digests), _digest(vocabulary), num_bytes)

@@ -26,7 +26,8 @@ from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
 from pdmesh.services.gateway.routing.fleet import MeshView, gateway_name
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.settings import Settings
-from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
+from pdmesh.services.gateway.text.tokenizer import BadModelDir
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
@@ -38,7 +39,7 @@ async def serve(settings: Settings, app: App) -> None:
         settings.keys_file,
         allow_anonymous=settings.allow_anonymous,
     )
-    tokenizer = await _load_tokenizer(settings)
+    tokenizers = await _tokenizers(settings)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     access.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
     registry = NatsRegistry(bus, settings.lease_s)
@@ -49,7 +50,7 @@ async def serve(settings: Settings, app: App) -> None:
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
     mesh = MeshView(view, out_of_service, canaries)
-    gateway = Gateway(settings, mesh, tokenizer, publisher, app.not_ready, access)
+    gateway = Gateway(settings, mesh, tokenizers, publisher, app.not_ready, access)
     slos = DesiredSlos(gateway.slos)
     slos.watch(desired_store(bus))
     presence = Presence(
@@ -79,17 +80,13 @@ async def serve(settings: Settings, app: App) -> None:
         await bus.close()
 
 
-async def _load_tokenizer(settings: Settings) -> Tokenizer:
+async def _tokenizers(settings: Settings) -> TokenizerPool:
+    pool = TokenizerPool(settings.tokenizer_rules)
     try:
-        return await asyncio.to_thread(
-            Tokenizer.load,
-            settings.model_dir,
-            max_chars=settings.max_body_bytes,
-            num_threads=settings.tokenizer_threads,
-            has_defaults=settings.generation_config == "auto",
-        )
+        await pool.load_own(settings.model_dir)
     except BadModelDir as exc:
         raise StartupError(f"{exc.message}; set PDMESH_GATEWAY_MODEL_DIR") from exc
+    return pool
 
 
 def _record(settings: Settings, app: App, gateway: Gateway) -> InstanceRecord:

@@ -30,7 +30,7 @@ from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
-from pdmesh.services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.telemetry import metrics, names
 
 _HEALTH_S: Final = 0.25
@@ -44,7 +44,7 @@ class Gateway:
         self,
         settings: Settings,
         mesh: MeshView,
-        tokenizer: Tokenizer,
+        tokenizers: TokenizerPool,
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
         access: AccessControl | None = None,
@@ -72,7 +72,7 @@ class Gateway:
             sessions=self.sessions,
             planner=self._planner,
             room=self._room,
-            tokenizer=tokenizer,
+            tokenizers=tokenizers,
             budget=RetryBudget(settings.retry_ratio, settings.retry_reserve),
             limits=settings.limits,
             slos=self.slos,
@@ -133,7 +133,7 @@ class Gateway:
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
-        self.frontend.shared.tokenizer.close()
+        await self.frontend.shared.tokenizers.close()
 
     def _on_slots_freed(self, instance_id: str, num_free: int) -> None:
         self._room.slots_freed(instance_id, num_free)
@@ -171,7 +171,7 @@ class Gateway:
         metrics.gauge(
             names.GATEWAY_ENCODING,
             "Characters that wait to be tokenized",
-            lambda: self.frontend.shared.tokenizer.num_pending_chars,
+            lambda: self.frontend.shared.tokenizers.lanes.num_pending_chars,
         )
         metrics.gauge(
             names.GATEWAY_INCOMING,

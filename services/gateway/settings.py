@@ -12,6 +12,7 @@ from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer
 
 TransferMode = Literal["whole", "per_layer"]
@@ -50,10 +51,13 @@ class Settings(ServiceSettings):
         False, description="Share the HTTP and gRPC ports with other gateway processes"
     )
     model_dir: Path = shared(
-        Path(".pdmesh/model"), description="Hugging Face model directory, with tokenizer.json"
+        Path(".pdmesh/model"),
+        description="Folder of a model; a gateway needs it only for instances that have none, and "
+        "gets the tokenizers of other models from their instances",
     )
     model: str = Field(
-        "", description="The model that the name `default` means; empty: the first one seen"
+        "",
+        description="The model that the name `default` means; empty: that of the scenario",
     )
     hash_secret: SecretStr = shared(
         SecretStr("pdmesh-development"),
@@ -151,10 +155,24 @@ class Settings(ServiceSettings):
     )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
     tokenizer_threads: int = Field(1, ge=1, description="Threads that tokenize long text")
+    tokenizer_cache_bytes: int = Field(
+        512 << 20,
+        ge=1,
+        description="Memory for tokenizers; those of the models least recently asked for leave",
+    )
 
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""
         return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
+
+    @property
+    def tokenizer_rules(self) -> TokenizerRules:
+        return TokenizerRules(
+            max_chars=self.max_body_bytes,
+            has_defaults=self.generation_config == "auto",
+            num_threads=self.tokenizer_threads,
+            max_bytes=self.tokenizer_cache_bytes,
+        )
 
     @property
     def rules(self) -> tuple[ScenarioRule, ...]:

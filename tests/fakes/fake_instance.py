@@ -15,7 +15,9 @@ import grpc
 
 from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
 from pdmesh.errors import Unavailable
+from pdmesh.instance.legs.model_text import ModelTextSource
 from pdmesh.net.grpc import rpc
+from pdmesh.text_files import TextFiles
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
@@ -23,6 +25,7 @@ from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     InstanceRecord,
+    ModelText,
     PromptLogprobs,
     Role,
     SamplingParams,
@@ -114,6 +117,10 @@ class FakeInstance:
     tokens_per_step: int = 1
     kv_tail_step: int = 0  # it names beginnings of blocks, each so many tokens
     breaks_at: int | None = None  # once a leg is at this token of its answer
+    model: str = "tiny"
+    scenario: str = "default"
+    text: TextFiles | None = None  # of its model
+    num_texts: int = 0  # that it was asked for
 
     prefills: list[pb.Prefill] = field(default_factory=list)
     starts: list[pb.Start] = field(default_factory=list)
@@ -142,6 +149,8 @@ class FakeInstance:
         return self.record()
 
     def record(self) -> InstanceRecord:
+        text = self.text
+        told = None if text is None else ModelText(digest=text.digest, vocabulary=text.vocabulary)
         service = "decode" if self.role == ROLE_DECODE else "prefill"
         return InstanceRecord(
             instance_id=self.instance_id,
@@ -149,9 +158,9 @@ class FakeInstance:
             service=service,
             role=self.role,
             group_id=self.group_id,
-            scenario="default",
+            scenario=self.scenario,
             grpc_address=self.address,
-            model="tiny",
+            model=self.model,
             model_fingerprint=self.fingerprint,
             block_size=16,
             kv_tail_start=self.kv_tail_step,
@@ -161,6 +170,7 @@ class FakeInstance:
             supports_logprobs=self.supports_logprobs,
             engine="fake",
             phase=INSTANCE_PHASE_READY,
+            text=told,
         )
 
     async def stop(self) -> None:
@@ -229,8 +239,9 @@ class FakeInstance:
     async def GetModelText(
         self, request: pb.GetModelTextRequest, context: object
     ) -> AsyncIterator[pb.GetModelTextResponse]:
-        raise Unavailable("no files of text here")
-        yield  # an async generator, as the real one
+        self.num_texts += 1
+        async for piece in ModelTextSource(self.text).pieces(request.digest):
+            yield piece
 
     # --- behaviour -------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool, TokenizerRules
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
 from tests.fakes.fake_instance import FakeInstance, reference
 from tests.fakes.memory_registry import MemoryStore, MemoryView
@@ -21,9 +22,11 @@ from tests.fakes.tiny_model import write_tiny_model
 
 
 class GatewayMesh:
-    def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
+    """`tokenizer` is that of the gateway's own folder: the model of every fake instance."""
+
+    def __init__(self, settings: Settings, tokenizers: TokenizerPool, tokenizer: Tokenizer) -> None:
         self.settings = settings
-        self.tokenizer = tokenizer
+        self.tokenizers, self.tokenizer = tokenizers, tokenizer
         self.store = MemoryStore()
         self.instances: dict[str, FakeInstance] = {}
         self.events: list[Any] = []
@@ -40,7 +43,7 @@ class GatewayMesh:
         self.gateway = Gateway(
             self.settings,
             MeshView(MemoryView(self.store)),
-            self.tokenizer,
+            self.tokenizers,
             self,
             not_ready,
             self.access,
@@ -83,7 +86,6 @@ async def gateway_mesh(
     access: AccessControl | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayMesh]:
-    tokenizer = Tokenizer.load(write_tiny_model(directory / "tiny"), max_chars=1 << 20)
     values = {
         "http_port": 0,
         "grpc_port": 0,
@@ -92,7 +94,10 @@ async def gateway_mesh(
         "instance_id": "gateway-0",
         **settings,
     }
-    mesh = GatewayMesh(Settings(**values), tokenizer)
+    tokenizers = TokenizerPool(TokenizerRules(max_chars=1 << 20))
+    await tokenizers.load_own(write_tiny_model(directory / "tiny"))
+    tokenizer = await tokenizers.get("tiny", None, list)
+    mesh = GatewayMesh(Settings(**values), tokenizers, tokenizer)
     mesh.access = access
     roles = [
         *((ROLE_PREFILL, f"prefill-{i}") for i in range(num_prefills)),

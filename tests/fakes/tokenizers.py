@@ -5,10 +5,13 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from pdmesh.engine.sim_tokenizer import build_tokenizer
+from pdmesh.services.gateway.text.tokenizer import ModelFacts
 from pdmesh.services.gateway.text.tokenizer import Tokenizer as ModelTokenizer
 
 BYTE_LEVEL = build_tokenizer()
-SIM_TOKENIZER = ModelTokenizer(BYTE_LEVEL, None, frozenset(), BYTE_LEVEL.get_vocab_size())
+SIM_TOKENIZER = ModelTokenizer(
+    BYTE_LEVEL, None, ModelFacts(frozenset(), BYTE_LEVEL.get_vocab_size())
+)
 PIECES = ("▁", "▁a", "▁the", "b", "ing", "▁▁", ",", "é", "▁日本")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 

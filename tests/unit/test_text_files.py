@@ -29,6 +29,22 @@ def test_weights_code_and_other_files_are_none_of_text(folder: Path) -> None:
     }  # fmt: skip
 
 
+def test_named_templates_belong_to_it_and_no_path_leads_out_of_the_folder(folder: Path) -> None:
+    before = read_text_files(folder)
+    named = folder / "additional_chat_templates" / "tool_use.jinja"
+    named.parent.mkdir()
+    named.write_text("x")
+    after = read_text_files(folder)
+    assert set(after.digests) - set(before.digests) == {"additional_chat_templates/tool_use.jinja"}
+    assert after.vocabulary == before.vocabulary
+    for name in (
+        "../tokenizer.json", "/etc/tokenizer.json", "additional_chat_templates/../x.jinja",
+        "additional_chat_templates/..jinja", "additional_chat_templates/a/b.jinja", "a/config.json",
+        "tokenizer.json\n", "",
+    ):  # fmt: skip
+        assert not is_text_file(name), name
+
+
 def test_another_template_is_another_text_of_the_same_vocabulary(folder: Path) -> None:
     before = read_text_files(folder)
     (folder / "chat_template.jinja").write_text("another")

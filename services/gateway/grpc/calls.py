@@ -117,7 +117,7 @@ async def _served_model(
     )
     seed = request.params.seed if request.params.HasField("seed") else None
     check_choices(n=request.n or None, seed=seed)
-    return await frontend.served_model(request.model, tenant)
+    return await frontend.served_model(request.model, tenant, request.scenario)
 
 
 def _prompt(

@@ -156,8 +156,12 @@ class InferenceServicer:
     ) -> pb.ListModelsResponse:
         async with self._permit(context) as permit:
             allowed = permit.tenant.models
-        models = self._frontend.shared.fleet.models()
-        return pb.ListModelsResponse(models=[m for m in models if not allowed or m in allowed])
+        served = self._frontend.shared.fleet.models()
+        models = [m for m in served if not allowed or m.name in allowed]
+        return pb.ListModelsResponse(
+            models=[m.name for m in models],
+            infos=[pb.ModelInfo(name=m.name, max_model_len=m.max_model_len) for m in models],
+        )
 
     @contextlib.asynccontextmanager
     async def _permit(self, context: Context) -> AsyncIterator[Permit]:

@@ -178,10 +178,15 @@ class CompletionChunk(Answer):
 
 
 class ModelEntry(Answer):
+    """`created`: when this gateway first saw it. `max_model_len`: of prompt and answer together."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
 
 
 class ModelList(Answer):

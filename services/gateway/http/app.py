@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from pdmesh.errors import InvalidRequest, MeshError, shortened
+from pdmesh.errors import InvalidRequest, MeshError, NoInstance, shortened
 from pdmesh.services.gateway.access.access_control import (
     AccessControl,
     Permit,
@@ -67,6 +67,7 @@ from pdmesh.services.gateway.http.serving.answering import answer
 from pdmesh.services.gateway.http.serving.intake import HttpBounds, Intake
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.routing.fleet import KnownModel
 
 log = structlog.get_logger(__name__)
 
@@ -257,14 +258,17 @@ class HttpApp:
 
     async def _models(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
-        names = self._frontend.shared.fleet.models()
-        models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
+        served = self._frontend.shared.fleet.models()
+        models = [_model_entry(m) for m in served if not tenant.models or m.name in tenant.models]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
-        model = self._frontend.model_name(exchange.path_parameters["model"])
-        check_model(tenant, model)
+        name = self._frontend.model_name(exchange.path_parameters["model"])
+        check_model(tenant, name)
+        model = next((m for m in self._frontend.shared.fleet.models() if m.name == name), None)
+        if model is None:
+            raise NoInstance(f"no instance serves {name} now")
         await exchange.json(msgspec.json.encode(_model_entry(model)))
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
@@ -305,5 +309,13 @@ class HttpApp:
         await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
 
 
-def _model_entry(name: str) -> dict[str, str | int]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "pdmesh"}
+def _model_entry(model: KnownModel) -> ModelEntry:
+    return ModelEntry(
+        id=model.name,
+        object="model",
+        created=int(time.time() - model.age_s),
+        owned_by="pdmesh",
+        root=model.name,
+        parent=None,
+        max_model_len=model.max_model_len,
+    )

@@ -42,7 +42,7 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 18  # of a call
 
 async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
     """Raises MeshError."""
-    model = await frontend.served_model(request.model, tenant)
+    model = await frontend.served_model(request.model, tenant, request.scenario)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model.name, num_logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
@@ -78,7 +78,7 @@ async def completion_spec(
     request: CompletionRequest, frontend: Frontend, tenant: Tenant
 ) -> CallSpec:
     """Raises MeshError."""
-    model = await frontend.served_model(request.model, tenant)
+    model = await frontend.served_model(request.model, tenant, request.scenario)
     check_logprobs(frontend, model.name, request.logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     context = model.context_length

@@ -19,6 +19,7 @@ from typing import Final
 
 from opentelemetry.trace import Span
 
+from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.request.events import Complete, Fail
 from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.request.slo import Slos
@@ -43,7 +44,8 @@ from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
 
 _scenarios = metrics.counter(
-    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: a label, a rule, or the default"
+    names.SCENARIO_CHOSEN,
+    "Calls by what chose their scenario: a label, a rule, the model, or the default",
 )
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _UNBOUNDED: Final = 1 << 31
@@ -186,14 +188,22 @@ class Frontend:
     def num_calls(self) -> int:
         return len(self._calls)
 
-    def model_name(self, asked: str) -> str:
-        return self.shared.fleet.model_name(asked)
+    def model_name(self, asked: str, scenario: str = "") -> str:
+        return self.shared.fleet.model_name(asked, scenario)
 
-    async def served_model(self, asked: str, tenant: Tenant) -> ServedModel:
-        """The model that a request of this tenant names. Raises MeshError."""
-        name = self.model_name(asked)
+    async def served_model(self, asked: str, tenant: Tenant, scenario: str = "") -> ServedModel:
+        """The model that a request of this tenant names, for a scenario if it names one.
+
+        Raises MeshError.
+        """
+        name = self.model_name(asked, scenario)
         check_model(tenant, name)
-        return ServedModel(name, self.shared.tokenizer, self.context_length(name))
+        fleet = self.shared.fleet
+        context_length = self.context_length(name)
+        tokenizer = await self.shared.tokenizers.get(
+            name, fleet.text_of(name), lambda: fleet.text_sources(name)
+        )
+        return ServedModel(name, tokenizer, context_length)
 
     def check_open(self) -> None:
         """Raises Draining or Overloaded, before the work of reading and encoding (S97)."""
@@ -243,16 +253,23 @@ class Frontend:
         return call
 
     def _with_scenario(self, spec: CallSpec) -> CallSpec:
-        """The call with its scenario. Rules look at the longest of its prompts."""
+        """The call with its scenario. Rules look at the longest of its prompts.
+
+        Only rules whose scenario serves the model count; without one, the model says where.
+        """
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
             return spec
+        fleet, model = self.shared.fleet, spec.model
         longest = max(map(len, spec.prompts), default=0)
-        found = scenario_by_rule(self._scenario_rules, spec.operation, longest)
+        rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
+        found, by = scenario_by_rule(rules, spec.operation, longest), "rule"
         if found is None:
+            found, by = fleet.scenario_of(model), "model"
+        if found == DEFAULT_SCENARIO and by == "model":
             _scenarios.add(1, _BY_DEFAULT)
             return spec
-        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": "rule"})
+        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
         return replace(spec, scenario=found)
 
     def close(self, call: Call, error: MeshError | None = None) -> None:

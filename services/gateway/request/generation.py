@@ -58,7 +58,7 @@ from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
 from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
-from pdmesh.services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
@@ -80,7 +80,7 @@ class Collaborators:
     sessions: SessionPool
     planner: Planner
     room: Waiting
-    tokenizer: Tokenizer
+    tokenizers: TokenizerPool
     budget: RetryBudget
     limits: RequestLimits
     slos: Slos
@@ -300,7 +300,7 @@ class Generation:
         reference = self._shared.fleet.reference(self._spec.model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
         self.timings.asked = self.timings.asked or time.monotonic()
-        self._shared.planner.ask(self, effect.plan, query)
+        self._shared.planner.ask(self, effect.plan, query, self._spec.tokenizer.vocabulary)
 
     def _refusal(self) -> Overloaded | None:
         """Why it should not join its queue; None if it may."""

@@ -6,16 +6,18 @@ instances are dead (F18).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
 from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
-from pdmesh.errors import ModelNotFound, shortened
+from pdmesh.errors import ModelNotFound, NoInstance, shortened
 from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
@@ -25,6 +27,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_FUSION,
     ROLE_PREFILL,
     InstanceRecord,
+    ModelText,
 )
 
 _ROLES: Final = {
@@ -62,6 +65,35 @@ def gateway_name(instance_id: str, incarnation: int) -> str:
     return f"{instance_id}/{incarnation}"
 
 
+def _offer(record: InstanceRecord) -> Offer:
+    return Offer(record.model, record.scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Whose instances a request may meet: of its model, with the vocabulary of its tokens.
+
+    Empty `vocabulary`: the gateway's own folder gave the tokenizer, so it says nothing.
+    """
+
+    model: str
+    vocabulary: str = ""
+
+    def is_served_by(self, record: InstanceRecord) -> bool:
+        theirs = record.text.vocabulary
+        is_readable = not (self.vocabulary and theirs) or self.vocabulary == theirs
+        return record.model == self.model and is_readable
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model as clients see it in a list. `age_s`: since this gateway first saw it."""
+
+    name: str
+    age_s: float
+    max_model_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class MeshView:
     """What the registry's store tells a gateway of the mesh."""
@@ -72,10 +104,9 @@ class MeshView:
 
 
 class FleetView:
-    """`model` is what `default` means; empty: the first model seen.
+    """`model` is what `default` means; empty: that of the request's scenario.
 
-    A model once seen keeps its name while its instances are away. `region` and `gateway_id` are
-    this gateway's own.
+    `region` and `gateway_id` are this gateway's own.
     """
 
     def __init__(
@@ -90,10 +121,9 @@ class FleetView:
         self._ranking = LocalRanking(region, gateway_id)
         self._mesh, self._view = mesh, mesh.records
         self._clock = clock
-        self._model = model
+        self._catalogue = ModelCatalogue(model)
         self._connected_at = clock()
-        self._known_models: dict[str, InstanceRecord | None] = {model: None} if model else {}
-        self._served: set[tuple[str, str]] = set()  # model and scenario
+        self._references: dict[str, InstanceRecord] = {}  # the last one of each known model
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()
         self._view.on_change(self._on_change)
@@ -112,10 +142,10 @@ class FleetView:
         )
         serving = (*self._prefills, *self._decodes, *self._fusions)
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
-        for record in serving:
-            if record.model:
-                self._known_models[record.model] = record
-                self._served.add((record.model, record.scenario or DEFAULT_SCENARIO))
+        self._references |= {r.model: r for r in serving}
+        self._catalogue.see({_offer(r) for r in serving}, self._clock())
+        for model in [m for m in self._references if self._catalogue.since(m) is None]:
+            del self._references[model]
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -142,17 +172,52 @@ class FleetView:
 
     # --- models ----------------------------------------------------------------------------------
 
-    def models(self) -> list[str]:
-        """The names that clients may ask for; the first is the default's real name."""
-        return list(self._known_models)
+    def models(self) -> list[KnownModel]:
+        """The models that can be served now, by name."""
+        out = self._mesh.out_of_service
+        serving = (*self._prefills, *self._fusions, *self._decodes)
+        able = {r.model for r in serving if not (r.is_draining or out.is_out(r.instance_id))}
+        return [entry for m in sorted(able) if (entry := self.known_model(m)) is not None]
 
-    def model_name(self, asked: str) -> str:
-        """Raises ModelNotFound. A model whose instances are all away keeps its name."""
-        if asked in self._known_models:
-            return asked
+    def known_model(self, model: str) -> KnownModel | None:
+        """None if it is not known. Of a model that is away: as it was."""
+        since, reference = self._catalogue.since(model), self.reference(model)
+        if since is None or reference is None:
+            return None
+        return KnownModel(model, self._clock() - since, reference.max_model_len)
+
+    def model_name(self, asked: str, scenario: str = "") -> str:
+        """Raises ModelNotFound. A model whose instances are away keeps its name for a while."""
+        found = self._catalogue.resolve(asked, scenario, self._clock())
+        if found is not None:
+            return found
         if asked in {"", DEFAULT_MODEL}:
-            return next(iter(self._known_models), DEFAULT_MODEL)
+            raise NoInstance("no instance serves any model now")
         raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
+
+    def text_of(self, model: str) -> ModelText | None:
+        """Which files make tokens of text for it; None if its instances have none.
+
+        While its instances differ, as in an upgrade: those of the vocabulary that most have.
+        """
+        serving = (*self._prefills, *self._fusions, *self._decodes)
+        texts = {r.text.digest: r.text for r in serving if r.model == model and r.text.digest}
+        if len(texts) > 1:
+            num = Counter(r.text.vocabulary for r in serving if r.model == model)
+            return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))
+        if texts:
+            return next(iter(texts.values()))
+        reference = self.reference(model)
+        return reference.text if reference is not None and reference.text.digest else None
+
+    def text_sources(self, model: str) -> list[str]:
+        """The addresses of the instances that have the files that `text_of` names."""
+        text = self.text_of(model)
+        return [
+            r.grpc_address
+            for r in self._records.values()
+            if text is not None and r.model == model and r.text.digest == text.digest
+        ]
 
     def reference(self, model: str) -> InstanceRecord | None:
         """An instance that represents the model: context length, block size and fingerprint.
@@ -163,7 +228,7 @@ class FleetView:
             for record in records:
                 if record.model == model:
                     return record
-        return self._known_models.get(model)
+        return self._references.get(model)
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """Fields of `LogitShaping` that some instance of the model cannot take."""
@@ -171,8 +236,12 @@ class FleetView:
         return frozenset(f for r in serving if r.model == model for f in r.unsupported_shaping)
 
     def has_served(self, model: str, scenario: str) -> bool:
-        """Whether an instance ever served it: then it is away, and not unknown."""
-        return (model, scenario or DEFAULT_SCENARIO) in self._served
+        """Whether an instance serves it or did so lately: then it is away, and not unknown."""
+        return self._catalogue.knows(model, scenario, self._clock())
+
+    def scenario_of(self, model: str) -> str:
+        """Where a request for the model goes that names no scenario."""
+        return self._catalogue.scenario_of(model, self._clock())
 
     def can_serve(self) -> bool:
         """Whether there is any instance: without the other role, one does both phases."""
@@ -203,13 +272,19 @@ class FleetView:
         self,
         instance_id: str,
         incarnation: int,
+        wanted: Wanted,
         num_matched_tokens: int = 0,
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """None if it is gone or out of service: no late plan reaches it or a successor."""
+        """None if it is gone or out of service: no late plan reaches it or a successor.
+
+        None as well if it is of another model, whatever the master says.
+        """
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _ROLES or not takes_requests(record):
+            return None
+        if not wanted.is_served_by(record):
             return None
         if self._mesh.out_of_service.is_out(instance_id):
             return None
@@ -221,7 +296,7 @@ class FleetView:
 
     def least_loaded(
         self,
-        model: str,
+        wanted: Wanted,
         scenario: str,
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
@@ -233,15 +308,18 @@ class FleetView:
             i for i, r in self._records.items() if out_of_service.is_avoided(i, r.incarnation)
         ]
         canary = self._mesh.canaries.draw(scenario or DEFAULT_SCENARIO)
-        query = LocalQuery(model, scenario, {*excluded, *out}, frozenset(avoided), canary)
+        others = [i for i, r in self._records.items() if not wanted.is_served_by(r)]
+        query = LocalQuery(
+            wanted.model, scenario, {*excluded, *out, *others}, frozenset(avoided), canary
+        )
         plan = self._ranking.rank(query, num_open)
         return (
-            self._candidates(plan.prefills, is_local=plan.is_colocated),
-            self._candidates(plan.decodes),
+            self._candidates(plan.prefills, wanted, is_local=plan.is_colocated),
+            self._candidates(plan.decodes, wanted),
         )
 
     def _candidates(
-        self, ranked: Sequence[LocalInstance], *, is_local: bool = False
+        self, ranked: Sequence[LocalInstance], wanted: Wanted, *, is_local: bool = False
     ) -> list[Candidate]:
-        found = (self.candidate(i.id, i.incarnation, is_local=is_local) for i in ranked)
+        found = (self.candidate(i.id, i.incarnation, wanted, is_local=is_local) for i in ranked)
         return [candidate for candidate in found if candidate is not None]

@@ -33,7 +33,7 @@ from pdmesh.errors import (
     StalePlan,
     Unavailable,
 )
-from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.fleet import FleetView, Wanted
 from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -64,10 +64,10 @@ class Asker(Protocol):
 
 
 class _Ask:
-    __slots__ = ("asker", "plan", "query")
+    __slots__ = ("asker", "plan", "query", "wanted")
 
-    def __init__(self, asker: Asker, plan: int, query: PlanQuery) -> None:
-        self.asker, self.plan, self.query = asker, plan, query
+    def __init__(self, asker: Asker, plan: int, query: PlanQuery, wanted: Wanted) -> None:
+        self.asker, self.plan, self.query, self.wanted = asker, plan, query, wanted
 
 
 class Planner:
@@ -102,9 +102,12 @@ class Planner:
         self.num_planned = 0
         self.num_fallbacks = 0
 
-    def ask(self, asker: Asker, plan: int, query: PlanQuery) -> None:
-        """Ask for a plan; answered by PlanReceived or PlanFailed within the timeout."""
-        self._asks.append(_Ask(asker, plan, query))
+    def ask(self, asker: Asker, plan: int, query: PlanQuery, vocabulary: str = "") -> None:
+        """Ask for a plan; answered by PlanReceived or PlanFailed within the timeout.
+
+        `vocabulary`: of the query's tokens.
+        """
+        self._asks.append(_Ask(asker, plan, query, Wanted(query.model, vocabulary)))
         self._has_asks.set()
 
     def refusal(
@@ -212,15 +215,16 @@ class Planner:
         if result.error_reason:
             is_away = self._fleet.has_served(ask.query.model, ask.query.scenario)
             return PlanFailed(ask.plan, _refusal(result, is_away))
-        prefills, decodes = self._resolve(result.prefills), self._resolve(result.decodes)
+        prefills = self._resolve(ask.wanted, result.prefills)
+        decodes = self._resolve(ask.wanted, result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):
             return self._rank_here(ask)  # the master sees more than we do already, or less
         return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
 
-    def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
+    def _resolve(self, wanted: Wanted, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         found = (
             self._fleet.candidate(
-                c.instance_id, c.incarnation, c.num_matched_tokens, is_local=c.is_local
+                c.instance_id, c.incarnation, wanted, c.num_matched_tokens, is_local=c.is_local
             )
             for c in candidates
         )
@@ -233,7 +237,7 @@ class Planner:
             return PlanFailed(ask.plan, NoInstance("neither master nor registry for too long"))
         query = ask.query
         prefills, decodes = self._fleet.least_loaded(
-            query.model, query.scenario, query.excluded_instance_ids, self._num_open
+            ask.wanted, query.scenario, query.excluded_instance_ids, self._num_open
         )
         return PlanReceived(ask.plan, prefills, decodes)
 

@@ -26,24 +26,25 @@ _MAX_BATCH_CHARS: Final = 131072
 
 
 class EncodingLanes:
-    """`encode(texts, add_special_tokens)` runs on a thread; it may raise."""
+    """All tokenizers of a gateway share them: the bounds are those of all models together."""
 
-    def __init__(
-        self, encode: Encode, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS
-    ) -> None:
-        self._short = _Lane(encode, num_threads, "tokenizer")
-        self._long = _Lane(encode, 1, "tokenizer-long")
+    def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
+        self._short = _Lane(num_threads, "tokenizer")
+        self._long = _Lane(1, "tokenizer-long")
         self._max_pending_chars = max_pending_chars
         self.num_pending_chars = 0
 
-    async def encode(self, text: str, add_special_tokens: bool) -> array[int]:
-        """Raises Overloaded at the bound."""
+    async def encode(self, encode: Encode, text: str, add_special_tokens: bool) -> array[int]:
+        """`encode(texts, add_special_tokens)` runs on a thread; it may raise.
+
+        Raises Overloaded at the bound.
+        """
         if self.num_pending_chars + len(text) > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")
         lane = self._long if len(text) > _LONG_CHARS else self._short
         self.num_pending_chars += len(text)
         try:
-            return await lane.encode(text, add_special_tokens)
+            return await lane.encode(_Item(encode, text, add_special_tokens))
         finally:
             self.num_pending_chars -= len(text)
 
@@ -53,26 +54,27 @@ class EncodingLanes:
 
 
 class _Item:
-    __slots__ = ("add_special_tokens", "done", "text")
+    __slots__ = ("add_special_tokens", "done", "encode", "text")
 
-    def __init__(
-        self, text: str, add_special_tokens: bool, done: asyncio.Future[array[int]]
-    ) -> None:
-        self.text, self.add_special_tokens, self.done = text, add_special_tokens, done
+    def __init__(self, encode: Encode, text: str, add_special_tokens: bool) -> None:
+        self.encode, self.text, self.add_special_tokens = encode, text, add_special_tokens
+        self.done: asyncio.Future[array[int]] = asyncio.get_running_loop().create_future()
+
+    def is_like(self, other: _Item) -> bool:
+        """Whether one call encodes both."""
+        is_alike = self.add_special_tokens == other.add_special_tokens
+        return is_alike and self.encode == other.encode
 
 
 class _Lane:
     """Each of its threads takes a batch when it is free."""
 
-    def __init__(self, encode: Encode, num_threads: int, name: str) -> None:
-        self._encode = encode
+    def __init__(self, num_threads: int, name: str) -> None:
         self._num_idle = num_threads
         self._queue: deque[_Item] = deque()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> array[int]:
-        loop = asyncio.get_running_loop()
-        item = _Item(text, add_special_tokens, loop.create_future())
+    async def encode(self, item: _Item) -> array[int]:
         self._queue.append(item)
         self._start()
         return await item.done
@@ -81,7 +83,7 @@ class _Lane:
         while self._num_idle and (batch := self._next_batch()):
             self._num_idle -= 1
             work = asyncio.get_running_loop().run_in_executor(
-                self._pool, self._encode, [i.text for i in batch], batch[0].add_special_tokens
+                self._pool, batch[0].encode, [i.text for i in batch], batch[0].add_special_tokens
             )
             work.add_done_callback(partial(self._on_done, batch))
 
@@ -93,8 +95,7 @@ class _Lane:
             item = self._queue[0]
             if not item.done.done():
                 if batch and (
-                    item.add_special_tokens != batch[0].add_special_tokens
-                    or num_chars + len(item.text) > _MAX_BATCH_CHARS
+                    not item.is_like(batch[0]) or num_chars + len(item.text) > _MAX_BATCH_CHARS
                 ):
                     break
                 batch.append(item)

@@ -9,7 +9,7 @@ tokens are cut into pieces changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
@@ -60,38 +60,41 @@ class Detokenizer:
         self.special_ids: frozenset[int] = frozenset()  # which have no text
         if not are_special_shown:
             self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.lone_text = lru_cache(maxsize=16_384)(self._decode_lone)
-        self.own_bytes = lru_cache(maxsize=16_384)(self._own_bytes)
-        self._tokenizer = tokenizer
+        # The caches hold the tokenizer, not this object: without a circle of references, all of it
+        # is freed when the last stream of a model that left has ended.
+        lone = partial(_decode_lone, self._decode)
+        self.lone_text = lru_cache(maxsize=16_384)(lone)
         # Any plain text: it is put before a token that is decoded alone, so that the token keeps
         # its space.
         any_ids = range(tokenizer.get_vocab_size())
-        self._before = next((i for i in any_ids if self._decode_lone(i).isalpha()), None)
+        before = next(([i] for i in any_ids if lone(i).isalpha()), [])
+        self.own_bytes = lru_cache(maxsize=16_384)(partial(_own_bytes, tokenizer, before))
 
     def decode(self, ids: list[int]) -> str:
         return str(self._decode(ids))
 
-    def _decode_lone(self, token_id: int) -> str:
-        """The token's text; empty unless it is whole characters."""
-        text = self.decode([token_id])
-        return "" if _INCOMPLETE in text else text
 
-    def _own_bytes(self, token_id: int) -> bytes:
-        """The bytes of the token itself, special or not, as they are within a text.
+def _decode_lone(decode: Callable[[list[int]], str], token_id: int) -> str:
+    """The token's text; empty unless it is whole characters."""
+    text = str(decode([token_id]))
+    return "" if _INCOMPLETE in text else text
 
-        They need not make whole characters.
-        """
-        before = [] if self._before is None else [self._before]
-        known = self._decode(before, skip_special_tokens=False)
-        text = str(self._decode([*before, token_id], skip_special_tokens=False))[len(known) :]
-        if _INCOMPLETE not in text:
-            return text.encode()
-        token = self._tokenizer.id_to_token(token_id) or ""
-        if found := _BYTE_TOKEN.fullmatch(token):
-            return bytes((int(found[1], 16),))
-        if all(char in _BYTE_LEVEL for char in token):
-            return bytes(_BYTE_LEVEL[char] for char in token)
+
+def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> bytes:
+    """The bytes of the token itself, special or not, as they are within a text.
+
+    They need not make whole characters.
+    """
+    known = tokenizer.decode(before, skip_special_tokens=False)
+    text = str(tokenizer.decode([*before, token_id], skip_special_tokens=False))[len(known) :]
+    if _INCOMPLETE not in text:
         return text.encode()
+    token = tokenizer.id_to_token(token_id) or ""
+    if found := _BYTE_TOKEN.fullmatch(token):
+        return bytes((int(found[1], 16),))
+    if all(char in _BYTE_LEVEL for char in token):
+        return bytes(_BYTE_LEVEL[char] for char in token)
+    return text.encode()
 
 
 class TextStream:

@@ -12,6 +12,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -40,31 +41,51 @@ class BadModelDir(MeshError):
     default_reason = "BAD_MODEL_DIR"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model's files say beside its tokenizer and its chat template.
+
+    Token ids are below `vocab_size`; `eos_token_ids` end an answer unless they are ignored.
+    `vocabulary` is a digest of what says which token an id means; empty: not known.
+    """
+
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    defaults: GenerationDefaults = NO_DEFAULTS
+    vocabulary: str = ""
+    eos_token_id: int | None = None  # the tokenizer's own, one of `eos_token_ids`
+
+
 class Tokenizer:
-    """Token ids are below `vocab_size`; `eos_token_ids` end an answer unless they are ignored."""
+    """Nothing of it refers to itself: it is freed as soon as the last call that uses it ends."""
 
     def __init__(
         self,
         inner: HfTokenizer,
         template: ChatTemplates | None,
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
-        num_threads: int = 1,
-        defaults: GenerationDefaults = NO_DEFAULTS,
+        facts: ModelFacts,
+        lanes: EncodingLanes | None = None,
     ) -> None:
-        self.defaults = defaults
-        self.eos_token_ids = eos_token_ids
-        self.eos_token_id: int | None = None  # the tokenizer's own, one of them
-        self.vocab_size = vocab_size
+        self.defaults = facts.defaults
+        self.eos_token_ids = facts.eos_token_ids
+        self.vocab_size = facts.vocab_size
+        self.vocabulary = facts.vocabulary
+        self.eos_token_id = facts.eos_token_id
         self._inner = inner
         self._decoder = Detokenizer(inner)
         self._template = template
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
-        self._lanes = EncodingLanes(self._encode_all, num_threads)
+        self._lanes = lanes or EncodingLanes(1)
 
     @classmethod
     def load(
-        cls, model_dir: Path, *, max_chars: int, num_threads: int = 1, has_defaults: bool = True
+        cls,
+        model_dir: Path,
+        *,
+        max_chars: int,
+        lanes: EncodingLanes | None = None,
+        has_defaults: bool = True,
+        vocabulary: str = "",
     ) -> Tokenizer:
         """Raises BadModelDir with a cause that a person can act on."""
         try:
@@ -85,11 +106,10 @@ class Tokenizer:
         eos = _eos_ids(generation, model_config)
         if (token_id := inner.token_to_id(special.get("eos_token", ""))) is not None:
             eos |= {token_id}
-        vocab_size = int(model_config.get("vocab_size") or inner.get_vocab_size())
+        vocab_size = _vocab_size(model_config) or inner.get_vocab_size()
         defaults = GenerationDefaults.of(generation) if has_defaults else NO_DEFAULTS
-        found = cls(inner, template, eos, vocab_size, num_threads, defaults)
-        found.eos_token_id = token_id
-        return found
+        facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id)
+        return cls(inner, template, facts, lanes)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,15 +125,11 @@ class Tokenizer:
         """Whether a conversation may have a system message after its first message."""
         return self._template is not None and self._template.takes_later_system
 
-    @property
-    def num_pending_chars(self) -> int:
-        return self._lanes.num_pending_chars
-
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Raises Overloaded when too much text waits for its turn."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        return await self._lanes.encode(text, add_special_tokens)
+        return await self._lanes.encode(self._encode_all, text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
         return self._encode_all([text], add_special_tokens)[0]
@@ -166,9 +182,6 @@ class Tokenizer:
         special_ids = self._decoder.special_ids
         return any(token_id not in special_ids for token_id in token_ids)
 
-    def close(self) -> None:
-        self._lanes.close()
-
 
 # Any: these files hold whatever their author wrote; each use checks what it reads.
 def _read_json(path: Path) -> dict[str, Any]:
@@ -200,6 +213,15 @@ def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, s
         paths[DEFAULT] = path
     found |= {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     return found if found.get(DEFAULT) else {}
+
+
+def _vocab_size(config: Mapping[str, Any]) -> int:
+    """Of the model itself, or of its text part where it also reads images. 0: not said."""
+    text_config = config.get("text_config")
+    value = config.get("vocab_size")
+    if value is None and isinstance(text_config, dict):
+        value = text_config.get("vocab_size")
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:

@@ -17,6 +17,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from pdmesh.services.gateway.routing.fleet import Wanted
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from pdmesh.v1.instance_service_pb2 import (
     REJECT_REASON_BUSY,
@@ -142,7 +143,7 @@ async def test_a_prefill_lost_at_work_is_replaced(
 async def test_a_rejection_sends_the_request_to_the_next_candidate(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    prefills, decodes = mesh.gateway.fleet.least_loaded("tiny", "", (), lambda *_: 0)
+    prefills, decodes = mesh.gateway.fleet.least_loaded(Wanted("tiny"), "", (), lambda *_: 0)
     first, second = (mesh.instances[c.instance_id] for c in prefills)
     first.reject_with = REJECT_REASON_DRAINING
     mesh.instances[decodes[0].instance_id].reject_with = REJECT_REASON_BUSY

@@ -18,7 +18,7 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
-from pdmesh.services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.fakes.fake_instance import FakeInstance
@@ -37,8 +37,9 @@ async def second_gateway(mesh: GatewayMesh, directory: Path) -> AsyncIterator[st
         http_port=0, grpc_port=0, drain_s=1.0, instance_id="gateway-1",
         hash_secret=mesh.settings.hash_secret,
     )  # fmt: skip
-    tokenizer = Tokenizer.load(directory / "tiny", max_chars=1 << 20)
-    gateway = Gateway(settings, MeshView(MemoryView(mesh.store)), tokenizer, mesh, list, None)
+    tokenizers = TokenizerPool(settings.tokenizer_rules)
+    await tokenizers.load_own(directory / "tiny")
+    gateway = Gateway(settings, MeshView(MemoryView(mesh.store)), tokenizers, mesh, list, None)
     await gateway.start()
     try:
         yield f"http://127.0.0.1:{gateway.http.port}"

@@ -60,6 +60,10 @@ class Worker:
             )
         )  # fmt: skip
 
+    async def GetModelText(self, request: object, context: object) -> AsyncIterator[object]:
+        raise AssertionError("the index asks for no text")
+        yield
+
     async def stop(self) -> None:
         await self.lease.release()
         await self._server.stop(0)

@@ -127,7 +127,7 @@ async def two_gateways(
                 )
             )  # fmt: skip
         settings = mesh.settings.model_copy(update={"instance_id": "gateway-1"})
-        second = Gateway(settings, MeshView(MemoryView(mesh.store)), mesh.tokenizer, mesh, list)
+        second = Gateway(settings, MeshView(MemoryView(mesh.store)), mesh.tokenizers, mesh, list)
         second.frontend.shared.next_key = itertools.count(1_000_000).__next__
         await second.start()
         stack.push_async_callback(second.stop)

@@ -17,7 +17,7 @@ from pdmesh.core.placement.plan import NoPlan, Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.net.registry import RecordChanged
 from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
-from pdmesh.services.gateway.routing.fleet import MeshView, pair_of
+from pdmesh.services.gateway.routing.fleet import MeshView, Wanted, pair_of
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -74,7 +74,7 @@ class _View:
 @given(meshes())
 def test_a_gateway_names_only_ready_ones(records: dict[str, InstanceRecord]) -> None:
     fleet = GatewayFleet(MeshView(_View(records)), "m", lambda: 0.0)
-    prefills, decodes = fleet.least_loaded("m", "default", (), lambda i, n: 0)
+    prefills, decodes = fleet.least_loaded(Wanted("m"), "default", (), lambda i, n: 0)
     ready = {i for i, r in records.items() if r.phase == INSTANCE_PHASE_READY}
     roles = {i: records[i].role for i in ready}
     if any(c.is_local and roles[c.instance_id] != ROLE_FUSION for c in prefills):
@@ -87,7 +87,7 @@ def test_a_gateway_names_only_ready_ones(records: dict[str, InstanceRecord]) -> 
         assert {c.instance_id for c in decodes} == {i for i, r in roles.items() if r == ROLE_DECODE}
     assert {c.instance_id for c in (*prefills, *decodes)} <= ready
     for instance_id in records.keys() - ready:
-        assert fleet.candidate(instance_id, 1) is None, "of a plan that is older than the record"
+        assert fleet.candidate(instance_id, 1, Wanted("m")) is None, "an older plan"
 
 
 @given(meshes(), st.sampled_from(sorted(POLICIES)))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.services.gateway.http.logprobs import LogprobWriter
-from pdmesh.services.gateway.text.tokenizer import Tokenizer
+from pdmesh.services.gateway.text.tokenizer import ModelFacts, Tokenizer
 from pdmesh.v1.common_pb2 import TokenLogprob
 from tests.fakes.tokenizers import BYTE_LEVEL, END, PIECES, TOKENIZERS
 
@@ -21,7 +21,7 @@ TEXT = "the 🚀 über"
 
 def tokenizer(name: str) -> Tokenizer:
     inner = TOKENIZERS[name]
-    return Tokenizer(inner, None, frozenset(), inner.get_vocab_size())
+    return Tokenizer(inner, None, ModelFacts(frozenset(), inner.get_vocab_size()))
 
 
 def drawn(token_id: int, *top: tuple[int, float], logprob: float = -3.0) -> TokenLogprob:

@@ -73,7 +73,9 @@ def offered_to_a_decode(log: list[str]) -> Generation:
         kv_transfer=lambda scenario: KvTransfer.KV_TRANSFER_UNSPECIFIED,
     )
     tokens = array("I", [1, 2, 3])
-    tokenizer: Any = SimpleNamespace(eos_token_ids=frozenset(), text_stream=lambda *_: nothing)
+    tokenizer: Any = SimpleNamespace(
+        eos_token_ids=frozenset(), vocabulary="", text_stream=lambda *_: nothing
+    )
     spec = CallSpec("chat", "m", (tokens,), SamplingSpec(), tokenizer)
     generation = Generation(
         shared,

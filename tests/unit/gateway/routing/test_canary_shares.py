@@ -11,7 +11,7 @@ import pytest
 from pdmesh.core.groups.revisions import canary_of
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView, Wanted
 from pdmesh.v1.admin_service_pb2 import Upgrade, Upgrades
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -60,7 +60,7 @@ class Site:
 
     def ask(self, excluded: tuple[str, ...] = ()) -> str:
         """The group of the first prefill."""
-        prefills, decodes = self.fleet.least_loaded("m", "chat", excluded, lambda i, n: 0)
+        prefills, decodes = self.fleet.least_loaded(Wanted("m"), "chat", excluded, lambda i, n: 0)
         assert {c.pair for c in decodes} >= {prefills[0].pair} or not decodes
         return self.registry.records[prefills[0].instance_id].group_id
 

@@ -10,7 +10,7 @@ from pdmesh.core.health.fault_levels import Level
 from pdmesh.events.v1.events_pb2 import FaultReport
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.kv_bucket import KvBucket
-from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
+from pdmesh.services.gateway.routing.fleet import FleetView, MeshView, Wanted
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, OutOfService
 from pdmesh.v1.common_pb2 import (
@@ -58,7 +58,7 @@ class Site:
         await self.faults.write(name, report)
 
     def ranked(self) -> str:
-        prefills, decodes = self.fleet.least_loaded("m", "", (), lambda i, n: 0)
+        prefills, decodes = self.fleet.least_loaded(Wanted("m"), "", (), lambda i, n: 0)
         return " ".join(c.instance_id for c in (*prefills, *decodes))
 
 
@@ -71,7 +71,7 @@ async def test_a_cordoned_instance_gets_nothing_though_it_says_that_it_is_ready(
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "p-1 d-0 d-1"
-    assert site.fleet.candidate("p-0", 1) is None  # nor by a plan that was made just before
+    assert site.fleet.candidate("p-0", 1, Wanted("m")) is None  # nor by an older plan
     await site.cordon("p-1", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "d-0 d-1"  # both phases, rather than a cordoned one
     await site.cordon("d-0", LEAVE_MODE_AT_ONCE)
@@ -89,7 +89,7 @@ async def test_a_leaving_instance_gets_what_no_other_can_take() -> None:
         await site.cordon(name, LEAVE_MODE_DRAIN)
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     assert (
-        site.fleet.candidate("d-0", 1) is not None
+        site.fleet.candidate("d-0", 1, Wanted("m")) is not None
     )  # the master may plan it until its substitute is there
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.services.gateway.routing.fleet import FleetView as GatewayFleet
-from pdmesh.services.gateway.routing.fleet import MeshView, pair_of
+from pdmesh.services.gateway.routing.fleet import MeshView, Wanted, pair_of
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -31,7 +31,7 @@ async def test_a_gateway_without_a_master_asks_its_own_region_first() -> None:
                 kv_region=region,
             )
     fleet = GatewayFleet(MeshView(MemoryView(store)), "m", lambda: 0.0, region="us")
-    prefills, decodes = fleet.least_loaded("m", "", (), lambda i, n: 5 * i.startswith("us"))
+    prefills, decodes = fleet.least_loaded(Wanted("m"), "", (), lambda i, n: 5 * i.startswith("us"))
     assert [c.instance_id for c in prefills] == ["us-prefill", "eu-prefill"]
     assert [c.instance_id for c in decodes] == ["us-decode", "eu-decode"]
     assert prefills[0].pair == decodes[0].pair != decodes[1].pair

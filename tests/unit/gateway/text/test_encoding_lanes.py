@@ -34,9 +34,9 @@ class Encoder:
 
 async def test_what_gathers_while_a_thread_works_goes_together() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(encoder, num_threads=1)
+    lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()
-    asks = [asyncio.create_task(lanes.encode("a" * i, i == 4)) for i in range(1, 7)]
+    asks = [asyncio.create_task(lanes.encode(encoder, "a" * i, i == 4)) for i in range(1, 7)]
     await until(lambda: encoder.batches == [[1]])
     asks[2].cancel()
     await asyncio.sleep(0)
@@ -51,11 +51,11 @@ async def test_what_gathers_while_a_thread_works_goes_together() -> None:
 @pytest.mark.fault("F31")
 async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(encoder, num_threads=1)
+    lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()
-    long = asyncio.create_task(lanes.encode(LONG, False))
+    long = asyncio.create_task(lanes.encode(encoder, LONG, False))
     await until(lambda: encoder.batches == [[len(LONG)]])
-    short = asyncio.create_task(lanes.encode("abc", False))
+    short = asyncio.create_task(lanes.encode(encoder, "abc", False))
     await until(lambda: encoder.batches[1:] == [[3]])  # another thread has it already
     encoder.gate.set()
     assert list(await short) == [3, 0]
@@ -66,22 +66,36 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
 @pytest.mark.fault("F31")
 async def test_text_beyond_the_bound_is_refused_and_room_comes_back() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(encoder, num_threads=1, max_pending_chars=10)
+    lanes = EncodingLanes(num_threads=1, max_pending_chars=10)
     encoder.gate.clear()
-    first = asyncio.create_task(lanes.encode("a" * 8, False))
+    first = asyncio.create_task(lanes.encode(encoder, "a" * 8, False))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await lanes.encode("b" * 3, False)
+        await lanes.encode(encoder, "b" * 3, False)
     encoder.gate.set()
     await first
-    assert list(await lanes.encode("b" * 3, False)) == [3, 0]
+    assert list(await lanes.encode(encoder, "b" * 3, False)) == [3, 0]
     lanes.close()
 
 
 async def test_a_text_that_cannot_be_encoded_fails_its_batch_and_nothing_after_it() -> None:
-    lanes = EncodingLanes(Encoder(), num_threads=1)
+    encoder, lanes = Encoder(), EncodingLanes(num_threads=1)
     with pytest.raises(ValueError, match="no"):
-        await lanes.encode("!", False)
-    assert list(await lanes.encode("ab", False)) == [2, 0]
+        await lanes.encode(encoder, "!", False)
+    assert list(await lanes.encode(encoder, "ab", False)) == [2, 0]
     assert lanes.num_pending_chars == 0
+    lanes.close()
+
+
+async def test_texts_of_two_models_are_encoded_each_by_its_own() -> None:
+    first, second, lanes = Encoder(), Encoder(), EncodingLanes(num_threads=1)
+    first.gate.clear()
+    asks = [
+        asyncio.create_task(lanes.encode(encoder, "a" * size, False))
+        for size, encoder in enumerate((first, first, second, second, first), start=1)
+    ]
+    await until(lambda: first.batches == [[1]])
+    first.gate.set()
+    assert [(await ask)[0] for ask in asks] == [1, 2, 3, 4, 5]
+    assert (first.batches, second.batches) == ([[1], [2], [5]], [[3, 4]])
     lanes.close()

@@ -19,6 +19,8 @@ from pdmesh.v1.instance_service_pb2 import (
     DESCRIPTOR,
     GetKvSnapshotRequest,
     GetKvSnapshotResponse,
+    GetModelTextRequest,
+    GetModelTextResponse,
     GetStatusRequest,
     GetStatusResponse,
     SessionRequest,
@@ -54,6 +56,12 @@ class Servicer:
     ) -> AsyncIterator[GetKvSnapshotResponse]:
         self.num_calls += 1
         yield GetKvSnapshotResponse(sequence=7)
+
+    async def GetModelText(
+        self, request: GetModelTextRequest, context: object
+    ) -> AsyncIterator[GetModelTextResponse]:
+        self.num_calls += 1
+        yield GetModelTextResponse(name="config.json")
 
     async def Session(
         self, requests: AsyncIterator[SessionRequest], context: object

@@ -1,0 +1,66 @@
+"""Fetches the files of a model's text from one of its instances, and checks that they are those."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import IO, Any, Final
+
+import grpc
+
+from pdmesh.errors import MeshError, Unavailable
+from pdmesh.net.grpc import rpc
+from pdmesh.text_files import MAX_BYTES, BadTextFiles, TextFiles, is_text_file, read_text_files
+from pdmesh.v1.instance_service_pb2 import GetModelTextRequest
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+
+_FETCH_S: Final = 20.0
+_MAX_FILES: Final = 64
+
+
+class WrongText(MeshError):
+    """What came is not what the registry says of the instance."""
+
+    default_reason = "WRONG_TEXT"
+
+
+async def fetch_text(address: str, digest: str, folder: Path) -> TextFiles:
+    """Write the files into an empty folder. Raises MeshError, OSError."""
+    try:
+        async with rpc.channel(address) as channel:
+            # Any: the stubs know no asynchronous call.
+            stub: Any = InstanceServiceStub(channel)
+            await _write(stub, digest, folder)
+    except grpc.aio.AioRpcError as exc:
+        raise rpc.from_rpc_error(exc) from exc
+    try:
+        found = await asyncio.to_thread(read_text_files, folder)
+    except BadTextFiles as exc:
+        raise WrongText(str(exc)) from exc
+    if found.digest != digest:
+        raise WrongText("the model's files have changed since the instance loaded them")
+    return found
+
+
+async def _write(stub: Any, digest: str, folder: Path) -> None:
+    num_bytes, names = 0, set[str]()
+    current, file = "", None
+    with contextlib.ExitStack() as stack:
+        async for piece in stub.GetModelText(GetModelTextRequest(digest=digest), timeout=_FETCH_S):
+            num_bytes += len(piece.data)
+            if num_bytes > MAX_BYTES:
+                raise WrongText(f"more than {MAX_BYTES} bytes of text")
+            if file is None or piece.name != current:
+                current, file = piece.name, stack.enter_context(_opened(folder, piece.name, names))
+            await asyncio.to_thread(file.write, piece.data)
+    if file is None:
+        raise Unavailable("the instance sent no file")
+
+
+def _opened(folder: Path, name: str, names: set[str]) -> IO[bytes]:
+    if not is_text_file(name) or name in names or len(names) >= _MAX_FILES:
+        raise WrongText("no name of a file of text, or one twice")
+    names.add(name)
+    (folder / name).parent.mkdir(exist_ok=True)
+    return (folder / name).open("xb")

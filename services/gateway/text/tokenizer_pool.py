@@ -1,0 +1,247 @@
+"""The tokenizers of all models that this gateway is asked for, within a bound of memory.
+
+A model's files come from the gateway's own folder if that holds the very same, else from an
+instance of the model. One is loaded at a time: the library holds the interpreter's lock while it
+parses (30 ms for each MB), so streams pause meanwhile, and between two loads they get four times as
+long. A model whose tokenizer cannot be loaded is refused by itself, and tried again later.
+
+A call keeps its tokenizer to its end, also one that has left the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from pdmesh.core.catalogue.residency import Residency
+from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
+from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.model_text import fetch_text
+from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
+from pdmesh.telemetry import metrics, names
+from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
+from pdmesh.v1.common_pb2 import ModelText
+
+log = structlog.get_logger(__name__)
+
+_loads = metrics.counter(names.GATEWAY_TOKENIZER_LOADS, "Tokenizers loaded, by outcome")
+_LOADED: Final = {names.ATTR_OUTCOME: "loaded"}
+_FAILED: Final = {names.ATTR_OUTCOME: "failed"}
+
+_WAIT_S: Final = 30.0  # of a request, for its model's turn to be loaded
+_LOAD_S: Final = 60.0  # of one load
+_MAX_SOURCES: Final = 3  # instances asked for files before it counts as a failure
+_MAX_WAITING: Final = 1024  # requests that wait for tokenizers
+_REST_RATIO: Final = 4.0  # between two loads, to how long the parsing took
+_MOST_REST_S: Final = 2.0
+# What a tokenizer takes in memory, to the bytes of its files (measured), and what each has besides.
+_BYTES_PER_FILE_BYTE: Final = 5
+_BYTES_EACH: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRules:
+    """How tokenizers are loaded. `max_chars`: of a conversation as text."""
+
+    max_chars: int
+    has_defaults: bool = True
+    num_threads: int = 1
+    max_bytes: int = 512 << 20
+
+
+class TokenizerPool:
+    """Models whose instances have no files of text have those of the gateway's own folder."""
+
+    def __init__(self, rules: TokenizerRules) -> None:
+        self._rules = rules
+        self.lanes = EncodingLanes(rules.num_threads)
+        self._own: TextFiles | None = None
+        self._residency = Residency(rules.max_bytes)
+        self._resident: dict[str, Tokenizer] = {}  # by digest
+        self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._turn = asyncio.Lock()
+        self._rests_until = 0.0
+        self._num_waiting = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
+        self._make_gauges()
+
+    async def load_own(self, folder: Path) -> None:
+        """Raises BadModelDir. Nothing happens if the folder has no tokenizer."""
+        try:
+            files = await asyncio.to_thread(read_text_files, folder)
+        except BadTextFiles as exc:
+            log.info("tokenizer.no_own", reason=str(exc))
+            return
+        self._own = files
+        self._keep(files, await self._parsed(files))
+
+    async def get(
+        self, model: str, text: ModelText | None, sources: Callable[[], Sequence[str]]
+    ) -> Tokenizer:
+        """`text`: of the model, as its instances say; `sources`: who has it, by address.
+
+        Raises TokenizerUnavailable, Overloaded.
+        """
+        digest = text.digest if text is not None else ""
+        if not digest:
+            if self._own is None:
+                raise TokenizerUnavailable("neither the model's instances nor the gateway have it")
+            digest = self._own.digest
+        found = self._resident.get(digest)
+        if found is not None:
+            self._residency.used(digest)
+            return found
+        return await self._awaited(model, digest, sources)
+
+    async def close(self) -> None:
+        for task in list(self._loads.values()):
+            task.cancel()
+        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.lanes.close()
+
+    async def _awaited(
+        self, model: str, digest: str, sources: Callable[[], Sequence[str]]
+    ) -> Tokenizer:
+        load = self._loads.get(digest)
+        if load is None:
+            now = time.monotonic()
+            if (retry_at := self._residency.retry_at(digest, now)) is not None:
+                raise _unavailable(retry_at - now)
+            load = asyncio.create_task(self._load(model, digest, sources), name="tokenizer-load")
+            load.add_done_callback(partial(self._on_loaded, digest))
+            self._loads[digest] = load
+        if self._num_waiting >= _MAX_WAITING:
+            raise Overloaded("too many requests wait for tokenizers")
+        self._num_waiting += 1
+        try:
+            await asyncio.wait({load}, timeout=_WAIT_S)  # if this call is cancelled, it goes on
+        finally:
+            self._num_waiting -= 1
+        if not load.done() or load.cancelled():
+            raise _unavailable(1.0)
+        return load.result()
+
+    def _on_loaded(self, digest: str, load: asyncio.Task[Tokenizer]) -> None:
+        del self._loads[digest]
+        if not load.cancelled():
+            load.exception()  # its waiters may all have left
+
+    async def _load(
+        self, model: str, digest: str, sources: Callable[[], Sequence[str]]
+    ) -> Tokenizer:
+        async with self._turn:
+            await asyncio.sleep(self._rests_until - time.monotonic())
+            try:
+                async with asyncio.timeout(_LOAD_S):
+                    return await self._loaded(digest, sources())
+            except (MeshError, OSError, TimeoutError) as exc:
+                _loads.add(1, _FAILED)
+                cause = exc.message if isinstance(exc, MeshError) else repr(exc)
+                log.warning("tokenizer.failed", model=model, reason=cause)
+                now = time.monotonic()
+                raise _unavailable(self._residency.failed(digest, now) - now) from None
+
+    async def _loaded(self, digest: str, sources: Sequence[str]) -> Tokenizer:
+        files = await asyncio.to_thread(_unchanged, self._own, digest)
+        if files is not None:
+            tokenizer = await self._parsed(files)
+        else:
+            with tempfile.TemporaryDirectory(prefix="pdmesh-tokenizer-") as folder:
+                files = await _fetched(digest, sources, Path(folder))
+                tokenizer = await self._parsed(files)
+        _loads.add(1, _LOADED)
+        self._keep(files, tokenizer)
+        return tokenizer
+
+    async def _parsed(self, files: TextFiles) -> Tokenizer:
+        """Raises BadModelDir."""
+        load = partial(
+            _load_guarded,
+            files.folder,
+            max_chars=self._rules.max_chars,
+            lanes=self.lanes,
+            has_defaults=self._rules.has_defaults,
+            vocabulary=files.vocabulary,
+        )
+        began_at = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, load)
+        finally:
+            now = time.monotonic()
+            rest_s = min(_REST_RATIO * (now - began_at), _MOST_REST_S)
+            self._rests_until = now + rest_s
+
+    def _keep(self, files: TextFiles, tokenizer: Tokenizer) -> None:
+        num_bytes = _BYTES_EACH + _BYTES_PER_FILE_BYTE * files.num_bytes
+        self._resident[files.digest] = tokenizer
+        leaving = self._residency.loaded(files.digest, num_bytes)
+        for key in leaving:
+            del self._resident[key]
+        log.info("tokenizer.loaded", num_bytes=num_bytes, num_evicted=len(leaving))
+
+    def _make_gauges(self) -> None:
+        residency = self._residency
+        metrics.gauge(names.GATEWAY_TOKENIZERS, "Tokenizers in memory", lambda: len(residency))
+        metrics.gauge(
+            names.GATEWAY_TOKENIZER_BYTES,
+            "Memory of these tokenizers, estimated",
+            lambda: residency.num_bytes,
+            "By",
+        )
+        metrics.total(
+            names.GATEWAY_TOKENIZERS_EVICTED,
+            "Tokenizers that left memory for others",
+            lambda: residency.num_evicted,
+        )
+
+
+def _unchanged(own: TextFiles | None, digest: str) -> TextFiles | None:
+    """The gateway's own files if they are these, and still are. Blocks."""
+    if own is None or own.digest != digest:
+        return None
+    try:
+        found = read_text_files(own.folder)
+    except BadTextFiles:
+        return None
+    return found if found.digest == digest else None
+
+
+def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:  # Any: those of `Tokenizer.load`
+    """Raises BadModelDir: these files hold whatever their author wrote."""
+    try:
+        return Tokenizer.load(folder, **rules)
+    except MeshError:
+        raise
+    except BaseException as exc:  # the library panics, which is no Exception
+        raise BadModelDir(f"the tokenizer cannot be read: {exc!r}") from exc
+
+
+async def _fetched(digest: str, sources: Sequence[str], folder: Path) -> TextFiles:
+    """From the first of some instances, in any order, that has them. Raises MeshError, OSError."""
+    error: MeshError = TokenizerUnavailable("no instance has the model's files of text")
+    for number, address in enumerate(random.sample(sources, min(_MAX_SOURCES, len(sources)))):
+        target = folder / str(number)
+        target.mkdir()
+        try:
+            return await fetch_text(address, digest, target)
+        except MeshError as exc:
+            error = exc
+    raise error
+
+
+def _unavailable(retry_s: float) -> TokenizerUnavailable:
+    return TokenizerUnavailable(
+        "this model's tokenizer cannot be loaded now; the gateway's log has the cause",
+        retry_after_ms=max(1000, round(1000 * retry_s)),
+    )
