@@ -1,5 +1,5 @@
-"""`pdmesh up` and its companions on a real sim mesh: start, look, kill, stop; no orphans whatever
-happens.
+"""`pdmesh up` and its companions on a real sim mesh: start, look, kill and stop, without orphans
+whatever happens.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def pids(mesh: state.MeshState) -> dict[str, int]:
 
 
 def open_to_others(state_dir: Path) -> list[str]:
-    """What in it somebody else may read, or only see."""
+    """The files in it that another user may read, or whose existence another user may see."""
     found = [state_dir, *state_dir.rglob("*")]
     return [str(path) for path in found if path.lstat().st_mode & 0o077 and not path.is_symlink()]
 
@@ -177,15 +177,15 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
 
 @pytest.mark.req("S74")
 def test_a_launcher_whose_reader_has_gone_goes_on_keeping_its_mesh(pdmesh: Pdmesh) -> None:
-    """`pdmesh up | head`, or a terminal that was closed: nothing can be printed any more, and a
-    decode dies.
+    """After `pdmesh up | head`, or when the terminal was closed, nothing can be printed any more.
+    Then a decode dies.
     """
     launcher = pdmesh.up(stdout=subprocess.PIPE)
     mesh = pdmesh.until_ready(launcher)
     assert launcher.stdout is not None
     launcher.stdout.close()
     before = pids(mesh)
-    for _ in range(2):  # of the second death a reader would be told more than of the first
+    for _ in range(2):  # the launcher prints more about the second death than about the first
         killed = pids(pdmesh.mesh())["decode-0"]
         os.kill(killed, signal.SIGKILL)
         wait_until(partial(lives_again, pdmesh, "decode-0", killed))
