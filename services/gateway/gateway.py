@@ -22,6 +22,8 @@ from pdmesh.services.gateway.access.access_control import AccessControl, OpenAcc
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
+from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
+from pdmesh.services.gateway.parsing.parser_process import ParserProcess
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher
@@ -80,6 +82,7 @@ class Gateway:
             hash_secret=settings.hash_secret.get_secret_value().encode(),
             next_key=lambda: next(keys),
             kv_transfer=settings.kv_transfer_of,
+            parsers=AnswerParsers(settings.tool_parser, settings.reasoning_parser, ParserProcess()),
         )
         self.frontend = Frontend(
             shared,
@@ -129,6 +132,7 @@ class Gateway:
             tasks.create_task(self.http.stop())
             tasks.create_task(self.grpc.stop(self._settings.drain_s + 1))
         await end(self._tasks)
+        await self.frontend.shared.parsers.close()
         await self._access.close()
         await self.observer.publish_rest()
         await self.sessions.close()

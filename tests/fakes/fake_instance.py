@@ -83,6 +83,7 @@ class FakeLeg:
     ticket_id: str = ""
     prefill: pb.Prefill | None = None  # held back, per layer
     num_drawn: int = 0  # here
+    script: Sequence[int] = ()
 
     @property
     def position(self) -> int:
@@ -90,6 +91,10 @@ class FakeLeg:
         return self.sampling.num_drawn + self.num_drawn
 
     def draw(self) -> int:
+        if self.script:
+            token = self.script[self.position % len(self.script)]
+            self.num_drawn += 1
+            return token
         token = next_token(self.tokens, noise_of(seed_of(self.sampling), self.position))
         self.num_drawn += 1
         return token
@@ -121,6 +126,7 @@ class FakeInstance:
     scenario: str = "default"
     text: TextFiles | None = None  # of its model
     num_texts: int = 0  # that it was asked for
+    script: Sequence[int] = ()  # the answer to everything, instead of a function of the tokens
 
     prefills: list[pb.Prefill] = field(default_factory=list)
     starts: list[pb.Start] = field(default_factory=list)
@@ -347,7 +353,7 @@ class FakeInstance:
         tokens = list(tokens_from_bytes(prefill.prompt_token_ids))
         leg = FakeLeg(
             prefill.key, prefill.request_id, tokens, prefill.sampling.max_tokens - 1,
-            prefill.sampling, outbox,
+            prefill.sampling, outbox, script=self.script,
         )  # fmt: skip
         tokens.append(leg.draw())
         if self._early_ticket(prefill) is not None:
@@ -373,6 +379,8 @@ class FakeInstance:
             first.prompt_logprobs.CopyFrom(prompt_logprobs_of(prompt, num_top))
         if leg.num_left == 0:
             first.finish_reason = FINISH_REASON_LENGTH
+        elif token in prefill.sampling.stop_token_ids:
+            first.finish_reason = FINISH_REASON_STOP
         elif prefill.is_local:
             self.legs[prefill.key] = leg
             self._work.set()
@@ -396,8 +404,9 @@ class FakeInstance:
         if not start.awaits_first_token:
             tokens.append(start.first_token_id)
         leg = FakeLeg(
-            start.key, start.request_id, tokens, start.sampling.max_tokens, start.sampling, outbox
-        )
+            start.key, start.request_id, tokens, start.sampling.max_tokens, start.sampling, outbox,
+            script=self.script,
+        )  # fmt: skip
         leg.awaits_first = start.awaits_first_token
         self.legs[start.key] = leg
         if self.is_holding:

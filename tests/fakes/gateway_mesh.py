@@ -84,8 +84,11 @@ async def gateway_mesh(
     num_decodes: int = 1,
     num_fusions: int = 0,
     access: AccessControl | None = None,
+    template: str = "",
+    model_type: str = "",
     **settings: Any,
 ) -> AsyncIterator[GatewayMesh]:
+    """`template`, `model_type`: of the model, which say how its answers are read."""
     values = {
         "http_port": 0,
         "grpc_port": 0,
@@ -95,7 +98,7 @@ async def gateway_mesh(
         **settings,
     }
     tokenizers = TokenizerPool(TokenizerRules(max_chars=1 << 20))
-    await tokenizers.load_own(write_tiny_model(directory / "tiny"))
+    await tokenizers.load_own(write_tiny_model(directory / "tiny", template, model_type))
     tokenizer = await tokenizers.get("tiny", None, list)
     mesh = GatewayMesh(Settings(**values), tokenizers, tokenizer)
     mesh.access = access

@@ -14,17 +14,23 @@ _TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path) -> Path:
-    """Token id = place of the byte in the byte-level alphabet, 256 = end of sequence."""
+def write_tiny_model(directory: Path, template: str = "", model_type: str = "") -> Path:
+    """Token id = place of the byte in the byte-level alphabet, 256 = end of sequence.
+
+    Models that think have tokens for it, 257 and 258.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
+    if "</think>" in template:
+        tokenizer.add_tokens(["<think>", "</think>"])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    (directory / "chat_template.jinja").write_text(template or _TEMPLATE)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    (directory / "config.json").write_text(json.dumps({"vocab_size": 257}))
+    config = {"vocab_size": tokenizer.get_vocab_size(), "model_type": model_type}
+    (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -14,6 +14,7 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.body.chat_messages import messages_of
 from pdmesh.services.gateway.http.body.tools import tools_of
+from pdmesh.services.gateway.http.parser_request import parsing_of
 from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -47,14 +48,17 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model.name, num_logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
-    if request.tools and request.tool_choice != "none":
-        message = "tools are supported with tool_choice none only"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
     tokens = await chat_tokens(conversation_of(request), model)
     sampling = await _sampling(request, max_tokens, num_logprobs, model.tokenizer)
     check_shaping(frontend, model.name, sampling.shaping)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
+    parsing = await parsing_of(request, model, frontend.shared.parsers)
+    if parsing is not None and parsing.shows_special:
+        sampling = replace(sampling, are_special_shown=True)
+    is_hidden = parsing is not None and request.include_reasoning is False
+    if is_hidden:  # what else is told of the tokens would show it
+        sampling = replace(sampling, num_logprobs=None)
     return CallSpec(
         operation="chat",
         model=model.name,
@@ -69,7 +73,8 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         field_of_max_tokens="max_completion_tokens"
         if request.max_completion_tokens
         else "max_tokens",
-        has_token_ids=bool(request.return_token_ids),
+        has_token_ids=bool(request.return_token_ids) and not is_hidden,
+        parsing=parsing,
         tenant=tenant,
     )
 
@@ -85,9 +90,7 @@ async def completion_spec(
     asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
     n = request.n or 1
     if n * len(asked) > MAX_CHOICES:
-        raise InvalidRequest(
-            f"at most {MAX_CHOICES} choices over all prompts are allowed", field="n"
-        )
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
     prompts = [
         _truncated(
             await text_tokens(p, model) if isinstance(p, str) else token_array(p),

@@ -17,7 +17,7 @@ from pdmesh.services.gateway.http.logprobs import LogprobWriter, prompt_logprobs
 from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.request.generation import Generation
-from pdmesh.services.gateway.text.choice_text import TextDelta
+from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
@@ -28,12 +28,37 @@ Json = dict[str, Any]
 
 def usage(call: Call) -> Json:
     prompt, completion = call.num_prompt_tokens, call.num_completion_tokens
-    return {
+    told: Json = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": call.num_cached_tokens},
     }
+    if call.spec.parsing is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": call.num_reasoning_tokens}
+    return told
+
+
+def message_parts(delta: TextDelta, *, is_delta: bool) -> Json:
+    """What a message has of a choice beside its role. Reasoning has the names of both customs."""
+    parts: Json = {}
+    if delta.text or not is_delta:
+        is_none = not delta.text and (delta.calls or delta.reasoning)
+        parts["content"] = None if is_none else delta.text
+    if delta.reasoning:
+        parts["reasoning"] = parts["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        parts["tool_calls"] = [_call_part(call, is_delta=is_delta) for call in delta.calls]
+    return parts
+
+
+def _call_part(call: ToolCallDelta, *, is_delta: bool) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    if not is_delta:
+        return {"id": call.id, "type": "function", "function": function}
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class ChunkWriter:
@@ -102,7 +127,7 @@ class ChunkWriter:
         )
 
     def chunk(self, delta: TextDelta) -> bytes:
-        if self._is_full:
+        if self._is_full or delta.reasoning or delta.calls:
             return self._full_chunk(delta)
         if not delta.is_last:
             if not delta.text:
@@ -136,7 +161,7 @@ class ChunkWriter:
         if delta.is_last:
             choice["stop_reason"] = delta.stop_reason
         if self._is_chat:
-            choice["delta"] = {"content": delta.text} if delta.text else {}
+            choice["delta"] = message_parts(delta, is_delta=True)
         else:
             choice["text"] = delta.text
         if self._logprobs:
@@ -198,7 +223,8 @@ def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
             delta = replace(delta, text="", logprobs=())
         choice: Json = {"index": delta.index, "logprobs": None}
         if is_chat:
-            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            parts = message_parts(delta, is_delta=False)
+            choice["message"] = {"role": "assistant", "refusal": None, **parts}
         else:
             choice["text"] = _echo(call, delta.index) + delta.text
         if call.spec.has_token_ids:

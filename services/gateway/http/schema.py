@@ -128,7 +128,7 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: _Anything = None
     documents: _Anything = None
     echo: _Anything = None
-    include_reasoning: _Anything = None
+    include_reasoning: bool | None = None
     mm_processor_kwargs: _Anything = None
     media_io_kwargs: _Anything = None
     modalities: _Anything = None
@@ -188,7 +188,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "documents": ([],),
-    "include_reasoning": (True, False),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": ([],),
@@ -269,7 +268,7 @@ def parse_completion(body: bytes, ignored: list[str] | None = None) -> Completio
     _check_common(request, _NEUTRAL_COMPLETION)
     in_range("logprobs", request.logprobs, 0, 5)
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest("best_of must equal n", field="best_of")
+        raise InvalidRequest("best_of other than n is not supported", field="best_of")
     return request
 
 
@@ -311,7 +310,7 @@ def prompts_of(
     if type(prompt[0]) is int:
         return [checked_ids(prompt, vocab_size, max_tokens)]
     if len(prompt) > _MAX_PROMPTS:
-        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts are allowed", field="prompt")
+        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
     if all(type(p) is str for p in prompt):
         return list(prompt)
     if all(type(p) is list and p for p in prompt):
@@ -320,9 +319,7 @@ def prompts_of(
 
 
 def _wrong_prompt() -> InvalidRequest:
-    message = (
-        "prompt must be a string, token ids, a list of strings, or a list of lists of token ids"
-    )
+    message = "prompt is a string, token ids, a list of strings, or a list of lists of token ids"
     return InvalidRequest(message, field="prompt")
 
 
@@ -335,7 +332,7 @@ def checked_ids(
     if not all(type(i) is int for i in ids):
         raise _wrong_prompt()
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise InvalidRequest(f"token ids must be 0 to {vocab_size - 1}", field=field)
+        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field=field)
     return ids
 
 

@@ -74,6 +74,7 @@ class Call:
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
         self.is_void = False  # its client got nothing but an error
+        self.num_reasoning_tokens = 0  # of the choices that have ended
         self._pacer = pacer
         self._woken_at = -math.inf
         self._is_paced = False  # the pacer will wake it

@@ -49,6 +49,7 @@ from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
 from pdmesh.errors import MeshError, Overloaded
+from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.request.timings import Timings
@@ -88,6 +89,7 @@ class Collaborators:
     hash_secret: bytes
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
+    parsers: AnswerParsers
 
 
 class Generation:

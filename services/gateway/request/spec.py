@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
+from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -71,4 +72,9 @@ class CallSpec:
     echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
     is_echo_alone: bool = False  # no token is asked for; the one that is drawn is not shown
     has_token_ids: bool = False  # the answer holds token ids beside its text
+    parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE
+
+    @property
+    def text_rules(self) -> TextRules:
+        return self.sampling.text_rules(self.sampling.end_ids(self.tokenizer.eos_token_ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pdmesh.core.request.events import (
     Cancelled,
@@ -19,13 +20,26 @@ from pdmesh.errors import MeshError
 from pdmesh.services.gateway.text.text_stream import TextStream
 from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
+EndReason = FinishReason | Literal["tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What is new of one tool call. Its first delta has its id and its name."""
+
+    index: int  # of the answer's tool calls
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one choice produced since the last delta.
 
     `is_last` comes once, with a finish reason or an error. `stop_reason`: the stop string or stop
-    token that ended it, except the model's own end.
+    token that ended it, except the model's own end. Reasoning comes before text, and text before
+    calls.
     """
 
     index: int
@@ -33,10 +47,13 @@ class TextDelta:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob]
     is_last: bool = False
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     error: MeshError | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
+    reasoning: str = ""
+    calls: Sequence[ToolCallDelta] = ()
+    num_reasoning_tokens: int = 0  # told with the last delta
 
     @property
     def num_logprobs(self) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.text.chat_template import (
     DEFAULT,
+    WITH_TOOLS,
     ChatTemplates,
     Conversation,
 )
@@ -42,6 +43,15 @@ class BadModelDir(MeshError):
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerMarks:
+    """What tells how a model writes reasoning and tool calls. The tokens are by their names."""
+
+    model_type: str = ""
+    template: str = ""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a model's files say beside its tokenizer and its chat template.
 
@@ -54,6 +64,7 @@ class ModelFacts:
     defaults: GenerationDefaults = NO_DEFAULTS
     vocabulary: str = ""
     eos_token_id: int | None = None  # the tokenizer's own, one of `eos_token_ids`
+    marks: AnswerMarks = field(default_factory=AnswerMarks)
 
 
 class Tokenizer:
@@ -74,6 +85,7 @@ class Tokenizer:
         self._inner = inner
         self._decoder = Detokenizer(inner)
         self._template = template
+        self.marks = facts.marks
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
         self._lanes = lanes or EncodingLanes(1)
 
@@ -108,8 +120,17 @@ class Tokenizer:
             eos |= {token_id}
         vocab_size = _vocab_size(model_config) or inner.get_vocab_size()
         defaults = GenerationDefaults.of(generation) if has_defaults else NO_DEFAULTS
-        facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id)
+        marks = AnswerMarks(
+            str(model_config.get("model_type") or ""),
+            sources.get(WITH_TOOLS) or sources.get(DEFAULT, ""),
+            special,
+        )
+        facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks)
         return cls(inner, template, facts, lanes)
+
+    def to_json(self) -> str:
+        """Its tokenizer.json, which may have many megabytes."""
+        return self._inner.to_str()
 
     @property
     def has_chat_template(self) -> bool:

@@ -1,4 +1,4 @@
-"""The load generator must count what a server really sent, however TCP cuts the bytes."""
+"""The load generator must count what a server really sent, however TCP cuts it up."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.http.exchange import ClientDisconnected, HttpExchange
+from pdmesh.services.gateway.parsing.answer_parsing import CallParser
 from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
@@ -83,7 +84,31 @@ async def answer(
 
 
 async def whole_text(call: Call) -> list[TextDelta]:
-    """All of each choice. Raises what a choice failed of, or ClientDisconnected."""
+    """All of each choice, parsed if its call asks for that.
+
+    Raises what a choice failed of, or ClientDisconnected.
+    """
+    deltas = await _whole_choices(call)
+    parser = _parser_of(call, is_whole=True)
+    if parser is None:
+        return deltas
+    try:
+        deltas = await parser.parsed(deltas)
+    finally:
+        parser.close()
+    call.num_reasoning_tokens = sum(delta.num_reasoning_tokens for delta in deltas)
+    return deltas
+
+
+def _parser_of(call: Call, *, is_whole: bool) -> CallParser | None:
+    spec = call.spec
+    if spec.parsing is None:
+        return None
+    prompts = [generation.prompt.tokens for generation in call.generations]
+    return spec.parsing.begin(prompts, spec.text_rules, is_whole=is_whole)
+
+
+async def _whole_choices(call: Call) -> list[TextDelta]:
     parts: list[list[TextDelta]] = [[] for _ in call.generations]
     num_open = len(parts)
     while num_open:
@@ -98,13 +123,26 @@ async def whole_text(call: Call) -> list[TextDelta]:
 
 
 async def _stream(exchange: HttpExchange, call: Call, writer: StreamWriter) -> None:
+    parser = _parser_of(call, is_whole=False)
+    try:
+        await _written(exchange, call, writer, parser)
+    finally:
+        if parser is not None:
+            parser.close()
+
+
+async def _written(
+    exchange: HttpExchange, call: Call, writer: StreamWriter, parser: CallParser | None
+) -> None:
     num_open = len(call.generations)
     pending: list[bytes] = [writer.opening()]
     while num_open:
         await call.changed()
         deltas = call.take()
-        for delta in map(_without_a_bad_end, deltas):
+        shown = deltas if parser is None else await parser.parsed(deltas)
+        for delta in map(_without_a_bad_end, shown):
             num_open -= delta.is_last
+            call.num_reasoning_tokens += delta.num_reasoning_tokens
             if delta.num_logprobs <= MAX_LOGPROBS_HERE:
                 pending.append(writer.chunk(delta))
             else:

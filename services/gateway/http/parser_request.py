@@ -1,0 +1,80 @@
+"""Decides whether the answers to a chat are parsed, and what of it the parsers read.
+
+That part is small, whatever the messages hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
+from pdmesh.services.gateway.http.body.tools import NamedTool
+from pdmesh.services.gateway.http.schema import ChatCompletionRequest
+from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing
+from pdmesh.services.gateway.request.spec import ServedModel
+
+_USER: Final[dict[str, Any]] = {"role": "user", "content": ""}
+_CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+async def parsing_of(
+    request: ChatCompletionRequest, model: ServedModel, parsers: AnswerParsers
+) -> Parsing | None:
+    """None: the answers are text. Raises MeshError."""
+    found = parsers.model(model.tokenizer)
+    calls_tools = bool(request.tools) and request.tool_choice != "none"
+    if calls_tools and not found.names.tool:
+        message = f"no tool parser is known for {model.name}: tools work with tool_choice none only"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
+    if not found.names.reasoning and not (request.tools and found.names.tool):
+        return None
+    if not parsers.is_installed:
+        if not calls_tools:
+            return None
+        message = "tools need vLLM where the gateway runs"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
+    body = parser_request(request)
+    prepared = await parsers.prepared(found, body)
+    if prepared.constraint:
+        field = _constraining_field(request)
+        raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
+    is_named = isinstance(request.tool_choice, NamedTool)
+    return Parsing(parsers, found, body, prepared.are_special_shown, is_named)
+
+
+def parser_request(request: ChatCompletionRequest) -> bytes:
+    """Of the messages, only how many tool calls they hold: some models number theirs."""
+    return msgspec.json.encode(
+        {
+            "model": request.model,
+            "messages": [_USER, *_calls_of(request.messages)],
+            "tools": request.tools or None,
+            "tool_choice": request.tool_choice or ("auto" if request.tools else "none"),
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "include_reasoning": request.include_reasoning is not False,
+            "chat_template_kwargs": request.chat_template_kwargs,
+            "reasoning_effort": request.reasoning_effort,
+        }
+    )
+
+
+def _calls_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [_CALL] * len(message.tool_calls)}
+        for message in messages
+        if message.tool_calls
+    ]
+
+
+def _constraining_field(request: ChatCompletionRequest) -> str:
+    """The field that asks for a form of the answer."""
+    if request.tool_choice in (None, "auto"):
+        if request.parallel_tool_calls is False:
+            return "parallel_tool_calls"
+        tools = enumerate(request.tools or ())
+        strict = (i for i, tool in tools if tool.function and tool.function.strict)
+        return f"tools[{next(strict, 0)}].function.strict"
+    return "tool_choice"

@@ -1,0 +1,264 @@
+"""Turns the text of a call's choices into reasoning, text and tool calls, as the tokens come.
+
+The parsers' state is a function of the tokens alone. So it does not matter which instance drew
+them, and a parser process that was lost is replaced: the new one is fed the tokens again, and what
+it finds in them is not told a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import structlog
+
+from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.services.gateway.parsing.defaults import ParserNames, parser_names
+from pdmesh.services.gateway.parsing.frames import (
+    FeedAnswer,
+    LoadParsers,
+    OpenAnswer,
+    ParsedPiece,
+    ParsedTokens,
+    ParserReply,
+    ParsingFailed,
+    PrepareAnswer,
+    PreparedAnswer,
+)
+from pdmesh.services.gateway.parsing.parser_process import ParserLife, ParserLost, ParserProcess
+from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
+from pdmesh.services.gateway.text.text_stream import TextRules
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
+
+log = structlog.get_logger(__name__)
+
+_MAX_DEATHS: Final = 2  # of the process, over one choice
+_choices: Final = itertools.count(1)
+
+
+class ParserFailed(MeshError):
+    default_reason = "PARSER_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedModel:
+    """A model's parsers. `key` names them to the process."""
+
+    key: str
+    names: ParserNames
+    tokenizer: Tokenizer
+
+    def load(self) -> LoadParsers:
+        marks = self.tokenizer.marks
+        return LoadParsers(
+            self.key,
+            self.tokenizer.to_json(),
+            dict(marks.special_tokens),
+            marks.model_type,
+            self.names.tool,
+            self.names.reasoning,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How a call's answers are parsed. `request`: the part of the call's that parsers read.
+
+    `shows_special`: they read the text of special tokens too. `is_named`: the client named the one
+    tool to call.
+    """
+
+    parsers: AnswerParsers
+    model: ParsedModel
+    request: bytes
+    shows_special: bool = False
+    is_named: bool = False
+
+    def begin(
+        self, prompts: Sequence[array[int]], rules: TextRules, *, is_whole: bool
+    ) -> CallParser:
+        """`prompts`: of each choice."""
+        opens = [
+            OpenAnswer(
+                next(_choices),
+                self.model.key,
+                self.request,
+                tokens_to_bytes(prompt),
+                is_whole,
+                tuple(rules.stops),
+                rules.min_tokens,
+                rules.is_stop_shown,
+                rules.are_special_shown,
+                sorted(rules.end_ids),
+            )
+            for prompt in prompts
+        ]
+        return CallParser(self, opens)
+
+
+class AnswerParsers:
+    """The parsers of all models. The settings: a parser's name, auto, or none."""
+
+    def __init__(self, tool_parser: str, reasoning_parser: str, process: ParserProcess) -> None:
+        self._settings = (tool_parser, reasoning_parser)
+        self._process = process
+        self._known: WeakKeyDictionary[Tokenizer, tuple[str, ParserNames]] = WeakKeyDictionary()
+        self._keys = itertools.count(1)
+
+    def model(self, tokenizer: Tokenizer) -> ParsedModel:
+        found = self._known.get(tokenizer)
+        if found is None:
+            names = parser_names(tokenizer.marks, *self._settings)
+            found = f"{next(self._keys)}", names
+            self._known[tokenizer] = found
+        return ParsedModel(*found, tokenizer)
+
+    @property
+    def is_installed(self) -> bool:
+        return self._process.is_installed
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return self._process.pid
+
+    async def prepared(self, model: ParsedModel, request: bytes) -> PreparedAnswer:
+        """Raises InvalidRequest, ParserFailed, ParserUnavailable."""
+        for _ in range(_MAX_DEATHS):
+            life = await self.life()
+            try:
+                reply = await self.ask(life, model, PrepareAnswer(model.key, request))
+            except ParserLost:
+                continue
+            assert isinstance(reply, PreparedAnswer)
+            return reply
+        raise ParserFailed("the parsers failed over this request")
+
+    async def life(self) -> ParserLife:
+        """Raises ParserUnavailable."""
+        return await self._process.life()
+
+    async def ask(
+        self, life: ParserLife, model: ParsedModel, request: PrepareAnswer | OpenAnswer
+    ) -> ParserReply:
+        """Raises ParserLost, InvalidRequest, ParserFailed."""
+        while not life.has(model.key):
+            reply = await life.loaded(await asyncio.to_thread(model.load))
+            if isinstance(reply, ParsingFailed):
+                log.warning("parser.unusable", names=str(model.names), reason=reply.message)
+            _raise_if_failed(reply)
+        reply = await life.ask(request)
+        _raise_if_failed(reply)
+        return reply
+
+    async def close(self) -> None:
+        await self._process.close()
+
+
+class CallParser:
+    """The choices of one call, each with its own state in the process."""
+
+    def __init__(self, parsing: Parsing, opens: Sequence[OpenAnswer]) -> None:
+        self._parsing = parsing
+        self._choices = [_Choice(each) for each in opens]
+
+    async def parsed(self, deltas: Sequence[TextDelta]) -> list[TextDelta]:
+        """Raises ParserFailed, ParserUnavailable."""
+        if len(deltas) == 1:
+            return await self._parsed(deltas[0])
+        parts = await asyncio.gather(*map(self._parsed, deltas))
+        return [each for part in parts for each in part]
+
+    def close(self) -> None:
+        for choice in self._choices:
+            if choice.life is not None:
+                choice.life.close_choice(choice.open.choice)
+
+    async def _parsed(self, delta: TextDelta) -> list[TextDelta]:
+        choice = self._choices[delta.index]
+        is_end = delta.is_last and delta.finish_reason is not None
+        if not delta.token_ids and (not delta.is_last or not choice.token_ids):
+            return [delta]  # nothing is new, or no instance drew the text
+        while True:
+            try:
+                found = await self._fed(choice, delta.token_ids, is_end=is_end)
+                break
+            except ParserLost as exc:
+                choice.life = None
+                choice.num_deaths += exc.is_guilty
+                if choice.num_deaths >= _MAX_DEATHS:
+                    raise ParserFailed("the parsers failed over this answer") from None
+        choice.token_ids.extend(delta.token_ids)
+        return self._told(choice, delta, found)
+
+    async def _fed(
+        self, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
+    ) -> ParsedTokens:
+        """What is found in the new tokens. Raises ParserLost, ParserFailed."""
+        parsers, key = self._parsing.parsers, choice.open.choice
+        if choice.life is None:
+            life = await parsers.life()
+            await parsers.ask(life, self._parsing.model, choice.open)
+            if choice.token_ids:
+                _raise_if_failed(await life.ask(FeedAnswer(key, choice.token_ids.tolist())))
+            choice.life = life
+        reply = await choice.life.ask(FeedAnswer(key, list(token_ids), is_end))
+        _raise_if_failed(reply)
+        assert isinstance(reply, ParsedTokens)
+        return reply
+
+    def _told(self, choice: _Choice, delta: TextDelta, found: ParsedTokens) -> list[TextDelta]:
+        pieces = found.pieces or [ParsedPiece()]
+        choice.has_calls = choice.has_calls or any(piece.calls for piece in pieces)
+        reason = delta.finish_reason
+        if reason == "stop" and choice.has_calls and not self._parsing.is_named:
+            reason = "tool_calls"
+        bare = TextDelta(delta.index, "", (), ())
+        told = [
+            replace(bare, text=piece.content, reasoning=piece.reasoning, calls=_calls_of(piece))
+            for piece in pieces[:-1]
+        ]
+        last = pieces[-1]
+        told.append(
+            replace(
+                delta,
+                text=last.content,
+                reasoning=last.reasoning,
+                calls=_calls_of(last),
+                finish_reason=reason,
+                num_reasoning_tokens=found.num_reasoning_tokens,
+            )
+        )
+        return told
+
+
+class _Choice:
+    """`life`: the one in which it is open. `token_ids`: those that were fed."""
+
+    __slots__ = ("has_calls", "life", "num_deaths", "open", "token_ids")
+
+    def __init__(self, frame: OpenAnswer) -> None:
+        self.open = frame
+        self.token_ids = array("I")
+        self.life: ParserLife | None = None
+        self.num_deaths = 0
+        self.has_calls = False
+
+
+def _calls_of(piece: ParsedPiece) -> tuple[ToolCallDelta, ...]:
+    return tuple(ToolCallDelta(c.index, c.arguments, c.id, c.name) for c in piece.calls)
+
+
+def _raise_if_failed(reply: ParserReply) -> None:
+    if not isinstance(reply, ParsingFailed):
+        return
+    if reply.is_refusal:
+        raise InvalidRequest(f"the model's parsers refuse: {reply.message}", field="tools")
+    log.warning("parser.failed", reason=reply.message)
+    raise ParserFailed("the parsers failed over this answer")

@@ -1,0 +1,64 @@
+"""The parser process: `python -m pdmesh.services.gateway.parsing.child`.
+
+Requests are frames on stdin, replies frames on stdout. It ends with its gateway, whose end closes
+stdin. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import BinaryIO, Final
+
+from pdmesh.services.gateway.parsing.frames import (
+    LENGTH,
+    ParserDone,
+    ParserReply,
+    ParserRequest,
+    ParsingFailed,
+    framed,
+    requests,
+)
+
+MAX_MODELS: Final = 4  # the least recently used one leaves; choices that are open keep theirs
+
+
+def main() -> None:
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        from pdmesh.services.gateway.parsing.desk import Desk
+    except ImportError as exc:
+        _send(answers, ParsingFailed(str(exc)))
+        return
+    desk = Desk(MAX_MODELS)
+    _send(answers, ParserDone())
+    while (request := _received(sys.stdin.buffer)) is not None:
+        reply = desk.handle(request)
+        if reply is not None:
+            _send(answers, reply)
+
+
+def _received(source: BinaryIO) -> ParserRequest | None:
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    body = source.read(size)
+    return requests.decode(body) if len(body) == size else None
+
+
+def _send(answers: BinaryIO, reply: ParserReply) -> None:
+    answers.write(framed(reply))
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The process beside the gateway in which vLLM's parsers run.
+
+To import vLLM takes seconds of the processor and half a gigabyte of memory, and its parsers may
+take any time: neither is for the process that serves all clients. It starts with the first call
+that needs it. If it dies, or is silent for too long, it is started again, and choices are fed again
+from their first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import structlog
+
+from pdmesh.errors import Unavailable
+from pdmesh.services.gateway.parsing.child import MAX_MODELS
+from pdmesh.services.gateway.parsing.frames import (
+    LENGTH,
+    CloseAnswer,
+    LoadParsers,
+    ParserDone,
+    ParserReply,
+    ParserRequest,
+    ParsingFailed,
+    framed,
+    replies,
+)
+
+log = structlog.get_logger(__name__)
+
+_COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
+_START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
+_ANSWER_S: Final = 30.0  # a parser that takes longer hangs
+
+
+class ParserLost(Exception):
+    """The process ended. `is_guilty`: while it worked on this request."""
+
+    def __init__(self, *, is_guilty: bool) -> None:
+        super().__init__()
+        self.is_guilty = is_guilty
+
+
+class ParserUnavailable(Unavailable):
+    default_reason = "PARSER_UNAVAILABLE"
+
+
+class ParserProcess:
+    """Starts the process when it is asked for, and again when it was lost."""
+
+    def __init__(self, command: Sequence[str] = _COMMAND, answer_s: float = _ANSWER_S) -> None:
+        self._command = command
+        self._answer_s = answer_s
+        self._life: ParserLife | None = None
+        self._turn = asyncio.Lock()
+
+    @cached_property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec("vllm") is not None
+
+    async def life(self) -> ParserLife:
+        """Raises ParserUnavailable."""
+        async with self._turn:
+            if self._life is None or self._life.is_over:
+                self._life = await ParserLife.begin(self._command, self._answer_s)
+            return self._life
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._life is None or self._life.is_over else self._life.pid
+
+    async def close(self) -> None:
+        if self._life is not None:
+            await self._life.end()
+
+
+class ParserLife:
+    """One life of the process. Its replies come in the order of the requests."""
+
+    def __init__(self, process: asyncio.subprocess.Process, answer_s: float) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._answer_s = answer_s
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._waiting: deque[asyncio.Future[ParserReply]] = deque()
+        self._models: OrderedDict[str, None] = OrderedDict()  # as the process keeps them
+        self._loading = asyncio.Lock()
+        self.is_over = False
+        self._reader = asyncio.create_task(self._read(), name="parser-replies")
+
+    @classmethod
+    async def begin(cls, command: Sequence[str], answer_s: float) -> ParserLife:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        life = cls(process, answer_s)
+        try:
+            reply = await life._answered(_START_S)
+        except ParserLost:
+            reply = ParsingFailed("it ended while it started")
+        except BaseException:
+            await life.end()
+            raise
+        if not isinstance(reply, ParserDone):
+            await life.end()
+            cause = (
+                reply.message if isinstance(reply, ParsingFailed) else "it answered something else"
+            )
+            log.warning("parser.not_started", reason=cause)
+            raise ParserUnavailable("the process of the parsers cannot be started")
+        log.info("parser.started", pid=life.pid)
+        return life
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, request: ParserRequest) -> ParserReply:
+        """Raises ParserLost."""
+        if self.is_over:
+            raise ParserLost(is_guilty=False)
+        self._stdin.write(framed(request))
+        return await self._answered(self._answer_s)
+
+    def close_choice(self, choice: int) -> None:
+        if not self.is_over:
+            self._stdin.write(framed(CloseAnswer(choice)))
+
+    async def loaded(self, request: LoadParsers) -> ParserReply:
+        """Have the model's parsers made. Raises ParserLost."""
+        async with self._loading:
+            if self.has(request.model):
+                return ParserDone()
+            self._models[request.model] = None
+            while len(self._models) > MAX_MODELS:
+                self._models.popitem(last=False)
+            reply = await self.ask(request)
+            if not isinstance(reply, ParserDone):
+                self._models.pop(request.model, None)
+            return reply
+
+    def has(self, model: str) -> bool:
+        """Whether it has the model's parsers. Asked before each use: the model counts as used."""
+        if model not in self._models:
+            return False
+        self._models.move_to_end(model)
+        return True
+
+    async def _answered(self, limit_s: float) -> ParserReply:
+        future: asyncio.Future[ParserReply] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        if self.is_over:
+            self._lose()
+        await asyncio.wait({future}, timeout=limit_s)
+        if not future.done():
+            log.warning("parser.silent", pid=self.pid, silent_s=limit_s)
+            self._kill()
+        return await future
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                (size,) = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))
+                reply = replies.decode(await self._stdout.readexactly(size))
+                future = self._waiting.popleft()
+                if not future.done():
+                    future.set_result(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            if not self.is_over:
+                log.warning("parser.lost", pid=self.pid, num_waiting=len(self._waiting))
+        finally:
+            self._lose()
+            self._kill()
+            await self._process.wait()
+
+    def _lose(self) -> None:
+        """It works on the oldest request; the others only waited behind it."""
+        self.is_over = True
+        is_guilty = True
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(ParserLost(is_guilty=is_guilty))
+            is_guilty = False
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        self.is_over = True
+        self._kill()
+        await asyncio.wait({self._reader})

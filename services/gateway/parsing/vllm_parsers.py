@@ -1,0 +1,213 @@
+"""vLLM's own parsers over the tokens of a choice. Only the parser process imports vLLM.
+
+They are fed token by token, as an engine would. So what they find does not depend on how the tokens
+came: after a hand-over, a migration or a new parser process it is the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer as HfTokenizer
+
+from pdmesh.services.gateway.parsing.frames import (
+    LoadParsers,
+    OpenAnswer,
+    ParsedCall,
+    ParsedPiece,
+    ParsedTokens,
+    PreparedAnswer,
+)
+from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, TextStream
+
+_BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
+
+
+class BadParser(Exception):
+    """The parser's name is unknown, or the parser cannot be used with the tokenizer."""
+
+
+# Any, in this module: vLLM has no types that a type checker could see.
+class ModelParsers:
+    """A model's parsers. Raises BadParser."""
+
+    def __init__(self, load: LoadParsers) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from vllm.parser import ParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        inner = HfTokenizer.from_str(load.tokenizer)
+        self._decoders = {
+            shown: Detokenizer(inner, are_special_shown=shown) for shown in (False, True)
+        }
+        fast = PreTrainedTokenizerFast(tokenizer_object=inner, **load.special_tokens)
+        self._tokenizer = get_cached_tokenizer(fast)
+        self._config: Any = SimpleNamespace(
+            hf_config=SimpleNamespace(model_type=load.model_type),
+            hf_text_config=None,
+            hf_overrides=None,
+            architecture=None,
+        )
+        try:
+            self._kind: Any = ParserManager.get_parser(
+                tool_parser_name=load.tool_parser or None,
+                reasoning_parser_name=load.reasoning_parser or None,
+                enable_auto_tools=bool(load.tool_parser),
+                model_name=load.model,
+                tokenizer=self._tokenizer,
+            )
+        except _BEYOND as exc:
+            raise BadParser(str(exc)[:500]) from exc
+
+    def prepared(self, body: bytes) -> PreparedAnswer:
+        request, _ = self._request(body)
+        structured: Any = request.structured_outputs
+        constraint = b""
+        if structured is not None:
+            asked = {
+                name: value
+                for name in ("json", "structural_tag")
+                if (value := getattr(structured, name)) is not None
+            }
+            constraint = msgspec.json.encode(asked)
+        return PreparedAnswer(not request.skip_special_tokens, constraint.decode())
+
+    def opened(self, frame: OpenAnswer) -> ChoiceParser:
+        request, variables = self._request(frame.request)
+        parser = self._kind(
+            self._tokenizer,
+            request.tools,
+            chat_template_kwargs=variables,
+            model_config=self._config,
+        )
+        rules = TextRules(
+            frame.stops,
+            frame.min_tokens,
+            frame.is_stop_shown,
+            frame.are_special_shown,
+            frozenset(frame.end_ids),
+        )
+        prompt = array("I", frame.prompt).tolist()
+        text = TextStream(self._decoders[frame.are_special_shown], prompt, rules)
+        return ChoiceParser(parser, request, text, prompt, is_whole=frame.is_whole)
+
+    def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
+        """The request as vLLM's serving layer hands it to a parser."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate_json(body)
+        variables = request.build_chat_params(None, "auto").chat_template_kwargs
+        parser = self._kind(
+            self._tokenizer,
+            request.tools,
+            chat_template_kwargs=variables,
+            model_config=self._config,
+        )
+        return parser.adjust_request(request), variables
+
+
+class ChoiceParser:
+    """One choice. `is_whole`: nothing is told before the last token."""
+
+    def __init__(
+        self, parser: Any, request: Any, text: TextStream, prompt: list[int], *, is_whole: bool
+    ) -> None:
+        self._parser = parser
+        self._request = request
+        self._text = text
+        self._prompt = prompt
+        self._is_whole = is_whole
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        if is_whole:
+            parser.set_prompt_token_ids(prompt)
+
+    def feed(self, token_ids: list[int], *, is_last: bool) -> ParsedTokens:
+        self._token_ids += token_ids
+        if self._is_whole:
+            return self._whole(token_ids, is_last=is_last)
+        pieces: list[ParsedPiece] = []
+        for at, token_id in enumerate(token_ids):
+            is_end = is_last and at == len(token_ids) - 1
+            text = self._text.feed([token_id]) + (self._rest() if is_end else "")
+            self._add(pieces, text, [token_id], is_end=is_end)
+        if is_last and not token_ids:
+            self._add(pieces, self._rest(), [], is_end=True)
+        return ParsedTokens(pieces, self._num_reasoning_tokens() if is_last else 0)
+
+    def _rest(self) -> str:
+        return "" if self._text.is_stopped else self._text.finish()
+
+    def _num_reasoning_tokens(self) -> int:
+        return int(self._parser.count_reasoning_tokens(self._token_ids))
+
+    def _add(self, pieces: list[ParsedPiece], text: str, ids: list[int], *, is_end: bool) -> None:
+        found = self._parser.parse_delta(
+            delta_text=text,
+            delta_token_ids=ids,
+            request=self._request,
+            prompt_token_ids=self._prompt,
+            finished=is_end,
+        )
+        if found is None:
+            return
+        calls = [
+            ParsedCall(
+                call.index,
+                (call.function.arguments if call.function else None) or "",
+                call.id or "",
+                (call.function.name if call.function else None) or "",
+            )
+            for call in found.tool_calls
+            if self._may_call(call.index)
+        ]
+        _append(pieces, ParsedPiece(found.reasoning or "", found.content or "", calls))
+
+    def _may_call(self, index: int) -> bool:
+        return index == 0 or self._request.parallel_tool_calls is not False
+
+    def _whole(self, token_ids: list[int], *, is_last: bool) -> ParsedTokens:
+        from vllm.renderers.chat_utils import make_tool_call_id
+
+        self._texts.append(self._text.feed(token_ids))
+        if not is_last:
+            return ParsedTokens([])
+        reasoning, content, calls = self._parser.parse(
+            "".join(self._texts) + self._rest(),
+            self._request,
+            enable_auto_tools=True,
+            model_output_token_ids=self._token_ids,
+        )
+        found = [
+            ParsedCall(index, call.arguments, call.id or make_tool_call_id(), call.name)
+            for index, call in enumerate(calls or ())
+            if self._may_call(index)
+        ]
+        if not self._request.include_reasoning:
+            reasoning = None
+        piece = ParsedPiece(reasoning or "", content or "", found)
+        return ParsedTokens([piece], self._num_reasoning_tokens())
+
+
+def _append(pieces: list[ParsedPiece], new: ParsedPiece) -> None:
+    """Add to the last piece what may come after all that it has, else begin another one."""
+    last = pieces[-1] if pieces else None
+    if (
+        last is None
+        or (new.reasoning and (last.content or last.calls))
+        or (new.content and last.calls)
+    ):
+        if new.reasoning or new.content or new.calls:
+            pieces.append(new)
+        return
+    last.reasoning += new.reasoning
+    last.content += new.content
+    for call in new.calls:
+        before = last.calls[-1] if last.calls else None
+        if before is not None and before.index == call.index and not (call.id or call.name):
+            before.arguments += call.arguments
+        else:
+            last.calls.append(call)

@@ -1,0 +1,260 @@
+"""Tools and reasoning with the official openai client, on vLLM's own parsers.
+
+Fake instances write a given answer, so that it is known what the client has to find in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from pdmesh.v1.common_pb2 import ROLE_DECODE
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.tiny_model import EOS
+from tests.support.waiting import until
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_TEMPLATE = """{% if tools %}# Tools: <tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call>{{ tools | tojson }}{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls | default('') }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined %}</think>{% endif %}
+{%- endif %}"""
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "time")
+]
+USER: list[Any] = [{"role": "user", "content": "Weather?"}]
+ARGUMENTS = '{"town": "K\u00f6ln", "n": [1, 2]}'
+CALL = '<tool_call>\n{"name": "weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
+OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
+    """Its model is one whose template is of Hermes and whose type is of Qwen 3."""
+    directory = tmp_path_factory.mktemp("tools")
+    async with gateway_mesh(
+        directory, num_prefills=2, num_decodes=2, template=_TEMPLATE, model_type="qwen3"
+    ) as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(mesh: GatewayMesh) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{mesh.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def answers(mesh: GatewayMesh, text: str) -> int:
+    """Have all instances write `text`; returns its number of tokens."""
+    script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
+    for instance in mesh.instances.values():
+        instance.script, instance.step_s, instance.breaks_at = script, 0.0, None
+    return len(script)
+
+
+@dataclass
+class Read:
+    """What a client found in a stream, as clients put it together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, dict[str, str]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    num_chunks: int = 0
+
+    def add(self, choice: Any) -> None:
+        delta = choice.delta
+        self.num_chunks += 1
+        self.content += delta.content or ""
+        self.reasoning += getattr(delta, "reasoning_content", None) or ""
+        assert self.finish_reason is None, "nothing comes after the end"
+        self.finish_reason = choice.finish_reason
+        for call in delta.tool_calls or ():
+            if call.index not in self.calls:
+                assert call.index == len(self.calls)
+                assert call.id
+                assert call.function.name
+                assert call.type == "function"
+                self.calls[call.index] = {"id": call.id, "name": call.function.name, "args": ""}
+            else:
+                assert (call.id, call.function.name) == (None, None), "told once"
+            self.calls[call.index]["args"] += call.function.arguments or ""
+
+    @property
+    def called(self) -> list[tuple[str, Any]]:
+        ids = [call["id"] for call in self.calls.values()]
+        assert len(set(ids)) == len(ids)
+        return [(call["name"], json.loads(call["args"])) for call in self.calls.values()]
+
+
+async def streamed(client: openai.AsyncOpenAI, **asked: Any) -> Read:
+    (read,) = await all_streamed(client, **asked)
+    return read
+
+
+async def all_streamed(client: openai.AsyncOpenAI, n: int = 1, **asked: Any) -> Sequence[Read]:
+    given: Any = {"model": "tiny", "messages": USER, "tools": TOOLS, "max_tokens": 400, **asked}
+    stream = await client.chat.completions.create(stream=True, n=n, **given)
+    reads = [Read() for _ in range(n)]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            reads[choice.index].add(choice)
+    return reads
+
+
+WEATHER = ("weather", {"town": "Köln", "n": [1, 2]})
+
+
+async def test_a_streamed_answer_has_reasoning_text_and_calls(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    num = answers(mesh, f"<think>I look.</think>Let me see. {CALL}\n{OTHER_CALL}")
+    read = await streamed(client)
+    assert read.reasoning == "I look."
+    assert read.content.strip() == "Let me see."
+    assert read.called == [WEATHER, ("time", {})]
+    assert read.finish_reason == "tool_calls"
+    assert num > 100
+    assert mesh.num_legs == 0
+
+
+async def test_a_whole_answer_has_the_same(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+    answers(mesh, f"<think>I look.</think>{CALL}\n{OTHER_CALL}")
+    answer = await client.chat.completions.create(
+        model="tiny", messages=USER, tools=TOOLS, max_tokens=400
+    )
+    (choice,) = answer.choices
+    calls: Any = choice.message.tool_calls
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [
+        WEATHER,
+        ("time", {}),
+    ]
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.model_extra == {"reasoning": "I look.", "reasoning_content": "I look."}
+    usage: Any = answer.usage
+    assert usage.completion_tokens_details.reasoning_tokens >= 0
+    conversation = [
+        *USER,
+        choice.message,
+        *({"role": "tool", "tool_call_id": c.id, "content": "5"} for c in calls),
+    ]
+    answers(mesh, "</think>Five.")
+    answer = await client.chat.completions.create(
+        model="tiny", messages=conversation, tools=TOOLS, max_tokens=40
+    )
+    assert answer.choices[0].message.content == "Five."
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.fault("F7")
+async def test_a_decode_that_dies_at_any_token_breaks_no_delta(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    text = f"<think>Hm</think>{CALL}"
+    num = answers(mesh, text)
+    unbroken = await streamed(client)
+    for at in range(1, num):
+        answers(mesh, text)
+        for instance in mesh.instances.values():
+            if instance.role == ROLE_DECODE:
+                instance.breaks_at = at
+        read = await streamed(client)
+        assert (read.reasoning, read.content, read.called, read.finish_reason) == (
+            unbroken.reasoning,
+            unbroken.content,
+            unbroken.called,
+            unbroken.finish_reason,
+        ), at
+    assert unbroken.called == [WEATHER]
+
+
+async def test_each_choice_has_its_own_calls(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+    answers(mesh, f"</think>{CALL}\n{OTHER_CALL}")
+    reads = await all_streamed(client, n=3)
+    assert [read.called for read in reads] == [[WEATHER, ("time", {})]] * 3
+    ids = {call["id"] for read in reads for call in read.calls.values()}
+    assert len(ids) == 6
+
+
+async def test_one_call_at_most_without_parallel_calls(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await streamed(client, parallel_tool_calls=False)
+    assert caught.value.param == "parallel_tool_calls"
+
+
+@pytest.mark.fault("F7")
+async def test_a_parser_process_that_dies_is_replaced_and_no_delta_is_broken(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """In the middle of a call: what the new one finds again is not told again."""
+    answers(mesh, f"</think>Well. {CALL}")
+    unbroken = await streamed(client)
+    parsers = mesh.gateway.frontend.shared.parsers
+    for instance in mesh.instances.values():
+        instance.step_s = 0.002
+    given: Any = {"model": "tiny", "messages": USER, "tools": TOOLS, "max_tokens": 400}
+    read, lost = Read(), 0
+    async for chunk in await client.chat.completions.create(stream=True, **given):
+        for choice in chunk.choices:
+            read.add(choice)
+        if not lost and read.calls and read.calls[0]["args"]:
+            assert parsers.pid is not None
+            os.kill(lost := parsers.pid, signal.SIGKILL)
+    assert (read.content, read.called) == (unbroken.content, unbroken.called)
+    assert lost
+    assert parsers.pid not in (None, lost)
+
+
+async def test_a_client_that_leaves_leaves_nothing_in_the_parsers(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answers(mesh, f"</think>{'word ' * 60}{CALL}")
+    for instance in mesh.instances.values():
+        instance.step_s = 0.01
+    given: Any = {"model": "tiny", "messages": USER, "tools": TOOLS, "max_tokens": 400}
+    stream = await client.chat.completions.create(stream=True, **given)
+    async for _ in stream:
+        break
+    await stream.close()
+    await until(lambda: mesh.num_legs == 0)
+    answers(mesh, CALL)
+    assert (await streamed(client)).finish_reason is not None
+
+
+async def test_without_reasoning_only_the_answer_is_told(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answers(mesh, "<think>secret</think>Fine.")
+    read = await streamed(client, extra_body={"include_reasoning": False, "return_token_ids": True})
+    assert (read.reasoning, read.content.strip()) == ("", "Fine.")
+
+
+async def test_a_chat_without_tools_of_a_reasoning_model_is_parsed_too(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answers(mesh, "<think>hm</think>Fine.")
+    read = await streamed(client, tools=openai.NOT_GIVEN)
+    assert (read.reasoning, read.content.strip(), read.finish_reason) == ("hm", "Fine.", "stop")
+
+
+async def test_thinking_that_is_switched_off_begins_with_the_answer(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answers(mesh, "Fine.")
+    read = await streamed(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert (read.reasoning, read.content) == ("", "Fine.")
