@@ -120,8 +120,8 @@ class ServiceSettings(BaseSettings):
     )
     inner_host: str = shared(
         "127.0.0.1",
-        description="Address of the ports for the mesh's own processes (gRPC, KV, OPS_PORT); one "
-        "that other machines reach needs mesh_token",
+        description="Address of the ports for the mesh's own processes (gRPC, KV, OPS_PORT); an "
+        "address that other machines can reach needs mesh_token",
     )
     advertise_host: str | None = shared(
         None,
@@ -133,8 +133,8 @@ class ServiceSettings(BaseSettings):
     )
     mesh_token: SecretStr = shared(
         SecretStr(""),
-        description="Token of every call between the mesh's processes, equal on all; none: only on "
-        "this machine",
+        description="Token of every call between the mesh's processes, equal on all of them; none: "
+        "the process listens only on loopback",
     )
     mesh_token_file: Path | None = shared(
         None, description="File with the mesh token, instead of mesh_token"
@@ -144,10 +144,10 @@ class ServiceSettings(BaseSettings):
         "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"
     )
     lease_s: float = shared(
-        3.0, gt=0, description="Lease in the registry, renewed every third of it"
+        3.0, gt=0, description="Lease in the registry, renewed three times per lease"
     )
     log_format: Literal["auto", "json", "pretty"] = shared(
-        "auto", description="Format of log lines; auto: pretty on a terminal, else json"
+        "auto", description="Format of log lines; auto: pretty on a terminal, json otherwise"
     )
     log_level: Literal["debug", "info", "warning", "error"] = shared(
         "info", description="Lowest level that is logged"
@@ -163,7 +163,7 @@ class ServiceSettings(BaseSettings):
     loop_watch_s: float = shared(
         0.5,
         gt=0,
-        description="How often to measure the event loop's lateness; each look is a wake-up",
+        description="Interval of measuring the event loop's lag; each measurement is a wake-up",
     )
 
     @property

@@ -44,9 +44,13 @@ class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_GATEWAY_")
 
     host: str = shared("127.0.0.1", description="Address of the ports for clients, HTTP and gRPC")
-    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port for clients; 0 picks one")
-    http_port: int = Field(8000, ge=0, le=65535, description="HTTP port for clients; 0 picks one")
-    region: str = shared("", description="Region of this gateway; its instances are preferred")
+    grpc_port: int = Field(
+        8001, ge=0, le=65535, description="gRPC port for clients; 0 picks a free one"
+    )
+    http_port: int = Field(
+        8000, ge=0, le=65535, description="HTTP port for clients; 0 picks a free one"
+    )
+    region: str = shared("", description="Region of this gateway; instances in it are preferred")
     reuse_port: bool = Field(
         False, description="Share the HTTP and gRPC ports with other gateway processes"
     )
@@ -57,7 +61,7 @@ class Settings(ServiceSettings):
     )
     model: str = Field(
         "",
-        description="The model that the name `default` means; empty: that of the scenario",
+        description="The model that the name `default` refers to; empty: the scenario's model",
     )
     hash_secret: SecretStr = shared(
         SecretStr("pdmesh-development"),
@@ -75,12 +79,19 @@ class Settings(ServiceSettings):
     )
     strict_fields: bool = Field(
         False,
-        description="Refuse requests with unknown fields; else those are ignored, and the response "
-        "header x-pdmesh-ignored names them",
+        description="Refuse requests with unknown fields; otherwise these fields are ignored, and "
+        "the response header x-pdmesh-ignored names them",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="auto: the model's generation_config.json gives defaults for sampling",
+        description="auto: the model's generation_config.json gives the sampling defaults; none: "
+        "it is ignored",
+    )
+    max_calls: int = Field(
+        4096, ge=1, description="Most open requests; further ones get 429 at once"
+    )
+    max_waiting: int = Field(
+        1024, ge=0, description="Most requests that wait for a slot; further ones get 429"
     )
     tool_parser: str = Field(
         "auto",
@@ -92,28 +103,28 @@ class Settings(ServiceSettings):
         description="vLLM's parser of reasoning, by its name (qwen3, deepseek_r1, ...); auto: by "
         "the model's chat template; none: reasoning is text",
     )
-    max_calls: int = Field(4096, ge=1, description="Most open requests; more get 429 at once")
-    max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
     prefill_batch: int = Field(
         0,
         ge=0,
-        description="Prompts that a prefill computes in lockstep (DP size): waiting requests go in "
-        "batches of similar length; 0: one by one",
+        description="Number of prompts that a prefill computes in lockstep (DP size), so that "
+        "waiting requests are sent in batches of similar length; 0: one by one",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
     max_incoming_bytes: int = Field(
         256 << 20,
         ge=65536,
-        description="Bytes of HTTP bodies being read, all together; more get 429",
+        description="Most bytes of HTTP bodies being read at once; further bodies get 429",
     )
-    ttft_s: float = Field(10.0, gt=0, description="Longest wait for a slot, then 429")
+    ttft_s: float = Field(
+        10.0, gt=0, description="Longest wait for a slot; then the request gets 429"
+    )
     ttft_s_per_1k_tokens: float = Field(
-        0.0, ge=0, description="Added to that for each 1,000 prompt tokens"
+        0.0, ge=0, description="Added to ttft_s for each 1,000 prompt tokens"
     )
     scenarios: dict[str, ScenarioSettings] = Field(
         {},
-        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of "
-        "a 429 or 503); a scenario's slo in the desired state wins",
+        description="Settings of each scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, "
+        "default_text (instead of a 429 or 503); a scenario's slo in the desired state wins",
     )
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
@@ -127,41 +138,47 @@ class Settings(ServiceSettings):
     stall_s: float = Field(
         LEG_STALL_S,
         gt=0,
-        description="Longest silence of an accepted request: no token, and none of its engine's "
-        "signs of work, sent twice a second",
+        description="Longest silence of an accepted request: no token, and none of the signs of "
+        "work that its engine sends twice a second",
     )
-    retry_s: float = Field(0.25, gt=0, description="First interval between tries while waiting")
+    retry_s: float = Field(
+        0.25, gt=0, description="First interval between attempts while a request waits"
+    )
     max_migrations: int = Field(3, ge=0, description="Most migrations of a request")
-    max_candidates: int = Field(8, ge=1, description="Instances asked before a request waits")
-    retry_ratio: float = Field(0.2, ge=0, description="Retries per request for the budget")
-    retry_reserve: float = Field(500.0, ge=0, description="Most retries in the budget")
+    max_candidates: int = Field(8, ge=1, description="Most instances asked before a request waits")
+    retry_ratio: float = Field(
+        0.2, ge=0, description="Retries that each request adds to the retry budget"
+    )
+    retry_reserve: float = Field(500.0, ge=0, description="Most retries in the retry budget")
     kv_transfer: TransferMode = shared(
         "whole",
         description="KV goes to decode after prefill (whole), or each layer as it is computed "
         "(per_layer)",
     )
     kv_transfer_by_scenario: dict[str, TransferMode] = shared(
-        {}, description='Scenarios with another kv_transfer, as JSON: {"long": "per_layer"}'
+        {}, description='Scenarios with a different kv_transfer, as JSON: {"long": "per_layer"}'
     )
-    plan_timeout_s: float = Field(0.25, gt=0, description="Longest wait for the master")
+    plan_timeout_s: float = Field(0.25, gt=0, description="Longest wait for a plan from the master")
     max_staleness_s: float = Field(
         30.0, gt=0, description="Without a master, use a registry view no older than this"
     )
     chunk_interval_ms: float = Field(
         2.0,
         ge=0,
-        description="Least interval between writes to a stream, except its first and last token",
+        description="Shortest interval between writes to a stream, except its first and last token",
     )
     write_timeout_s: float = Field(
-        30.0, gt=0, description="Disconnect a client that reads nothing for so long"
+        30.0, gt=0, description="Disconnect a client that reads nothing for this long"
     )
     receive_timeout_s: float = Field(
-        20.0, gt=0, description="Longest time for a request to arrive whole"
+        20.0, gt=0, description="Longest time for a request to arrive completely"
     )
     max_header_bytes: int = Field(16384, ge=1024, description="Largest HTTP request head")
-    max_connections: int = Field(8192, ge=1, description="Open connections on each port")
+    max_connections: int = Field(8192, ge=1, description="Most open connections on each port")
     max_connections_per_ip: int = Field(
-        1024, ge=1, description="Open HTTP connections from one address; behind a proxy, raise it"
+        1024,
+        ge=1,
+        description="Most open HTTP connections from one address; raise it behind a proxy",
     )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
     tokenizer_threads: int = Field(1, ge=1, description="Threads that tokenize long text")

@@ -16,7 +16,7 @@ class Settings(ServiceSettings):
         60.0, gt=0, description="How long to keep the verdict on an instance that is gone"
     )
     canary_period_s: float = Field(
-        30.0, gt=0, description="Interval of canary probes of an idle instance"
+        30.0, gt=0, description="Interval of canary probes on an idle instance"
     )
 
 
@@ -26,7 +26,7 @@ class NodeSettings(ServiceSettings):
     model_config = settings_config("PDMESH_NODE_AGENT_")
 
     period_s: float = Field(
-        2.0, gt=0, description="Interval of asking the devices and reporting their state"
+        2.0, gt=0, description="Interval at which devices are read and reported"
     )
     device_dir: Path | None = Field(
         None,

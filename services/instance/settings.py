@@ -17,5 +17,5 @@ class Settings(InstanceSettings):
         "none", description="Role at start; none: blank, until the master assigns one"
     )
     num_slots: int = Field(
-        0, ge=0, description="Requests served at once; 0: 64 as decode, 8 otherwise"
+        0, ge=0, description="Requests served at once; 0: 64 for a decode, 8 otherwise"
     )

@@ -14,7 +14,7 @@ class Settings(ServiceSettings):
         "redis://127.0.0.1:6379", description="Redis or Valkey server that keeps the index"
     )
     redis_timeout_s: float = Field(
-        0.25, gt=0, description="Longest wait for an answer of Redis, which then counts as away"
+        0.25, gt=0, description="Longest wait for an answer from Redis, which then counts as away"
     )
     max_blocks: int = Field(
         8_000_000,
@@ -23,5 +23,7 @@ class Settings(ServiceSettings):
         "that several hold is stored once)",
     )
     resync_s: float = Field(
-        30.0, gt=0, description="Interval of asking one instance in turn for a full snapshot"
+        30.0,
+        gt=0,
+        description="Interval at which one instance, in turn, is asked for a full snapshot",
     )

@@ -27,16 +27,18 @@ class Settings(ServiceSettings):
         1.0, ge=0, description="Weight of the share of the prompt that an instance holds (alpha)"
     )
     remote_weight: float = Field(
-        0.5, ge=0, description="Weight of the further share that a peer's pool holds (beta)"
+        0.5, ge=0, description="Weight of the additional share that a peer's pool holds (beta)"
     )
     latency_weight: float = Field(
-        3.0, ge=0, description="Weight of the predicted latency, relative to the slowest (gamma)"
+        3.0,
+        ge=0,
+        description="Weight of the predicted latency, relative to the slowest instance (gamma)",
     )
     load_weight: float = Field(0.5, ge=0, description="Weight of the share of slots in use")
     chat_weight: float = Field(
-        0.2, ge=0, description="Bonus of the prefill that served the chat's last turn"
+        0.2, ge=0, description="Bonus for the prefill that served the chat's last turn"
     )
-    max_candidates: int = Field(8, ge=1, description="Instances of each role in a plan")
+    max_candidates: int = Field(8, ge=1, description="Most instances of each role in a plan")
     max_waiting: int = Field(
         4096,
         ge=0,
@@ -46,13 +48,13 @@ class Settings(ServiceSettings):
     ratio_window_s: float = Field(
         30.0,
         ge=1,
-        description="Window of requests for one look at a scenario's P:D ratio; three agreeing "
+        description="Window of requests for one check of a scenario's P:D ratio; three agreeing "
         "windows change it",
     )
     chat_ttl_s: float = Field(
         600.0, gt=0, description="How long to remember which prefill served a chat"
     )
-    max_chats: int = Field(100_000, ge=1, description="Most chats remembered")
+    max_chats: int = Field(100_000, ge=1, description="Most chats that are remembered")
     max_blocks: int = Field(
         8_000_000, ge=1, description="Most index entries in memory, over all instances"
     )
@@ -69,5 +71,7 @@ class Settings(ServiceSettings):
         description="Key of the block hashes, equal on all services",
     )
     resync_s: float = Field(
-        30.0, gt=0, description="Interval of comparing one instance in turn with its snapshot"
+        30.0,
+        gt=0,
+        description="Interval at which one instance, in turn, is compared with its snapshot",
     )

@@ -1,5 +1,5 @@
-"""A real NATS server of a test's own, and a connection to it; the transports that KV takes; and
-failpoints that end with their test.
+"""Fixtures: a real NATS server for one test and a connection to it, KV transports, and failpoints
+that end with their test.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Policies on real meshes: what is played tells them apart, and a run that was kept is not played
-again.
+"""The comparison of policies on meshes: its workloads tell policies apart, and a stored run is not
+repeated.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def ran(policy: str, **numbers: float) -> Run:
 def test_scheduling_takes_thirty_percent_off_the_p95_and_finds_more_of_the_prefixes(
     case: str, seed: int
 ) -> None:
-    """RTP-LLM's two workloads beside a choice at random, on the virtual clock: nothing disturbs.
+    """RTP-LLM's two workloads, compared with random choice on the virtual clock, without any noise.
 
-    A mean hides the tail: with one prompt in twenty placed at random it is hardly higher.
+    The P95 is used because a mean hides the tail: with one prompt in twenty placed at random, the
+    mean is hardly higher.
     """
     ours, off = (mesh_compare.twin_of(options(case, p, seed)) for p in (OURS, OFF))
     assert ours.ttft_ms_p95 <= 0.70 * off.ttft_ms_p95

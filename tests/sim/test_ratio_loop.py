@@ -1,5 +1,5 @@
-"""The ratio loop over the mesh's own cores on a virtual clock: formula, findings, convergence,
-calm, and changes without a loss.
+"""The ratio loop over the mesh's own cores on a virtual clock: its formula, its findings, that it
+converges and stays calm, and that changes lose no request.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_week_of_ten_thousand_devices_has_the_faults_of_its_rate_and_spares_fo
     weeks = [faults.machines_of_a_week(rate, seed) for seed in range(50)]
     found = [e for w in weeks for e in faults.episodes(w)]
     num_faults = sum(len(e.losses) for e in found)
-    # Those of spares and of machines in repair harm nobody: some two in a hundred.
+    # Some two in a hundred faults hit spares or machines in repair, and harm no request.
     assert num_faults / 50 == pytest.approx(rate * 25, rel=0.1)
     assert max(w.most_in_repair for w in weeks) <= faults.NUM_SPARES
     assert sum(loss.spare_after_s for e in found for loss in e.losses) == 0
@@ -123,8 +123,8 @@ def test_two_faults_in_one_group_at_a_time_without_a_spare_fail_no_request() -> 
 
 @pytest.mark.req("S11", "S21", "S24")
 def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
-    """Three groups at a third of what they carry; one is lent and comes back, all are upgraded, and
-    an operator changes one.
+    """Three groups run at a third of their capacity. One is lent and comes back, all are upgraded,
+    and an operator changes a role in one.
     """
     mesh = LiveMesh(loop.SHAPE, 3, load_s=20.0)
     for number in range(3):
@@ -160,9 +160,10 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
 def test_on_one_law_and_one_slo_disaggregated_instances_carry_1_4_times_the_aggregated_ones() -> (
     None
 ):
-    """As many instances of each, whose best chunk counts. Small: one seed, one scene.
+    """Both have the same number of instances; the aggregated ones use their best chunk size.
 
-    `make bench NAME=ratio` measures the factor of four scenes: 1.3 to 1.9, not the paper's 6.7.
+    This is a small run with one seed and one scene. `make bench NAME=ratio` measures the factor of
+    four scenes: 1.3 to 1.9, not the paper's 6.7.
     """
     scene = aggregated.SCENES[1]
     modes = dict(aggregated.modes(scene))

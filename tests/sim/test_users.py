@@ -1,4 +1,4 @@
-"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without its
+"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without
 noise.
 """
 
@@ -19,7 +19,7 @@ USERS, SLO_S, WARM_S, DURATION_S = 96, 0.5, 6.0, 12.0
 
 
 def play(variant: Variant, report_s: float | None = None) -> tuple[Point, float]:
-    """And by how much estimates of TTFT were off, in seconds."""
+    """The result, and by how many seconds the estimates of TTFT were wrong."""
     mesh = UsersMesh(
         variant, USERS, slo_s=SLO_S, think_s=1.0, until=WARM_S + DURATION_S, report_s=report_s
     )
@@ -40,8 +40,8 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 
 @pytest.mark.req("S7", "S62")
 def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of_no_age() -> None:
-    """The same queues: what comes between two reports all goes to the prefill that was shortest at
-    the first.
+    """The queues are the same. All requests between two reports go to the prefill whose queue was
+    shortest at the first report.
     """
     old, old_error_s = play(QUEUES)
     fresh, fresh_error_s = play(QUEUES, report_s=0.0)

@@ -1,5 +1,5 @@
-"""The mesh on a virtual clock: nothing is lost, the laws hold, policies differ as the papers
-say.
+"""The mesh on a virtual clock: nothing is lost, the laws hold, and policies differ as in the
+papers.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def test_every_request_is_answered_and_everything_given_back(
 @pytest.mark.req("S6", "S108")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) -> None:
-    """Three caches hold four prefixes each where six are in use: whoever looks computes less, and
-    so is sooner done.
+    """Three caches hold four prefixes each, and six prefixes are in use. A policy that looks at
+    them computes less, and so finishes sooner.
     """
     shape = MeshShape(SMOLLM2_CPU, num_fusion=3, num_blocks=48)
     reuse, slow = {}, {}
@@ -84,18 +84,18 @@ def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) 
     assert slow["default"] < slow["mixed_pool"]
 
 
-SHARES = (0, 20, 45, 70, 90)  # percent of each scenario's prompts that others have too
+SHARES = (0, 20, 45, 70, 90)  # by scenario: percent of a prompt that other prompts share
 
 
 class ByScenario(VirtualMesh):
-    """Instances of a group of their own for each scenario."""
+    """A mesh in which each scenario has its own group of instances."""
 
     def scenario_of(self, arrival: Arrival) -> str:
         return arrival.scenario
 
 
 def prompts_of_scenarios() -> list[Arrival]:
-    """1,000 tokens each, which begin with one of four heads of their scenario."""
+    """Prompts of 1,000 tokens each, which begin with one of four heads of their scenario."""
     rng = random.Random(5)
     arrivals = []
     for number in range(1500):
@@ -108,7 +108,7 @@ def prompts_of_scenarios() -> list[Arrival]:
 
 
 def hits_and_prefill_times(mesh: VirtualMesh) -> tuple[list[float], list[float]]:
-    """Hit rate and mean T_p of each scenario, in the order of SHARES."""
+    """The hit rates and mean T_p of the scenarios, in the order of SHARES."""
     hits, times = [], []
     for share in SHARES:
         own = [s for s in mesh.served if s.arrival.scenario == f"scenario-{share}"]
@@ -121,9 +121,9 @@ def hits_and_prefill_times(mesh: VirtualMesh) -> tuple[list[float], list[float]]
 def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_prefill_time() -> (
     None
 ):
-    """Ten instances that hold 160 blocks each, and a policy that looks at no prefix.
+    """Ten instances hold 160 blocks each, and the policy looks at no prefix.
 
-    Two for each scenario, against all for all.
+    Two instances for each scenario are compared with ten instances for all scenarios.
     """
     shape = MeshShape(PER_TOKEN, num_blocks=160, block_size=50, decode_slots=4)
     apart, together = (ByScenario(shape, "round_robin", 1, Weights()) for _ in range(2))
@@ -148,11 +148,11 @@ def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_
 @pytest.mark.req("S45", "S46")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
-    """n_p b_p / T_p, within 10 %: so the places of prefills are full, for every one of them counts
-    in it.
+    """It accepts n_p b_p / T_p within 10 %. So all slots of the prefills are in use, for the
+    formula counts every one of them.
     """
     shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
-    until_s, full_per_s = 30.0, 4 / 0.1  # four prompts of 100 ms at once
+    until_s, full_per_s = 30.0, 4 / 0.1  # four prompts at once, of 100 ms each
     rng = random.Random(seed)
     ats = sorted(rng.uniform(0.0, until_s) for _ in range(round(4 * full_per_s * until_s)))
     mesh = play(shape, "default", [Arrival(at, 100, 2) for at in ats], seed)
@@ -173,7 +173,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
     arrival = Arrival(0.0, 400, 11)
     (served,) = play(PAIR, "default", [arrival]).served
-    hops = 5 * PAIR.hop_s  # plan and back, prefill, token; the start of decode is no part of TTFT
+    hops = 5 * PAIR.hop_s  # plan and back, prefill, token; TTFT does not include decode's start
     assert served.ttft_s == pytest.approx(0.4, abs=hops)
     transfer = 400 * PAIR.transfer_token_s
     assert served.e2e_s - served.ttft_s == pytest.approx(0.010 + transfer, abs=hops)
@@ -181,7 +181,7 @@ def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
 
 @pytest.mark.req("S40", "S41")
 def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
-    """One slot; transfers take half a second: the second prompt can begin no earlier."""
+    """There is one slot, and a transfer takes half a second: the second prompt must wait for it."""
     shape = replace(PAIR, num_prefill=1, transfer_token_s=0.005)
     served = play(shape, "default", [Arrival(0.0, 100, 2), Arrival(0.01, 100, 2)]).served
     assert served[1].ttft_s > 0.1 + 0.5 + 0.1 - 0.02
@@ -190,7 +190,7 @@ def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
 
 @pytest.mark.req("S90")
 def test_batches_of_similar_length_compute_less_for_nothing_where_an_engine_pads() -> None:
-    """A queue of chats and documents for prefills that pad four prompts to the longest."""
+    """A queue of chats and documents is served by prefills that pad four prompts to the longest."""
     rng = random.Random(1)
     arrivals = [
         Arrival(0.01 * number, rng.choice((rng.randint(50, 150), rng.randint(800, 1200))), 2)
@@ -215,12 +215,12 @@ def test_batches_of_similar_length_compute_less_for_nothing_where_an_engine_pads
 
 # --- S8: the paper's four prompts -----------------------------------------------------------------
 
-SLO_S = 4.5  # of the short ones
+SLO_S = 4.5  # the target of the short prompts
 
 
 def four_prompts() -> list[Arrival]:
-    """8,000 tokens (of them a known prefix of 100), then three of 2,000 that share their first
-    1,000, 10 ms apart.
+    """A prompt of 8,000 tokens, of which 100 are a known prefix, then three prompts of 2,000 that
+    share their first 1,000. They come 10 ms apart.
     """
     long = [block_name(1, i) for i in range(160)]
     shorts = [
@@ -236,7 +236,7 @@ def four_prompts() -> list[Arrival]:
 @pytest.mark.req("S8")
 @pytest.mark.parametrize("seed", range(5))
 def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed: int) -> None:
-    """2 + 1 + 1 s of compute one after another: the last has its token 4 s after it came."""
+    """They take 2 + 1 + 1 s, one after the other: the last has its token 4 s after it came."""
     mesh = play(PAIR, "default", four_prompts(), seed)
     long, *shorts = mesh.served
     assert {s.prefill_id for s in shorts} == ({"prefill-0", "prefill-1"} - {long.prefill_id})
@@ -247,7 +247,7 @@ def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed:
 @pytest.mark.req("S7", "S8")
 @pytest.mark.parametrize("policy", ["round_robin", "least_connections", "shortest_queue"])
 def test_local_queues_put_a_short_prompt_behind_the_long_one(policy: str) -> None:
-    """The same instances with a queue each: whoever was sent there waits there.
+    """The same instances have a queue each, and a request waits where it was sent.
 
     Reports are 100 ms old.
     """
@@ -282,8 +282,8 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
 @pytest.mark.req("S2", "S93")
 @pytest.mark.parametrize("which", [0, 1])
 def test_phi_from_a_profile_is_what_a_full_mesh_carries(which: int) -> None:
-    """Within 15 %, once where prefill binds and once where decode does; and the master predicts
-    prefills within 20 %.
+    """They agree within 15 %, once where prefill is the bottleneck and once where decode is. The
+    master predicts prefills within 20 %.
     """
     workload = replace(phi_check.WORKLOADS[which], num_requests=1000, num_scenarios=20)
     found = phi_check.check(workload, seed=1)

@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
     down = commands.add_parser("down", parents=[common], help="stop the mesh")
     down.add_argument(
-        "--timeout", type=values.positive, default=40.0, help="seconds until it is killed"
+        "--timeout", type=values.positive, default=40.0, help="seconds until the mesh is killed"
     )
     _add_status(commands.add_parser("status", parents=[common], help="show what is running"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model a question"))
@@ -118,12 +118,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--engine", choices=["vllm", "sim"], default="vllm", help="default: vllm")
+    add(
+        "--engine",
+        choices=["vllm", "sim"],
+        default="vllm",
+        help="the engine that computes tokens (default: vllm)",
+    )
     add(
         "--prefill", type=values.count, metavar="N", help="prefill instances (default: 1; 2 on sim)"
     )
     add("--decode", type=values.count, metavar="M", help="decode instances (default: 1; 2 on sim)")
-    add("--fusion", action="store_true", help="one instance for both phases, instead of a pair")
+    add(
+        "--fusion", action="store_true", help="start one instance for both phases instead of a pair"
+    )
     add(
         "--blank",
         type=values.count,
@@ -147,10 +154,14 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add(
         "--regions",
         metavar="A,B",
-        help="start that many instances, gateways and masters in each region (default: the regions "
-        "in --groups)",
+        help="start the instances, gateways and masters in each of these regions (default: the "
+        "regions in --groups)",
     )
-    add("--node-agent", action="store_true", help="watch this machine's devices")
+    add(
+        "--node-agent",
+        action="store_true",
+        help="start a node agent, which watches this machine's devices",
+    )
     add(
         "--masters",
         type=values.one_or_more,
@@ -178,17 +189,31 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
             help=f"{port.upper()} port of the gateways; 0 picks a free one (default: %(default)s)",
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format of the model")
     add("--nats-url", default=_nats_url(), help="use this NATS server instead of starting one")
     add(
         "--redis-url",
         default=os.environ.get("PDMESH_REDIS_URL") or None,
         help="use this Redis or Valkey server instead of starting one",
     )
-    add("--keys", type=Path, metavar="FILE", help="require API keys of this file (pdmesh keys)")
+    add(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="require API keys from this file (see pdmesh keys)",
+    )
     add("--allow-anonymous", action="store_true", help="admit callers without keys")
-    add("--timeout", type=values.positive, default=300.0, help="longest wait until ready, in s")
-    add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
+    add(
+        "--timeout",
+        type=values.positive,
+        default=300.0,
+        help="longest wait until the mesh is ready, in seconds",
+    )
+    add(
+        "--detach",
+        action="store_true",
+        help="return when the mesh is ready; stop it with pdmesh down",
+    )
 
 
 def _add_admin(
@@ -212,11 +237,16 @@ def _add_admin(
         metavar="VERSION",
         help="print the file of a version of the desired state (default: the current version)",
     )
-    add("diff", "show what a file changes").add_argument("file", type=Path, help="- reads stdin")
+    add("diff", "show what a file changes").add_argument(
+        "file", type=Path, help="the file; - reads stdin"
+    )
     apply = add("apply", "make a file the new desired state")
-    apply.add_argument("file", type=Path, help="- reads stdin")
+    apply.add_argument("file", type=Path, help="the file; - reads stdin")
     apply.add_argument(
-        "--expect-version", type=values.version, metavar="N", help="refuse if another is current"
+        "--expect-version",
+        type=values.version,
+        metavar="N",
+        help="refuse unless version N is current",
     )
     apply.add_argument(
         "--canary",
@@ -227,23 +257,27 @@ def _add_admin(
         "promote or rollback",
     )
     promote = add("promote", "roll a canary's revision out to all groups of its scenario")
-    promote.add_argument("scenario", nargs="?", default="", help="default: all with a canary")
+    promote.add_argument(
+        "scenario", nargs="?", default="", help="default: all scenarios with a canary"
+    )
     rollback = add("rollback", "restore an earlier version of the desired state")
     rollback.add_argument(
         "version", type=values.version, nargs="?", default=0, help="default: the previous one"
     )
     for parser in (apply, rollback):
         parser.add_argument(
-            "--allow-empty", action="store_true", help="even without groups: all instances leave"
+            "--allow-empty",
+            action="store_true",
+            help="accept a file without groups, which releases all instances",
         )
     _add_ratio(add("ratio", "show decisions about P:D ratios, or change groups by hand"))
-    drain = add("drain", "take an instance out of service in order: it finishes what runs")
+    drain = add("drain", "take an instance out of service gracefully: it finishes its requests")
     cordon = add("cordon", "take an instance out of service at once: its requests move to others")
     uncordon = add("uncordon", "put a cordoned, drained or ejected instance back into service")
     for parser in (drain, cordon, uncordon):
-        parser.add_argument("instance", help="its name in pdmesh status")
+        parser.add_argument("instance", help="the instance's name, as in pdmesh status")
     for parser in (apply, rollback, drain, cordon):
-        parser.add_argument("--reason", default="", help="recorded with the change")
+        parser.add_argument("--reason", default="", help="a reason, recorded with the change")
     pins = add("pins", "manage pinned prefixes, whose KV is not evicted")
     _add_pins(pins, _admin_options(common, is_first=False))
 
@@ -263,10 +297,14 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
     admin.add_argument(
         "--admin-token",
         default=default(os.environ.get("PDMESH_ADMIN_TOKEN", "")),
-        help="default: $PDMESH_ADMIN_TOKEN",
+        help="the admin token (default: $PDMESH_ADMIN_TOKEN)",
     )
     admin.add_argument(
-        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="file with it"
+        "--admin-token-file",
+        type=Path,
+        default=default(None),
+        metavar="FILE",
+        help="file with the admin token",
     )
     return admin
 
@@ -274,13 +312,18 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
 def _add_ratio(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(module="ratio")
     parser.add_argument(
-        "scenario", nargs="?", default="", help="default: show all, or change `default`"
+        "scenario",
+        nargs="?",
+        default="",
+        help="default: show all scenarios, or change the scenario `default`",
     )
     asked = parser.add_mutually_exclusive_group()
     roles = ("prefill", "decode")
-    asked.add_argument("--more", choices=roles, help="turn one of the other role into this")
-    asked.add_argument("--add", choices=roles, help="add a blank instance with this role")
-    asked.add_argument("--remove", choices=roles, help="make one of this role blank")
+    asked.add_argument(
+        "--more", choices=roles, help="turn one instance of the other role into this role"
+    )
+    asked.add_argument("--add", choices=roles, help="give a blank instance this role")
+    asked.add_argument("--remove", choices=roles, help="make one instance of this role blank")
     asked.add_argument(
         "--profile",
         type=values.positive,
@@ -291,9 +334,11 @@ def _add_ratio(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--group", default="", metavar="GROUP", help="the group to change")
     parser.add_argument(
-        "--force", action="store_true", help="even if the remaining instances become too busy"
+        "--force",
+        action="store_true",
+        help="make the move even if the remaining instances become too busy",
     )
-    parser.add_argument("--reason", default="", help="recorded with the change")
+    parser.add_argument("--reason", default="", help="a reason, recorded with the change")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -303,30 +348,35 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
     add.add_argument("pin", help="the pin's name: [a-z0-9-]+")
     prefix = add.add_mutually_exclusive_group(required=True)
     prefix.add_argument(
-        "--system", type=Path, metavar="FILE", help="a chat's system prompt; -: stdin"
+        "--system", type=Path, metavar="FILE", help="the system prompt of chats; - reads stdin"
     )
     prefix.add_argument("--text", type=Path, metavar="FILE", help="the beginning of a plain prompt")
     prefix.add_argument(
-        "--token-ids", type=Path, metavar="FILE", help="separated by spaces or commas"
+        "--token-ids", type=Path, metavar="FILE", help="token ids, separated by spaces or commas"
     )
     add.add_argument(
         "--tenant", default="default", help="tenant of the prompts (default: %(default)s)"
     )
     add.add_argument("--scenario", default="", help="pin only at instances of this scenario")
-    add.add_argument("--model", default="", help="default: the only model")
-    add.add_argument("--cache-salt", default="", help="the cache_salt of those prompts")
+    add.add_argument("--model", default="", help="model of the prompts (default: the only model)")
+    add.add_argument("--cache-salt", default="", help="the cache_salt of the prompts")
     add.add_argument(
-        "--ttl", type=values.duration, default="24h", help="10s, 30m, 12h, 7d (default: 24h)"
+        "--ttl",
+        type=values.duration,
+        default="24h",
+        help="how long the pin lasts: 10s, 30m, 12h, 7d (default: 24h)",
     )
-    add.add_argument("--reason", default="", help="recorded with the pin")
+    add.add_argument("--reason", default="", help="a reason, recorded with the pin")
     add.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
     add.add_argument(
-        "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
+        "--api-key",
+        default=os.environ.get("PDMESH_API_KEY", ""),
+        help="the API key (default: $PDMESH_API_KEY)",
     )
     shown = actions.add_parser("list", parents=[admin], help="show pins and their holders")
     shown.add_argument("--json", action="store_true", help="print JSON")
     remove = actions.add_parser("remove", parents=[admin], help="remove a pin")
-    remove.add_argument("pin", help="its name")
+    remove.add_argument("pin", help="the pin's name")
     for each in (add, shown, remove):
         each.set_defaults(module="pins")
 
@@ -348,10 +398,16 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, which is greedy)",
     )
     parser.add_argument(
-        "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
+        "--api-key",
+        default=os.environ.get("PDMESH_API_KEY", ""),
+        help="the API key (default: $PDMESH_API_KEY)",
     )
 
 
@@ -363,31 +419,49 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     )
     add = actions.add_parser("add", parents=[common], help="make a key and show it once")
     add.add_argument("tenant", help="the key's tenant; a new name adds a tenant")
-    add.add_argument("--expires-days", type=values.positive, metavar="DAYS", help="default: never")
+    add.add_argument(
+        "--expires-days",
+        type=values.positive,
+        metavar="DAYS",
+        help="days until the key expires (default: never)",
+    )
     # Limits are the tenant's, over all of its keys.
     add.add_argument(
         "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )
     add.add_argument(
-        "--tokens-per-min", type=values.positive, metavar="N", help="of prompts and answers"
+        "--tokens-per-min",
+        type=values.positive,
+        metavar="N",
+        help="tokens of prompts and answers (default: no limit)",
     )
     add.add_argument(
-        "--max-concurrent", type=values.positive_int, metavar="N", help="of open requests"
+        "--max-concurrent",
+        type=values.positive_int,
+        metavar="N",
+        help="open requests (default: no limit)",
     )
-    add.add_argument("--tokens-per-day", type=values.positive_int, metavar="N", help="per UTC day")
+    add.add_argument(
+        "--tokens-per-day",
+        type=values.positive_int,
+        metavar="N",
+        help="tokens per UTC day (default: no limit)",
+    )
     add.add_argument(
         "--weight",
         type=values.positive_int,
         metavar="N",
-        help="share of waiting calls (default: 1)",
+        help="weight of the tenant when calls wait for a slot (default: 1)",
     )
     add.add_argument(
         "--priority", type=values.count, metavar="N", help="0 is served first (default: 1)"
     )
-    add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
+    add.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="models that the tenant may use (default: all)"
+    )
     actions.add_parser("list", parents=[common], help="list key ids, tenants and limits")
     revoke = actions.add_parser("revoke", parents=[common], help="revoke a key")
-    revoke.add_argument("key_id", help="its id in `pdmesh keys list`")
+    revoke.add_argument("key_id", help="the key's id, as in `pdmesh keys list`")
 
 
 def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -406,7 +480,8 @@ def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         type=values.assignment,
         action="append",
         metavar="NAME=VALUE",
-        help="a setting of the engine that will load it, e.g. dtype=float32; may be repeated",
+        help="a setting of the engine that will load the artefact, e.g. dtype=float32; may be "
+        "repeated",
     )
     verify = actions.add_parser(
         "verify", parents=[common], help="check every file against the manifest"

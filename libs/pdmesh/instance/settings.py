@@ -25,11 +25,12 @@ class InstanceSettings(ServiceSettings):
     model: str = shared("", description="Model name for clients; default: the model folder's name")
     model_dir: Path | None = shared(None, description="Folder of the model; sim needs none")
     dtype: str = shared(
-        "", description="vLLM: number format; default: float32 on a CPU, else the model's"
+        "", description="vLLM: number format; default: float32 on a CPU, the model's own otherwise"
     )
     kv_cache_dtype: str = shared(
         "auto",
-        description="vLLM: number format of stored KV; auto: as computed; fp8 halves what moves",
+        description="vLLM: number format of stored KV; auto: as computed; fp8 halves the bytes "
+        "that move",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="vLLM: tensor-parallel ranks")
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
@@ -47,7 +48,10 @@ class InstanceSettings(ServiceSettings):
         "larger batches; 0: none",
     )
     speculative_acceptance: float = Field(
-        0.6, ge=0, lt=1, description="Share of proposed tokens that are right, until measured"
+        0.6,
+        ge=0,
+        lt=1,
+        description="Assumed share of proposed tokens that are right, until it is measured",
     )
     speculative_token_cost: float = Field(
         0.01,
@@ -55,23 +59,29 @@ class InstanceSettings(ServiceSettings):
         description="Cost of checking one proposed token, as a share of a step's fixed cost",
     )
     group_id: str = shared("default", description="Group of this instance")
-    scenario: str = shared("default", description="Scenario its group serves")
+    scenario: str = shared("default", description="Scenario that its group serves")
     region: str = shared("", description="Region of this instance")
     rack: str = shared("", description="Rack within the region")
     model_cache_dir: Path | None = shared(
-        None, description="Folder for copies of artefacts; none: they are loaded in place"
+        None, description="Folder for copies of artefacts; none: artefacts are loaded in place"
     )
-    peer_verify_s: float = shared(5.0, gt=0, description="Longest time for a probe of KV to a peer")
+    peer_verify_s: float = shared(5.0, gt=0, description="Longest time for a KV probe to a peer")
     num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
     block_size: int = shared(64, ge=1, description="Tokens per KV block")
-    max_model_len: int = shared(
-        4096, ge=2, description="Longest prompt and output together, tokens"
+    max_model_len: int = shared(4096, ge=2, description="Most tokens of prompt and output together")
+    num_kv_blocks: int = Field(
+        0, ge=0, description="Sim: number of KV blocks; 0: room for all slots"
     )
-    num_kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: room for all slots (sim)")
-    staging_bytes: int = Field(0, ge=0, description="Arena for outgoing KV; 0: by slots")
-    landing_bytes: int = Field(0, ge=0, description="Arena for incoming KV; 0: by retrievals")
+    staging_bytes: int = Field(
+        0, ge=0, description="Arena for outgoing KV; 0: computed from the slots"
+    )
+    landing_bytes: int = Field(
+        0, ge=0, description="Arena for incoming KV; 0: computed from max_retrievals"
+    )
     max_retrievals: int = Field(
-        16, ge=1, description="Requests at a decode whose KV has not come yet; more are refused"
+        16,
+        ge=1,
+        description="Most requests at a decode whose KV has not arrived; further ones are refused",
     )
     max_pulls: int = Field(
         64,
@@ -86,10 +96,13 @@ class InstanceSettings(ServiceSettings):
         0, ge=0, description="Host memory for evicted KV blocks, per rank; 0: none"
     )
     kv_file_store_dir: Path | None = shared(
-        None, description="Folder of the file store, best shared by all instances; none: no store"
+        None,
+        description="Folder of the file store, preferably shared by all instances; none: no store",
     )
     kv_file_store_bytes: int = shared(
-        4 << 30, gt=0, description="Quota of the file store; least recently used blocks go first"
+        4 << 30,
+        gt=0,
+        description="Quota of the file store; the least recently used blocks are evicted first",
     )
     kv_peer_pools: bool = shared(
         True, description="Also use other instances' host pools, if this one has a pool or store"
@@ -101,17 +114,21 @@ class InstanceSettings(ServiceSettings):
         0.5, gt=0, description="Longest wait of a prompt for blocks from the tiers"
     )
     kv_tail_start: int = shared(
-        208, ge=1, description="Sim: least tokens of a partial KV block to reuse"
+        208, ge=1, description="Sim: fewest tokens of a partial KV block to reuse"
     )
     kv_tail_step: int = shared(
-        4, ge=0, description="Sim: steps of partial reuse, in tokens; 0: whole blocks only, as vLLM"
+        4,
+        ge=0,
+        description="Sim: step of partial reuse, in tokens; 0: only whole blocks, as vLLM does",
     )
     max_reserved_output: int = Field(
-        0, ge=0, description="Answer tokens with blocks reserved up front; 0: the whole answer"
+        0,
+        ge=0,
+        description="Answer tokens whose blocks are reserved at admission; 0: the whole answer",
     )
     # `core/deadlines.py` shows how these nest.
     ticket_lease_s: float = shared(
-        TICKET_LEASE_S, gt=0, description="How long staged KV is held unless it is pulled"
+        TICKET_LEASE_S, gt=0, description="How long staged KV is held if it is not pulled"
     )
     transfer_timeout_s: float = shared(
         TRANSFER_TIMEOUT_S,
@@ -122,20 +139,21 @@ class InstanceSettings(ServiceSettings):
     transfer_stall_s: float = shared(
         TRANSFER_STALL_S,
         gt=0,
-        description="Of that, longest time without any bytes: the link may be cut",
+        description="Longest time of a pull without any bytes, after which it ends: the link may "
+        "be cut",
     )
     stall_s: float = shared(
-        OUTBOX_STALL_S, gt=0, description="Disconnect a gateway that reads nothing for so long"
+        OUTBOX_STALL_S, gt=0, description="Disconnect a gateway that reads nothing for this long"
     )
     engine_slow_s: float = shared(
         ENGINE_SLOW_S,
         gt=0,
-        description="Silence (no ping answered, no layer computed) that makes an engine suspect",
+        description="Silence (no answer to a ping, no computed layer) that makes an engine suspect",
     )
     engine_hung_s: float = shared(
         ENGINE_HUNG_S,
         gt=0,
-        description="Silence of the engine after which the instance ends, to be restarted",
+        description="Silence of the engine after which the instance ends itself, to be restarted",
     )
     devices: str = shared(
         "",
@@ -145,21 +163,22 @@ class InstanceSettings(ServiceSettings):
     node_status_file: Path | None = shared(
         None, description="File with the node's status; default: STATE_DIR/run/node-status.json"
     )
-    drain_s: float = shared(
-        10.0, ge=0, description="Time for requests to finish when asked to stop"
-    )
+    drain_s: float = shared(10.0, ge=0, description="Time for requests to finish at shutdown")
     sim_law: Literal["zero", "demo", "smollm2-cpu", "smollm2-padded", "slow-cpu"] = shared(
-        "demo", description="Sim: law of its computing times"
+        "demo", description="Sim: law of the computing times"
     )
-    sim_eos_period: int = shared(300, ge=0, description="Sim: one token in so many ends the text")
-    sim_num_layers: int = shared(2, ge=1, description="Sim: layers of its KV")
+    sim_eos_period: int = shared(300, ge=0, description="Sim: one token in this many ends the text")
+    sim_num_layers: int = shared(2, ge=1, description="Sim: number of KV layers")
     sim_token_bytes: int = shared(
         64, ge=8, multiple_of=8, description="Sim: bytes of KV per token and layer"
     )
     sim_seed: int = shared(
-        1, ge=0, le=1 << 32, description="Sim: which model it is; another seed, other answers"
+        1,
+        ge=0,
+        le=1 << 32,
+        description="Sim: seed that stands for the model; another seed gives other answers",
     )
     sim_fail_every: int = shared(
-        0, ge=0, description="Sim: one prompt in so many fails, as in a bad release; 0: none"
+        0, ge=0, description="Sim: one prompt in this many fails, as in a bad release; 0: none"
     )
     failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")

@@ -48,7 +48,7 @@ _MESSAGES: Final = {
     Limit.REQUEST_RATE: "too many requests for this API key's tenant",
     Limit.TOKEN_RATE: "too many tokens for this API key's tenant",
     Limit.CONCURRENCY: "too many open requests for this API key's tenant",
-    Limit.QUOTA: "this API key's tenant has used up its tokens of the day",
+    Limit.QUOTA: "this API key's tenant has used up its daily tokens",
 }
 
 

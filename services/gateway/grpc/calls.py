@@ -76,7 +76,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
     for index, message in enumerate(request.messages):
         if message.role not in _ROLES:
             field = f"messages[{index}].role"
-            raise InvalidRequest("a role is system, user or assistant", field=field)
+            raise InvalidRequest("role must be system, user or assistant", field=field)
         if "\0" in message.content:
             raise nul_refused(f"messages[{index}].content")
     messages = [{"role": m.role, "content": m.content} for m in request.messages]
@@ -101,7 +101,7 @@ def _checked_ids(ids: Sequence[int], model: ServedModel) -> array[int]:
     if len(ids) > context:
         raise context_exceeded(f"{len(ids)} tokens", context, "token_ids")
     if ids and max(ids) >= vocab_size:
-        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="token_ids")
+        raise InvalidRequest(f"token ids must be 0 to {vocab_size - 1}", field="token_ids")
     return token_array(ids)
 
 
@@ -150,7 +150,7 @@ async def _sampling(
         check_text(stop=stop)
     check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     if num_logprobs is not None and num_logprobs > 20:
-        raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
+        raise InvalidRequest("num_logprobs must be at most 20", field="num_logprobs")
     check_logprobs(frontend, model.name, num_logprobs)
     num_prompt_logprobs: int | None = None
     if params.HasField("num_prompt_logprobs"):

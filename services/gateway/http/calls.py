@@ -90,7 +90,9 @@ async def completion_spec(
     asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
     n = request.n or 1
     if n * len(asked) > MAX_CHOICES:
-        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
+        raise InvalidRequest(
+            f"at most {MAX_CHOICES} choices over all prompts are allowed", field="n"
+        )
     prompts = [
         _truncated(
             await text_tokens(p, model) if isinstance(p, str) else token_array(p),

@@ -49,7 +49,7 @@ class WrongMethod(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 405, "METHOD_NOT_ALLOWED"
 
     def __init__(self, allowed: str) -> None:
-        super().__init__(f"use {allowed} here")
+        super().__init__(f"use {allowed} for this path")
         self.allowed = allowed
 
 
@@ -70,7 +70,7 @@ class BodyRoom:
     def take(self, num_bytes: int) -> None:
         """Raises Overloaded."""
         if self.num_bytes + num_bytes > self._max_bytes:
-            raise Overloaded("too many large requests are on their way in")
+            raise Overloaded("too many large requests are being received")
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:

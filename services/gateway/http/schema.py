@@ -268,7 +268,7 @@ def parse_completion(body: bytes, ignored: list[str] | None = None) -> Completio
     _check_common(request, _NEUTRAL_COMPLETION)
     in_range("logprobs", request.logprobs, 0, 5)
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest("best_of other than n is not supported", field="best_of")
+        raise InvalidRequest("best_of must equal n", field="best_of")
     return request
 
 
@@ -310,7 +310,7 @@ def prompts_of(
     if type(prompt[0]) is int:
         return [checked_ids(prompt, vocab_size, max_tokens)]
     if len(prompt) > _MAX_PROMPTS:
-        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
+        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts are allowed", field="prompt")
     if all(type(p) is str for p in prompt):
         return list(prompt)
     if all(type(p) is list and p for p in prompt):
@@ -319,7 +319,9 @@ def prompts_of(
 
 
 def _wrong_prompt() -> InvalidRequest:
-    message = "prompt is a string, token ids, a list of strings, or a list of lists of token ids"
+    message = (
+        "prompt must be a string, token ids, a list of strings, or a list of lists of token ids"
+    )
     return InvalidRequest(message, field="prompt")
 
 
@@ -332,7 +334,7 @@ def checked_ids(
     if not all(type(i) is int for i in ids):
         raise _wrong_prompt()
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field=field)
+        raise InvalidRequest(f"token ids must be 0 to {vocab_size - 1}", field=field)
     return ids
 
 

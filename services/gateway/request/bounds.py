@@ -23,7 +23,7 @@ def check_sampling(
     in_range("temperature", temperature, 0, 2)
     in_range("top_p", top_p, 0, 1)
     if top_p == 0:
-        raise InvalidRequest("top_p is greater than 0", field="top_p")
+        raise InvalidRequest("top_p must be greater than 0", field="top_p")
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
@@ -35,7 +35,7 @@ def check_choices(*, n: int | None, seed: int | None) -> None:
 def check_names(**names: str) -> None:
     for field, name in names.items():
         if len(name) > _MAX_NAME_CHARS:
-            message = f"{field} has at most {_MAX_NAME_CHARS} characters"
+            message = f"{field} must have at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field=field)
     check_text(**names)
 
@@ -47,7 +47,7 @@ def check_text(**texts: str) -> None:
 
 
 def nul_refused(field: str) -> InvalidRequest:
-    return InvalidRequest(f"{field} holds the character U+0000", field=field)
+    return InvalidRequest(f"{field} contains the character U+0000", field=field)
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -55,14 +55,16 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > _MAX_STOPS:
-        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", field="stop")
+        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings are allowed", field="stop")
     if any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
-        raise InvalidRequest(f"a stop string has 1 to {_MAX_STOP_CHARS} characters", field="stop")
+        raise InvalidRequest(
+            f"a stop string must have 1 to {_MAX_STOP_CHARS} characters", field="stop"
+        )
     return stops
 
 
 def context_exceeded(prompt: str, max_tokens: int, field: str) -> InvalidRequest:
-    message = f"the prompt has {prompt}, the model's context {max_tokens} tokens"
+    message = f"the prompt has {prompt}, but the model's context is {max_tokens} tokens"
     return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
 
 

@@ -64,7 +64,7 @@ def biases_by_id(asked: Mapping[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for name, bias in asked.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10):
-            message = f"logit_bias is by token id, and {shortened(name)} is none"
+            message = f"the keys of logit_bias are token ids, but {shortened(name)} is not one"
             raise InvalidRequest(message, field="logit_bias")
         found[int(name)] = bias
     return found
@@ -75,7 +75,9 @@ def stop_ids_of(asked: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
     if not asked:
         return frozenset()
     if len(asked) > MAX_STOP_IDS:
-        raise InvalidRequest(f"at most {MAX_STOP_IDS} stop tokens", field="stop_token_ids")
+        raise InvalidRequest(
+            f"at most {MAX_STOP_IDS} stop tokens are allowed", field="stop_token_ids"
+        )
     if not 0 <= min(asked) <= max(asked) < vocab_size:
         message = f"stop_token_ids names a token id outside 0 to {vocab_size - 1}"
         raise InvalidRequest(message, field="stop_token_ids")
@@ -84,13 +86,13 @@ def stop_ids_of(asked: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
 
 def _top_k(asked: int) -> int:
     if asked < -1:
-        raise InvalidRequest("top_k is -1, 0 or a number of tokens", field="top_k")
+        raise InvalidRequest("top_k must be -1, 0 or a number of tokens", field="top_k")
     return max(0, asked)
 
 
 def _biases(asked: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     if any(math.isnan(bias) for bias in asked.values()):
-        raise InvalidRequest("logit_bias holds NaN", field="logit_bias")
+        raise InvalidRequest("logit_bias contains NaN", field="logit_bias")
     return tuple(
         (token_id, min(max(bias, -_MAX_BIAS), _MAX_BIAS))
         for token_id, bias in sorted(asked.items())
@@ -113,16 +115,16 @@ async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
     if not words:
         return ()
     if len(words) > _MAX_WORDS:
-        raise InvalidRequest(f"at most {_MAX_WORDS} bad words", field="bad_words")
+        raise InvalidRequest(f"at most {_MAX_WORDS} bad words are allowed", field="bad_words")
     if any(not 0 < len(word) <= _MAX_WORD_CHARS for word in words):
-        message = f"a bad word has 1 to {_MAX_WORD_CHARS} characters"
+        message = f"a bad word must have 1 to {_MAX_WORD_CHARS} characters"
         raise InvalidRequest(message, field="bad_words")
     bare = [word.lstrip() for word in words]
     encoded = await tokenizer.encode_words([*bare, *(f" {word}" for word in bare)])
     found: list[tuple[int, ...]] = []
     for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
         if not first:
-            raise InvalidRequest("a bad word has at least one token", field="bad_words")
+            raise InvalidRequest("a bad word must have at least one token", field="bad_words")
         found.append(tuple(first))
         if spaced and spaced[0] != first[0] and len(spaced) == len(first):
             found.append(tuple(spaced))

@@ -234,7 +234,9 @@ class Planner:
 
     def _rank_here(self, ask: _Ask) -> Event:
         if self._fleet.staleness_s() > self._max_staleness_s:
-            return PlanFailed(ask.plan, NoInstance("neither master nor registry for too long"))
+            return PlanFailed(
+                ask.plan, NoInstance("master and registry have been unavailable for too long")
+            )
         query = ask.query
         prefills, decodes = self._fleet.least_loaded(
             ask.wanted, query.scenario, query.excluded_instance_ids, self._num_open
@@ -243,7 +245,7 @@ class Planner:
 
 
 def _refusal(result: PlanResult, is_away: bool) -> MeshError:
-    message = result.error_message or "nothing can serve this now"
+    message = result.error_message or "no instance can serve this request now"
     match result.error_reason:
         case "MODEL_NOT_FOUND" if not is_away:
             return ModelNotFound(message, field="model")

@@ -36,10 +36,10 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="package")
 async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
-    """Whatever a test does to the gateway: nothing holds its loop for ten times as long as the
-    longest honest request does.
+    """Whatever a test does, nothing holds the gateway's loop ten times as long as the longest
+    honest request does.
     """
-    gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
+    gauge(mesh, "pdmesh_process_loop_held")  # reading it forgets earlier values
     yield
     held_s = gauge(mesh, "pdmesh_process_loop_held")
     honest_s = [await longest_honest_hold_s(mesh)]

@@ -1,8 +1,8 @@
 """A real gateway process under abuse through its public port: each attack is bounded in time
 and memory, and an honest client goes on being served.
 
-The honest client has an address and a process of its own. What it may lose is bounded against what
-it had just before.
+The honest client has its own address and process. What it may lose is bounded relative to what it
+had just before the attack.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ async def test_a_header_bomb_is_refused_before_it_has_arrived(mesh: Mesh) -> Non
 
     async def attacked() -> None:
         ended = await asyncio.gather(*(attack(mesh, b) for b in bombs for _ in range(20)))
-        # The answer to a client that goes on sending may be lost with the connection; a status, if
-        # any, is 431.
+        # The answer to a client that goes on sending may be lost with the connection. If a status
+        # arrives, it is 431.
         assert {e.status for e in ended} <= {431, 0}
 
     await twice_as_long_at_most(mesh, attacked)
@@ -98,8 +98,7 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
         nonlocal num_refused
         ended = await asyncio.gather(*(attack(mesh, HEAD) for _ in range(1500)))
         refused = sum(e.status == 0 for e in ended)
-        # Cut ones make room for later ones while this goes on: never more than the cap within one
-        # timeout.
+        # Connections that are cut make room for later ones meanwhile: at most the cap per timeout.
         assert refused >= 1500 - 3 * PER_IP
         num_refused += refused
 
@@ -110,8 +109,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F28")
 async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> None:
-    """Four ask for 8 choices of 3,000 tokens, some 3 MB of events; four for 20,000 answers on one
-    connection. None reads anything.
+    """Four clients ask for 8 choices of 3,000 tokens each, some 3 MB of events. Four others ask for
+    20,000 answers on one connection. None of them reads anything.
     """
     body = (
         b'{"model":"default","prompt":"x","max_tokens":3000,"n":8,"ignore_eos":true,"stream":true}'
@@ -137,8 +136,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
             grown = max(grown, rss(mesh) - memory)
             return not num_kept(port_of(mesh))
 
-        # To decode what fills the buffers, WRITE_S to cut it, WRITE_S until the kernel drops the
-        # rest.
+        # The time to decode what fills the buffers, WRITE_S until the gateway cuts the connection,
+        # and WRITE_S until the kernel drops the rest.
         took_s = await until(are_gone, within_s=100)
     print(f"gone after {took_s:.1f} s, {grown / MIB / len(deaf):.2f} MiB each")
     assert grown <= MIB * len(deaf) + 10 * MIB
@@ -148,10 +147,10 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
 
 
 def num_kept(port: int) -> int:
-    """Sockets of the server's to the attacker that the kernel still keeps, closed ones with unread
-    data among them.
+    """How many of the server's sockets to the attacker the kernel still keeps.
 
-    One in TIME_WAIT holds nothing and stays for a minute, those of the tests before as well.
+    Closed sockets with unread data count. A socket in TIME_WAIT does not: it holds nothing and
+    stays for a minute, even after an earlier test.
     """
     remote = f"{struct.unpack('<I', socket.inet_aton(ATTACKER))[0]:08X}:"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -234,8 +233,8 @@ async def test_a_malformed_request_gets_its_status_and_disturbs_no_other(mesh: M
 async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
     mesh: Mesh, case: str
 ) -> None:
-    """Both are measured in the same seconds; what another process did to one round is not in the
-    next.
+    """Both are measured in the same seconds. If another process disturbed one round, the next is
+    free of it.
     """
     body, _ = BAD_BODIES[case]
     honest = honest_body(len(body))
@@ -244,15 +243,15 @@ async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
         honest_s.append(await held_by(mesh, post(honest, "/v1/chat/completions")))
         bad_s.append(await held_by(mesh, post(body)))
         print(f"held {honest_s[-1] * 1e3:.1f} ms by an honest one, {bad_s[-1] * 1e3:.1f} by this")
-        if min(bad_s) <= 10 * max(honest_s):  # what is short is seen with luck only
+        if min(bad_s) <= 10 * max(honest_s):  # a short hold is only seen by luck
             return
     pytest.fail(f"{len(body)} bytes: an honest request {honest_s}, this one {bad_s}")
 
 
 @pytest.mark.fault("F29", "F31")
 async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> None:
-    """Sixty clients send 6 MiB of a body each and then no more: those beyond the bound are told to
-    come back, the others cut in time.
+    """Sixty clients send 6 MiB of a body each and then nothing more. Clients beyond the bound are
+    told to come back; the others are cut in time.
     """
     begun = HEAD + b"content-length: %d\r\n\r\n" % (7 * MIB) + b"[" * (6 * MIB)
     memory, grown = rss(mesh), 0
@@ -294,8 +293,8 @@ async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F32")
 async def test_streams_hold_whole_characters_whatever_the_tokens_split(mesh: Mesh) -> None:
-    """The sim's tokens are bytes and parts of characters at random; each event on its own is valid
-    UTF-8 and shows none broken.
+    """The sim's tokens are random bytes and parts of characters, but each event by itself is valid
+    UTF-8 without a broken character.
     """
     async with httpx.AsyncClient(base_url=mesh.http_url, timeout=PATIENCE_S) as client:
 

@@ -1,7 +1,8 @@
 """What a client may send on the gRPC ports of the mesh, in frames that no library would send.
 
-Real processes; what is measured is memory, and that each serves afterwards as before. gRPC answers
-pings and settings as long as they come: what is bounded is what it keeps of them.
+Real processes are attacked. The tests measure their memory, and check that each still serves
+afterwards. gRPC answers pings and settings as long as they come, but what it keeps of them must be
+bounded.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
                 for p in ports.values()
                 for sent in (b"", PREFACE[:9], PREFACE)
             )
-        )  # each ends, or it fails
+        )  # each must end, or the test fails
 
 
 @pytest.mark.fault("F30", "F31")
@@ -110,8 +111,8 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
 async def test_messages_without_their_end_are_bounded_together_and_given_up(
     mesh: Mesh, method: bytes
 ) -> None:
-    """40 calls with all but the end of 7 MiB took 280 MiB of one connection, for as long as it
-    stayed.
+    """Forty calls on one connection, each with all but the end of 7 MiB, once took 280 MiB for as
+    long as the connection stayed.
     """
     halves = [Halves(method, 40, 7 * MIB) for _ in range(3)]
     port = grpc_ports(mesh)["gateway-0"]

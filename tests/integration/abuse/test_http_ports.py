@@ -1,8 +1,8 @@
-"""Every byte before, within and after head, body and trailers, on every HTTP port of the mesh: for
-clients and for operators.
+"""Sends endless or slow bytes at every place of a request, on every HTTP port of the mesh.
 
-Real processes; what is measured is bytes that were taken, memory, CPU beside that of honest
-requests, and that the server ends it.
+Real processes are attacked, on ports for clients and for operators. The tests measure how many
+bytes were taken, memory, and CPU relative to honest requests, and check that the server ends the
+connection.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def test_nothing_that_has_no_end_is_taken(mesh: Mesh, case: str) -> None:
     first, unit = FLOODS[case]
     ports = http_ports(mesh)
     processes = {process for process, _ in ports.values()}
-    # A client that reads its answers may ask for as many as it likes.
+    # A client that reads its answers may send any number of requests.
     is_endless = case != "requests"
     async with served_meanwhile(mesh), MemoryWatch(mesh, processes) as memory:
         for name, (_, port) in ports.items():
@@ -81,9 +81,9 @@ async def test_nothing_that_has_no_end_is_taken(mesh: Mesh, case: str) -> None:
 async def test_a_flood_costs_no_more_cpu_than_ten_honest_requests_for_each_connection(
     mesh: Mesh,
 ) -> None:
-    """An honest one has a head as long as it may be.
+    """An honest request has the longest allowed head.
 
-    What a process does anyway in that time is taken off.
+    The CPU that a process spends anyway in that time is subtracted.
     """
     honest = GET + b"connection: close\r\n" + b"a: b\r\n" * 2000 + b"\r\n"
 
@@ -126,7 +126,7 @@ async def test_what_trickles_is_cut_on_every_port(mesh: Mesh) -> None:
     async def check(name: str, port: int, case: str) -> None:
         first, then = TRICKLES[case]
         ended = await attack(mesh, first, then, port=port)
-        # Where nobody wanted a body, the answer came first.
+        # Where the server wants no body, the answer comes first.
         assert ended.status in (
             {408} if case in {"nothing", "empty lines", "a head"} else {408, 404, 405}
         ), (name, case)
@@ -159,16 +159,16 @@ async def test_every_port_holds_a_head_to_the_rfc(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F29")
 async def test_a_flood_on_the_ops_port_does_not_silence_the_process(mesh: Mesh) -> None:
-    """300 half heads stayed for ever.
+    """Three hundred half-sent heads once stayed for ever.
 
-    A supervisor that gets no answer kills the process, so that a full port lets it in.
+    A supervisor that gets no answer kills the process, so a full port must let the supervisor in.
     """
     ops = {n: p for n, (_, p) in http_ports(mesh).items() if n != "public"}
     for name, port in ops.items():
         held = [asyncio.create_task(attack(mesh, GET, port=port)) for _ in range(300)]
         while not all(task.done() for task in held):
-            # One may be dropped in a burst of newcomers; the supervisor asks again, and so does
-            # this.
+            # A probe may be dropped in a burst of new connections. The supervisor asks again, and
+            # so does this test.
             await until(lambda port=port: probe.is_live(f"127.0.0.1:{port}"))
             await asyncio.sleep(0.05)
         assert {task.result().status for task in held} <= {0, 408}, name

@@ -1,4 +1,4 @@
-"""Whom the admin token is shown to."""
+"""Which process the admin token is shown to."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TOKEN = "of-the-operators-only"
 
 
 class Master:
-    """Answers ListGroupStates with its epoch, or refuses if it is 0, and keeps the tokens it was
-    shown.
+    """Answers ListGroupStates with its epoch, or refuses if that is 0. It keeps the tokens that it
+    was shown.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -43,7 +43,7 @@ class Master:
 
 @contextlib.asynccontextmanager
 async def registered(bus: NatsBus, name: str, master: Master, epoch: int) -> AsyncIterator[None]:
-    """`epoch` 0: its record does not say that it leads."""
+    """With `epoch` 0, the record does not say that the master leads."""
     server = rpc.server()
     rpc.add_service(server, pb.DESCRIPTOR.services_by_name["AdminService"], master)
     port = server.add_insecure_port("127.0.0.1:0")

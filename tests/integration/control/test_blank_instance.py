@@ -1,5 +1,5 @@
-"""Blank instance processes that become what assignments in a real NATS say: set up, serve, drain,
-and blank again.
+"""Blank instance processes follow assignments in a real NATS: they are set up, serve, drain, and
+become blank again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
         assert len(d.record.kv_addresses) == 1
         assert not p.record.verified_peers
         assert d.record.load_timings.build_ms >= 0
-        assert gauge(d, "pdmesh_slots") == 6  # two wait beyond its slots
+        assert gauge(d, "pdmesh_slots") == 6  # two of these are for waiting requests
         async with TestSession(p) as to_p, TestSession(d) as to_d:
             assert await generate(to_p, to_d, PROMPT, SHORT) == sim_reference(PROMPT, SHORT)
         seen += [p.record.incarnation, d.record.incarnation]
@@ -107,8 +107,8 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
 async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
     site: Site, master: Master
 ) -> None:
-    """A request that runs, and KV that waits for its decode: both end well before the instance is
-    drained.
+    """A running request and KV that waits for its decode both end as they should before the
+    instance is drained.
     """
     p, d = await asyncio.gather(blank(site, "p"), blank(site, "d"))
     await master.assign("p", ROLE_PREFILL, engine_options=OPTIONS)
@@ -151,8 +151,8 @@ async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
 
 @pytest.mark.fault("F5", "F12", "F13")
 async def test_what_is_meant_for_another_time_is_not_followed(site: Site, master: Master) -> None:
-    """A former leader's word, a later word to an earlier incarnation, and one for a role that it
-    does not have.
+    """The instance ignores a former leader's assignment, an assignment for an earlier incarnation,
+    and one for a role that it does not have.
     """
     p = await blank(site, "p")
     master.epoch = 5
@@ -164,7 +164,7 @@ async def test_what_is_meant_for_another_time_is_not_followed(site: Site, master
     loaded = master.record("p").incarnation
     await master.assign("p", ROLE_DECODE, assignment_id=2, stage=STAGE_SERVE)
     await site.until(lambda: Ignored.OTHER_ROLE.value in p.log_file.read_text())
-    raw = KvBucket(site.bus, BUCKET)  # a leader that lost the lead writes without looking
+    raw = KvBucket(site.bus, BUCKET)  # to write like a former leader, without comparing revisions
     old = Assignment()
     old.CopyFrom(master.given["p"])
     assert master.record("p").epoch == 5, "a leader with a lower one hears of it (F21)"
@@ -232,7 +232,7 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
     assert failed.failure.startswith("WRONG_ROLE: ")
     weights = manifest.parent / "files" / "weights.bin"
     whole = weights.read_bytes()
-    weights.unlink()  # it is linked to the model's
+    weights.unlink()  # it is a hard link to the model's file
     weights.write_bytes(whole[:-1] + b"?")
     await master.begin_anew("p")
     await master.assign("p", ROLE_PREFILL, manifest=str(manifest))
@@ -289,7 +289,7 @@ async def test_a_killed_process_comes_back_blank_and_its_old_assignment_is_not_i
     await old.exit_code()
     new = await blank(site, "p")
     assert new.record.incarnation != old.record.incarnation
-    await master.stage("p", STAGE_SERVE, [master.peer("d")])  # still the old incarnation's
+    await master.stage("p", STAGE_SERVE, [master.peer("d")])  # still for the old incarnation
     await master.assign("p", ROLE_PREFILL, assignment_id=2)
     await master.until("p", INSTANCE_PHASE_LOADED)
     await master.stage("d", STAGE_SERVE, [master.peer("p")])
@@ -335,8 +335,8 @@ def held(process: Process) -> tuple[int, int]:
 
 @pytest.mark.req("S22", "S36")
 async def test_lives_leave_nothing_behind_in_the_process(site: Site, master: Master) -> None:
-    """A host pool, arenas, sockets and threads of five lives: the fifth holds no more than the
-    second did.
+    """Each of five lives has a host pool, arenas, sockets and threads. The fifth life holds no more
+    of them than the second did.
     """
     process = await blank(site, "i-0", KV_HOST_POOL_BYTES=str(32 << 20))
     left: list[tuple[int, int]] = []

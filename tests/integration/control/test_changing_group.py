@@ -1,4 +1,4 @@
-"""A group that grows, changes an instance's role and shrinks while clients stream from it: nobody
+"""A group grows, changes an instance's role and shrinks while clients stream from it, and no client
 notices (S22, S25, S26).
 """
 
@@ -63,8 +63,9 @@ async def master(mesh: Mesh) -> AsyncIterator[Master]:
 
 
 async def join(master: Master, name: str, role: Role.ValueType) -> None:
-    """Blank to READY, with the peers of the other role in both directions; those that serve learn
-    of it last.
+    """Take an instance from blank to READY, connected to the peers of the other role.
+
+    Instances that serve already learn about it last.
     """
     others = [r for r in master.view.records.values() if r.phase == INSTANCE_PHASE_READY]
     others = [r for r in others if r.role in (ROLE_PREFILL, ROLE_DECODE) and r.role != role]
@@ -83,7 +84,7 @@ async def join(master: Master, name: str, role: Role.ValueType) -> None:
 
 
 async def leave(master: Master, name: str) -> None:
-    """Drained, erased, and forgotten by its peers."""
+    """Drain the instance, erase it, and make its peers forget it."""
     await master.erase(name)
     for other, assignment in master.given.items():
         if other != name:

@@ -1,5 +1,5 @@
-"""Machines disagree by two hours on what time it is, and then their clocks jump: nothing that
-serves looks at them (F26).
+"""The clocks of machines differ by two hours and then jump, and nothing that serves reads them
+(F26).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.support.waiting import until
 
 CLOCK = Path(__file__).parents[2] / "fakes" / "skewed_clock"
 HOUR_S = 3600
-# By machine. A node agent and its instances share one, as they share a status file.
+# Processes by machine. A node agent and its instances are on one machine, for they share a file.
 FAST = ("prefill-0", "prefill-1", "decode-0", "node-agent", "kv-cache-index")
 SLOW = ("decode-1", "gateway-0", "master-scheduler", "health-monitor")
-LEASES = 3  # beats of each instance that are waited for after the jump: more than a lease's worth
+LEASES = 3  # how many heartbeats of each instance to await after the jump: more than a lease's
 
 
 class Clocks:
@@ -52,7 +52,7 @@ class Clocks:
 
 
 class Heard:
-    """What the mesh says of itself on NATS; skews against this test's clock."""
+    """What the mesh says about itself on NATS, with the skew of each event to this test's clock."""
 
     def __init__(self) -> None:
         self.skews: dict[str, list[float]] = {}
@@ -75,7 +75,7 @@ class Heard:
         self.skews.setdefault(header.publisher_id, []).append(skew_s)
 
     def num_since(self, name: str, skew_s: float) -> int:
-        """Events of that process which it dated so."""
+        """How many events the process has dated with this skew."""
         return sum(abs(found - skew_s) < HOUR_S / 2 for found in self.skews.get(name, ()))
 
 

@@ -40,8 +40,8 @@ async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
 
 
 async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> None:
-    """Found by the nemesis: of two orders in the same moment one was refused, though neither minded
-    the other.
+    """Found by the nemesis: two orders came at the same moment, and one was refused although
+    neither named a version.
     """
     store = desired_store(bus)
     applied = await asyncio.gather(

@@ -1,6 +1,4 @@
-"""The health-monitor's judgements of faults, with a real NATS: from what is said to the board that
-all read.
-"""
+"""The health-monitor's judgements of faults, with a real NATS: from the signals to the board."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ HANGS = FaultSignal(source="engine", reason="ENGINE_SILENT", level=2, is_proof=T
 
 @dataclass
 class Site:
-    """A bus with a fault watch on it, and three decodes that beat when they are told to."""
+    """A bus with a fault watch, and three decodes that send heartbeats when the test says so."""
 
     bus: NatsBus
     registry: NatsRegistry
@@ -61,7 +59,7 @@ class Site:
         await self.publishers[instance_id].publish(subject, health)
 
     async def until_level(self, instance_id: str, level: int, *signals: FaultSignal) -> FaultReport:
-        """Beat until the board says so; 0: nothing is on the board."""
+        """Send heartbeats until the board shows this level; 0: the board has no report."""
 
         async def is_there() -> bool:
             await self.beat(instance_id, *signals)
@@ -95,9 +93,7 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
 
 @pytest.mark.req("S36", "S74")
 async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(site: Site) -> None:
-    """The fault used to stand for ten minutes, and the leader to hold the instance again at
-    once.
-    """
+    """The fault once stood for ten minutes, and the leader ejected the instance again at once."""
     for n in range(1, 4):
         await site.until_level("decode-0", 2, HANGS)
         await site.leases["decode-0"].release()
@@ -159,7 +155,7 @@ async def test_a_new_incarnation_begins_without_the_old_ones_faults(site: Site) 
     await site.until_level("decode-0", 0)
     health = InstanceHealth(service="decode", vitals=InstanceHealth.Vitals(), signals=[HANGS])
     await zombie.publish(subjects.health_instance("decode-0"), health)
-    await site.until_level("decode-1", 2, HANGS)  # heard after the zombie
+    await site.until_level("decode-1", 2, HANGS)  # this heartbeat came after the zombie's
     assert "decode-0" not in site.board.known
 
 

@@ -232,7 +232,7 @@ async def test_a_report_settles_bookings_by_id_and_teaches_the_predictor(
     await until(lambda: fleet.instances[second].num_slots_used == 1)
     assert (
         fleet.instances[first].used_slots() == 0
-    )  # the first refused it, as no report of its own says
+    )  # the first candidate refused the request, which no report of that instance says
     ((_, fit),) = fleet.predictor.fits()
     assert fit.num_observed == 1
     assert fit.predict_s(128, 0) == pytest.approx(0.25, rel=0.1)
@@ -296,7 +296,7 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
 async def test_a_leader_goes_on_above_the_epochs_that_instances_remember(
     leader: Running, leases: dict[str, NatsLease]
 ) -> None:
-    """The store was wiped and the masters were restarted; the instances were not."""
+    """The store was wiped and the masters were restarted, but the instances were not."""
     record = InstanceRecord()
     record.CopyFrom(leader.view.records["prefill-0"])
     record.epoch = 5000
@@ -310,9 +310,7 @@ async def test_a_leader_goes_on_above_the_epochs_that_instances_remember(
 async def test_a_leader_begins_above_the_epochs_of_what_is_stored(
     server: servers.TestServer, bus: NatsBus
 ) -> None:
-    """The whole mesh was restarted, after the store's revisions had fallen behind its epochs
-    once.
-    """
+    """The whole mesh was restarted after a wipe had left the store's revisions below its epochs."""
     book = await NatsAssignments(bus).book()
     await book.write(Assignment(instance_id="i-0", incarnation=1, epoch=7000))
     running = Running()
@@ -337,7 +335,7 @@ async def test_groups_are_announced_and_listed(
 
     await bus.subscribe(subjects.group_changed(), hear)
     await EventPublisher(bus, "test", 1).publish(subjects.group_changed("sync"), GroupChanged())
-    await until(lambda: heard)  # the server knows the subscription
+    await until(lambda: heard)  # by now the server knows the subscription
     await leases["decode-1"].release()
     await until(lambda: list(heard[-1].decode_ids) == ["decode-0"])
     groups = (await leader.stub.ListGroups(ListGroupsRequest(), timeout=60)).groups
@@ -349,9 +347,7 @@ async def test_groups_are_announced_and_listed(
 async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the_master(
     leader: Running, bus: NatsBus
 ) -> None:
-    """Their leases are renewed, but nobody beats for them: the event loop of the instances
-    hangs.
-    """
+    """The instances' leases are renewed, but no heartbeats come, as if their event loops hung."""
     view = await NatsRegistry(bus, LEASE_S).watch()
     monitor = HealthMonitor(
         MeshLink(bus, view, EventPublisher(bus, "hm", 1)),

@@ -50,7 +50,7 @@ async def test_a_paused_server_is_noticed_and_makes_no_process_dead(
     server.resume()
     await until(lambda: view.is_connected)
     await until(lambda: all(lease.is_held for lease in leases))
-    await asyncio.sleep(2 * LEASE_S)  # long enough to be judged, if anybody were
+    await asyncio.sleep(2 * LEASE_S)  # long enough for a verdict, if a process could be judged
     assert seen == []
     assert len(view.records) == 5
     for lease in leases:
@@ -127,8 +127,8 @@ async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServ
 async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """The lease outlasts the test's patience: only the hand-over can make the standby lead within
-    that.
+    """The lease is longer than the test waits, so the standby can only lead in time by the
+    hand-over.
     """
     await server.start()
     a, b = [
@@ -146,8 +146,8 @@ async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """`core.control.leadership` says when, and its test; here, that it does so although nobody
-    answers, and tells its master.
+    """`core.control.leadership` and its test say when. This test shows that the leader does so
+    although the store does not answer, and that its master learns of it.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
@@ -159,7 +159,7 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     await until(lambda: a.election.is_leader)
     epochs = [epoch for is_leader, epoch in a.changes if is_leader]
     assert epochs == sorted(set(epochs))
-    assert len(epochs) == a.election.num_won == 2  # the epochs lie as far apart as it had renewed
+    assert len(epochs) == a.election.num_won == 2  # each renewal has raised the epoch by one
     await a.stop()
 
 
@@ -167,8 +167,8 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
 async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     server: servers.TestServer,
 ) -> None:
-    """Found by the nemesis: the standby won at once, and each raised its epoch above the other's
-    until the first noticed.
+    """Found by the nemesis: the standby won at once, and the two leaders raised their epochs above
+    each other's until the first leader noticed.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
@@ -178,12 +178,12 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     joined = await lease.get("master")
     assert joined is not None
 
-    async def is_renewed() -> bool:  # so that the standby has heard of it
+    async def is_renewed() -> bool:  # so that the standby knows of the lease
         entry = await lease.get("master")
         return entry is not None and entry.revision > joined.revision
 
     await until(is_renewed)
-    await a.bus.close()  # it does not hear of what comes
+    await a.bus.close()  # from now on it learns nothing
     server.kill()
     server.wipe()
     await server.start()
@@ -197,8 +197,8 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
 def test_a_process_that_is_stopped_while_its_server_is_away_says_goodbye_without_an_error(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: on uvloop, as services run, closing failed over what waited to be sent,
-    and the process exited with code 1.
+    """Found by the nemesis: on uvloop, which services use, closing failed when data still waited to
+    be sent, and the process exited with code 1.
     """
     server = servers.nats(tmp_path)
 

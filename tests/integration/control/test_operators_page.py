@@ -1,4 +1,4 @@
-"""An operator in a browser: looks at a mesh under load and changes a ratio by hand, and no request
+"""An operator looks at a mesh under load in a browser and changes a ratio by hand, and no request
 fails (S21, S27, S28).
 """
 

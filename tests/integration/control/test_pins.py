@@ -1,5 +1,5 @@
-"""A pinned prefix outlives any flood of other prompts, as an operator's command makes it, and ends
-when he says or its time is over.
+"""A prefix that an operator pinned outlives any flood of other prompts. It ends when the operator
+removes it or its time is over.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def spec() -> MeshSpec:
 
 
 async def cached(client: httpx.AsyncClient, system: str, user: str) -> int:
-    """Tokens of the prompt that were not computed."""
+    """How many tokens of the prompt were not computed."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     body = {"model": "default", "messages": messages, "max_tokens": 2}
     response = await client.post("/v1/chat/completions", json=body)
@@ -72,7 +72,7 @@ async def flood(client: httpx.AsyncClient, seed: int) -> None:
 
 
 async def command(mesh: Mesh, *arguments: str) -> int:
-    """As `pdmesh pins ...`."""
+    """Run `pdmesh pins ...`."""
     options = app.build_parser().parse_args(["pins", *arguments, "--nats-url", mesh.nats_url])
     return await asyncio.to_thread(pins.run, options)
 
@@ -121,7 +121,7 @@ TOKENS = list(range(100, 100 + 3 * BLOCK_TOKENS + 5))
 
 
 class Leader:
-    """`Pins` of a master that leads, with a clock of its own."""
+    """`Pins` of a master that leads, with a clock that the test sets."""
 
     def __init__(self, bus: NatsBus, view: object) -> None:
         self.bus, self.view, self.now, self.epoch = bus, view, 1e9, 1
@@ -248,7 +248,7 @@ async def test_pins_have_bounds_together(leader: Leader) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await leader.pins.add(leader.request("more", prefix_token_ids=long), 1)
     assert caught.value.reason == "TOO_MANY_PINS"
-    await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)  # in its own place
+    await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)  # replaces itself
     for number in range(16):  # of 3 blocks each
         await leader.pins.add(leader.request(f"p{number}"), 1)
     with pytest.raises(InvalidRequest):

@@ -1,4 +1,4 @@
-"""A whole group leaves under load: in order, without a failed request, with nothing left behind,
+"""A whole group leaves under load: gracefully, without a failed request, with nothing left behind,
 and charged to the second (S22).
 """
 
@@ -81,9 +81,9 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
         async with asking(mesh.http_url) as outcomes:
             await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
             epoch = (await usage(bus)).epoch
-            mesh.kill(operator.steps[0].header.publisher_id)  # a successor goes on counting
-            # Of the time between the two it charges what both saw, so the group must not leave
-            # before.
+            mesh.kill(operator.steps[0].header.publisher_id)  # the next leader goes on counting
+            # For the time between the two leaders, only what both saw is charged. So the group must
+            # not leave before the new leader has seen it.
             await until(lambda: counts_after(bus, epoch), within_s=CHANGE_S)
             await operator.apply(GROUPS.format(count=1))
             await until(lambda: len(times(operator, "released")) == 2, within_s=CHANGE_S)
@@ -118,17 +118,17 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
 
 
 def steps(operator: Operator, step: str) -> set[str]:
-    """Groups that made it."""
+    """The groups that made this step."""
     return {s.group_id for s in operator.steps if s.step == step}
 
 
 def times(operator: Operator, step: str) -> dict[str, float]:
-    """When instances made it, by what the leader said."""
+    """When instances made this step, by the leader's events."""
     return {s.instance_id: wall(s.header) for s in operator.steps if s.step == step}
 
 
 def last_request_at(finished: list[RequestFinished], instance_id: str) -> float:
-    """When the last request began of those that it served."""
+    """When the last request began that this instance served."""
     own = [f for f in finished if instance_id in (f.prefill_id, f.decode_id)]
     return max(wall(f.header) - f.e2e_ms / 1e3 for f in own)
 

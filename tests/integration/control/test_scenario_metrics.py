@@ -1,6 +1,4 @@
-"""What the master exports of a scenario is what the requests' own events say, worked out by
-hand.
-"""
+"""The master's numbers of a scenario equal those computed by hand from the requests' own events."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from pdmesh.net.nats.bus import NatsBus
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
-NUM_REQUESTS = 16  # as long as no more than twenty were seen, the exported means weigh all alike
-PREFILL_SLOTS, DECODE_SLOTS = 6, 2  # fewer decodes than prompts that are ready: some wait for one
+NUM_REQUESTS = 16  # up to twenty requests have equal weights in the exported means
+PREFILL_SLOTS, DECODE_SLOTS = 6, 2  # so few decode slots that some prompts must wait for one
 
 
 def spec() -> MeshSpec:

@@ -1,4 +1,4 @@
-"""What instances publish of themselves is known to the master at once, and all of it."""
+"""The master knows all that instances publish about themselves, at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from loadtests.placement.staleness import measure
 async def test_a_change_is_known_as_soon_as_polls_every_20_and_50_ms_would_tell_it(
     tmp_path: Path,
 ) -> None:
-    """Beside what instances publish, the same instances tell the same changes as polls would.
+    """The same instances also report the same changes in the way of polls, for comparison.
 
-    How many milliseconds it takes is the benchmark's to say.
+    The benchmark says how many milliseconds it takes.
     """
     found = await measure(num_instances=10, rate=200.0, duration_s=3.0, folder=tmp_path)
     assert found.num_lost == 0

@@ -1,5 +1,5 @@
-"""Upgrades of a real mesh under load: no request fails, a canary waits for its word, what is bad
-goes back by itself (S24).
+"""Upgrades of a real mesh under load: no request fails, a canary waits to be promoted, and a bad
+revision is rolled back by itself (S24).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UPGRADE_S = 4 * CHANGE_S  # two groups, one after the other
 
 
 def desired(*options: str) -> str:
-    """Two groups of 1P:1D, which hand KV to nobody whose options differ."""
+    """Two groups of 1P:1D; instances with other options than these cannot take their KV."""
     listed = "".join(f"      {option}\n" for option in options)
     return f"""
 services:
@@ -42,7 +42,7 @@ groups:
 
 
 class Watcher(Operator):
-    """And remembers which instances served requests together."""
+    """An operator that also remembers which instances served requests together."""
 
     def __init__(self, bus: NatsBus) -> None:
         super().__init__(bus)
@@ -57,9 +57,7 @@ class Watcher(Operator):
         self.pairs.add((event.prefill_id, event.decode_id))
 
     async def until_running(self, revisions: Callable[[set[str]], bool]) -> set[str]:
-        """Both groups serve, nothing is under way, and the revisions of all members are as
-        wanted.
-        """
+        """Wait until both groups serve, nothing is under way, and all revisions are as wanted."""
         found: set[str] = set()
 
         async def is_so() -> bool:
@@ -111,7 +109,7 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
             assert "changing" not in operator.told()
             assert (await operator.promote()).scenarios == ["default"]
             await operator.until_told("changing")
-            mesh.kill(operator.upgrades[-1].header.publisher_id)  # the other master goes on with it
+            mesh.kill(operator.upgrades[-1].header.publisher_id)  # the other master takes it up
             await operator.until_told("done")
             second = await operator.until_running(lambda found: len(found) == 1 and found != first)
             steps = [f"{s.step} {s.group_id}".strip() for s in operator.upgrades]
@@ -129,14 +127,14 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
             assert "proved" not in operator.told()
 
             operator.upgrades.clear()
-            await operator.apply(desired("sim_token_bytes: 7"))  # no multiple of 8: refused
+            await operator.apply(desired("sim_token_bytes: 7"))  # refused: not a multiple of 8
             await operator.until_told("went_back")
             assert await operator.until_running(lambda found: found == second)
             assert "BAD_OPTION" in operator.upgrades[-1].reason
         assert [o for o in outcomes if not o.is_complete] == []
 
         states = await operator.groups()
-        assert states.version == 6  # each bad one was followed by what was before it
+        assert states.version == 6  # each bad version was followed by the one it replaced
         assert "upgrade of default was rolled back: version 5: chat-0" in groups_text(states)
         assert (await operator.apply(good)).version == 6  # it is the desired state already
         await bus.close()

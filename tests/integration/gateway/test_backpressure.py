@@ -1,5 +1,5 @@
-"""Queues flow to the master and back, and a gateway refuses by itself who would wait in vain
-(S97).
+"""Queue lengths go to the master and back, and a gateway itself refuses a request that would wait
+in vain (S97).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.req("S95", "S97")
 
 
 class PressingMaster(FakeMaster):
-    """Ranks all there is, and says of the queues what the master's own core does."""
+    """Ranks all instances, and reports on the queues as the master's own core does."""
 
     def __init__(self, prefills_per_s: float, max_waiting: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ async def fill(
     count: int,
     **fields: Any,
 ) -> list[asyncio.Task[httpx.Response]]:
-    """So many wait, and the gateway has heard that they do."""
+    """Let `count` requests wait until the gateway has heard of them from the master."""
     waiting = [asyncio.create_task(ask(client, **fields)) for _ in range(count)]
     book, planner = master.pressure.book, mesh.gateway.frontend.shared.planner
 
@@ -104,9 +104,9 @@ async def fill(
 async def test_who_could_not_be_served_in_time_is_refused_before_the_master_is_asked(
     tmp_path: Path,
 ) -> None:
-    """Ten wait, two a second begin.
+    """Ten requests wait, and two begin each second.
 
-    A long prompt may wait longer, and joins them; a short one is told to come back.
+    A long prompt may wait longer and joins the queue; a short one is told to come back.
     """
     async with pressed(tmp_path, prefills_per_s=2.0, ttft_s=3.0, ttft_s_per_1k_tokens=100.0) as (
         mesh,

@@ -1,4 +1,4 @@
-"""What a bug of the gateway's own costs: one request its answer, and nobody else anything."""
+"""A bug in the gateway costs one request its answer, and no other request anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a value that no message can hold would: the first leg cannot even be sent."""
+    """Make the first leg impossible to send, as a value that no message can hold would."""
     sessions = mesh.gateway.sessions
     real = sessions.session
     calls = 0
@@ -36,8 +36,8 @@ async def test_a_request_that_trips_over_a_bug_fails_alone(
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planner's loop hands plans to all requests: one that raises there must not end it for the
-    others.
+    """The planner's loop hands plans to all requests, so a request that raises there must not end
+    the loop.
     """
     break_first_send(mesh, monkeypatch)
     with pytest.raises(openai.InternalServerError) as caught:
@@ -55,7 +55,7 @@ async def test_an_event_that_cannot_be_ends_one_request_and_is_logged_with_its_s
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A leg that was only offered says that it has finished."""
+    """An instance reports that a leg has finished which was only offered to it."""
     real = InstanceSession.open_leg
 
     def finishes_at_once(session: Any, key: int, owner: Any, command: Any) -> bool:

@@ -1,6 +1,4 @@
-"""What goes wrong behind the gateway, and what the client sees of it: nothing, or one clear
-error.
-"""
+"""Of what goes wrong behind the gateway, a client sees nothing, or one clear error."""
 
 from __future__ import annotations
 
@@ -181,7 +179,7 @@ async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(tmp_path: 
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
         await until(lambda: len(mesh.gateway.frontend.shared.room) == 1)
-        prefill.free_slots(4)  # its client has gone when it would have asked again by itself
+        prefill.free_slots(4)  # the client would be gone before the gateway asked again by itself
         assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
         assert len(mesh.gateway.frontend.shared.room) == 0
 
@@ -322,10 +320,10 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 async def test_a_client_that_leaves_frees_everything(
     left_mesh: GatewayMesh, stage: str, how: str, padding: int
 ) -> None:
-    """A large body makes the server stop reading, and then it could miss that the client goes.
+    """A large body makes the server stop reading, and then it could miss that the client leaves.
 
-    One that closes its sending half has gone too: that cannot be told from a client that died, and
-    its connection is closed.
+    A client that closes only its sending half counts as gone, too, for it looks like a client that
+    died. Its connection is closed.
     """
     mesh = left_mesh
     prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
@@ -434,7 +432,7 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(tmp_path: P
             await until(lambda: mesh.gateway.frontend.num_calls == 0, within_s=90.0)
             await until(lambda: mesh.num_legs == 0)
             assert mesh.gateway.observer.num_ended["cancelled"] == 1
-            # What the client never read is dropped with its connection, not kept until it reads.
+            # Data that the client never read is dropped with its connection, and not kept.
             await until(lambda: mesh.gateway.http.num_connections == 0)
 
 

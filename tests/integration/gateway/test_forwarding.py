@@ -32,7 +32,7 @@ SHORT = "one, two"
 
 @asynccontextmanager
 async def second_gateway(mesh: GatewayMesh, directory: Path) -> AsyncIterator[str]:
-    """Another process's worth of gateway over the same instances; its URL."""
+    """The URL of another gateway, as of another process, over the same instances."""
     settings = Settings(
         http_port=0, grpc_port=0, drain_s=1.0, instance_id="gateway-1",
         hash_secret=mesh.settings.hash_secret,
@@ -71,7 +71,7 @@ OWN = re.compile(rb'"id":"[a-z]+-[0-9a-f]+"|"created":\d+|req-[0-9a-f]+')
 
 
 async def whole(client: httpx.AsyncClient, url: str, body: Any) -> tuple[int, bytes]:
-    """Status and bytes of an answer, without its own name and the second in which it came."""
+    """Status and bytes of an answer, without its id and its creation time."""
     answer = await client.post(f"{url}{path_of(body)}", json=body)
     return answer.status_code, OWN.sub(b"", answer.content)
 
@@ -105,7 +105,9 @@ def path_of(body: Any) -> str:
 async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
     tmp_path: Path, client: httpx.AsyncClient, name: str
 ) -> None:
-    """One has served others before: neither an answer nor what instances are asked for shows it."""
+    """One gateway has served other requests already. Neither its answers nor its commands to
+    instances show that.
+    """
     body = ASKED[name]
     async with gateway_mesh(tmp_path) as mesh, second_gateway(mesh, tmp_path) as other:
         for _ in range(3):
@@ -126,7 +128,7 @@ async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
 
 
 def commands_of(commands: Sequence[pb.Prefill] | Sequence[pb.Start]) -> list[bytes]:
-    """What instances are asked for, without the names and the time of this one request."""
+    """The commands to instances, without the ids and times of the single request."""
     found = []
     for command in commands:
         rest = type(command)()
@@ -139,7 +141,7 @@ def commands_of(commands: Sequence[pb.Prefill] | Sequence[pb.Start]) -> list[byt
 
 
 class CountingEncoder:
-    """The library's tokenizer, which keeps the texts that it was given."""
+    """The library's tokenizer, with a list of the texts that it encoded."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -158,7 +160,7 @@ class CountingEncoder:
 async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
     tmp_path: Path, client: httpx.AsyncClient, text: str
 ) -> None:
-    """Both phases, and legs that go on after a death, take the tokens of the first encoding."""
+    """Both phases use the tokens of the first encoding, and so do legs after a death."""
     async with gateway_mesh(tmp_path, num_prefills=2) as mesh:
         tokenizer = mesh.tokenizer
         encoder = tokenizer._inner = CountingEncoder(tokenizer._inner)  # type: ignore[assignment]  # counts
@@ -184,9 +186,9 @@ async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
 async def test_each_token_is_with_the_client_before_the_next_is_computed(
     tmp_path: Path, client: httpx.AsyncClient, path: str
 ) -> None:
-    """The decode takes a step once the client has read the token before.
+    """The decode takes a step only after the client has read the previous token.
 
-    So a gateway that gathers tokens waits for ever. What the way costs in time is in
+    So a gateway that gathers tokens would wait for ever. The time that forwarding costs is in
     loadtests/results/overhead-2026-11-22.md.
     """
     num_tokens = 24
@@ -215,7 +217,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
 
 
 async def next_text(lines: AsyncIterator[str]) -> str:
-    """The text of the next event that has some."""
+    """The text of the next event that has a text."""
     async for line in lines:
         if line.startswith("data: {"):
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]

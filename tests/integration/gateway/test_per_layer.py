@@ -1,5 +1,5 @@
-"""The gateway's part of a per-layer hand-over: which decode, when, and what is undone when
-something fails (S48, S51).
+"""The gateway's part of a per-layer hand-over: which decode it asks, when, and what it undoes after
+a failure (S48, S51).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The stream of plans: answers belong to their questions, whatever happened to the master in
-between.
+"""The stream of plans: each answer belongs to its question, whatever happens to the master
+meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def test_a_master_that_was_restarted_is_asked_again_without_an_error(
         stream = PlanStream(f"127.0.0.1:{port}")
         assert (await stream.ask(question(1), 2.0)).epoch == 1
     async with serving(master, port):
-        await asyncio.sleep(0.3)  # the channel's first attempt to connect again may have failed
+        await asyncio.sleep(0.3)  # the channel's first attempt to reconnect may have failed
         assert (await stream.ask(question(2), 2.0)).epoch == 2
         await stream.close()
 
@@ -85,7 +85,7 @@ async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
 
 
 class RefusingMaster(FakeMaster):
-    """Ranks nothing, for the reason given."""
+    """Ranks no instance, for the given reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -101,9 +101,9 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 
 @pytest.mark.fault("F12", "F13")
 async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
-    """The zombie says that nothing serves the model.
+    """A zombie master says that no instance serves the model.
 
-    Who has heard its successor ranks by itself instead (I7).
+    A gateway that has heard the next leader ignores that, and ranks instances by itself (I7).
     """
     master = RefusingMaster("MODEL_NOT_FOUND")
     async with (
@@ -114,10 +114,10 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
         mesh.register(leader_at(port))
         statuses = []
         for master.epoch in (5, 4, 5, 6, 5):
-            await asyncio.sleep(0.3)  # after a refused plan the master is not asked for a moment
+            await asyncio.sleep(0.3)  # for a moment after a refused plan, the master is not asked
             answer = await client.post(f"{mesh.url}/v1/completions", json=BODY)
             statuses.append(answer.status_code)
-        # 503 and not 404: the gateway sees an instance of the model all the same.
+        # The status is 503, not 404, for the gateway itself sees an instance of the model.
         assert statuses == [503, 200, 503, 503, 200]
 
 
@@ -126,7 +126,7 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
     ("reason", "status", "code"),
     [
         ("PROMPT_TOO_LONG", 400, "context_length_exceeded"),
-        ("MODEL_NOT_FOUND", 503, "no_instance"),  # the gateway has seen it served: it is away
+        ("MODEL_NOT_FOUND", 503, "no_instance"),  # the gateway has seen it served: 503, not 404
         ("NO_INSTANCE", 503, "no_instance"),
     ],
 )
@@ -159,7 +159,7 @@ async def test_a_scenario_without_instances_is_named(tmp_path: Path) -> None:
             "scenario",
             "scenario_not_found",
         )
-        away = await client.post(url, json=BODY)  # it was served before: it is away
+        away = await client.post(url, json=BODY)  # it was served earlier, so it is only away
         assert (away.status_code, away.json()["error"]["code"]) == (503, "no_instance")
 
 
@@ -179,8 +179,8 @@ class ForeseeingMaster(FakeMaster):
 async def test_a_plan_whose_instances_the_gateway_does_not_know_yet_fails_no_request(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: a new prefill's record reached the master some milliseconds before the
-    gateway, and a request got a 503.
+    """Found by the nemesis: a new prefill's record reached the master some milliseconds earlier
+    than the gateway, and a request got a 503.
     """
     async with (
         gateway_mesh(tmp_path) as mesh,

@@ -1,4 +1,4 @@
-"""Requests that name no scenario get one by rule; operators see by what."""
+"""Requests that name no scenario get one by a rule, and operators see by which."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_request_without_a_label_is_classified_by_its_length(tmp_path: P
         for record in list(mesh.store.records.values()):
             changed = InstanceRecord()
             changed.CopyFrom(record)
-            changed.scenario = ""  # it serves all of them
+            changed.scenario = ""  # so it serves all scenarios
             mesh.register(changed)
 
         async def ask(num_tokens: int, **more: str) -> str:

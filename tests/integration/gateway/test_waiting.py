@@ -1,4 +1,6 @@
-"""Waiting for a slot: who goes first, who has to go, and what one is told at the deadline."""
+"""Waiting for a slot: which request goes first, which is evicted, and what happens at the
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ def room(mesh: GatewayMesh) -> int:
 
 @pytest.mark.req("S44")
 async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    """Forty wait of one tenant, then two of another: those go with the first slots, though they
-    came last.
+    """Forty requests of one tenant wait, then two of another. These two get the first slots
+    although they came last.
     """
     access, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
     async with (
@@ -110,8 +112,8 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
 
 @pytest.mark.req("S90", "S91")
 async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) -> None:
-    """Room for one is no room for a batch of two; then the two long ones go, though a short one
-    came between.
+    """While there is room for one request, no batch of two goes. Then the two long requests go,
+    although a short one came between them.
     """
     async with (
         gateway_mesh(tmp_path, ttft_s=30.0, retry_s=25.0, prefill_batch=2) as mesh,
@@ -137,7 +139,7 @@ async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) 
 
 @pytest.mark.req("S46", "S90")
 async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
-    """A prefill takes four in lockstep, and one asks."""
+    """A prefill computes four prompts in lockstep, and only one asks."""
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0, prefill_batch=4) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
@@ -153,8 +155,8 @@ async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
 
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_and_in_their_order(tmp_path: Path) -> None:
-    """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and
-    never reaches an instance later.
+    """Sixty requests of two scenarios and two lengths wait for slots that never come. Each ends at
+    its own time, and never reaches an instance later.
     """
     scenarios = {"quick": {"ttft_s": 1.0, "ttft_s_per_1k_tokens": 4.0}, "slow": {"ttft_s": 6.0}}
     async with (
@@ -229,7 +231,9 @@ async def test_a_scenario_may_answer_with_its_default_text(
 
 @pytest.mark.fault("F38")
 async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path) -> None:
-    """It kills whoever takes it; the client tries again and again, and other requests go on."""
+    """The prompt kills every instance that takes it. The client tries again and again, and other
+    requests go on.
+    """
     async with (
         gateway_mesh(tmp_path, 0, 0, num_fusions=4) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,

@@ -1,4 +1,6 @@
-"""What a gateway tells the master of a prompt, read from the wire: block names, lengths (S89)."""
+"""What a gateway tells the master about a prompt, read from the wire: block names, lengths
+(S89).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ BLOCK = 16  # of a fake instance, in tokens
 CANARY = (
     "Xylophone-Quartz-"  # longer than a block of the tiny tokenizer, which has a token per byte
 )
-# All that a request may tell. A new field comes in here only if it reveals nothing of a prompt.
+# All fields that a request may have. Add a new field only if it reveals nothing about a prompt.
 TOLD = {
     "gateway_id",
     "region",
@@ -71,7 +73,7 @@ class ListeningMaster(FakeMaster):
         return pb.PlanResponse(epoch=1, results=results)
 
     def query(self) -> pb.PlanQuery:
-        """The last one."""
+        """The last query."""
         return self.heard[-1].queries[-1]
 
 
@@ -93,7 +95,7 @@ def varint(number: int) -> bytes:
 
 
 def spellings(tokens: array[int]) -> list[bytes]:
-    """Eight tokens, as somebody might put token ids into a message."""
+    """Eight tokens, in every way in which a message might hold token ids."""
     part = tokens[-8:]
     text = ",".join(map(str, part))
     return [
@@ -105,7 +107,7 @@ def spellings(tokens: array[int]) -> list[bytes]:
 
 
 def without_names(query: pb.PlanQuery) -> pb.PlanQuery:
-    """What a query says beside the names of blocks and its own name."""
+    """A query without its block names and its request id."""
     rest = pb.PlanQuery()
     rest.CopyFrom(query)
     for field in ("request_id", "traceparent", "block_hashes"):
@@ -158,7 +160,7 @@ async def test_a_plan_is_asked_for_with_names_of_blocks_and_lengths_and_no_text(
 async def test_a_query_depends_on_a_prompt_by_the_names_of_its_blocks_and_its_length_alone(
     tmp_path: Path,
 ) -> None:
-    """So whatever else were put into a query, it could not come from the text."""
+    """So no other part of a query can come from the text."""
     master = ListeningMaster()
     async with gateway_mesh(tmp_path) as mesh, serving(master) as port:
         mesh.register(leader_at(port))
@@ -180,7 +182,7 @@ async def test_a_query_depends_on_a_prompt_by_the_names_of_its_blocks_and_its_le
 async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_salt(
     tmp_path: Path,
 ) -> None:
-    """Or a master could find a text by trying likely ones."""
+    """Otherwise a master could find a text by trying likely texts."""
     names = []
     for secret, salt in (("one", ""), ("one", "s"), ("two", "")):
         master = ListeningMaster()
@@ -200,7 +202,7 @@ async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_s
 async def test_neither_tails_of_turns_nor_the_tokens_of_a_lost_leg_tell_any_text(
     tmp_path: Path,
 ) -> None:
-    """The tokens that a client has got already are a part of the second plan, and text, too."""
+    """The second plan covers the tokens that the client already has, which are text, too."""
     master = ListeningMaster()
     async with gateway_mesh(tmp_path, 0, 0) as mesh, serving(master) as port:
         for role, name in (

@@ -35,8 +35,8 @@ def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_
 
 @pytest.mark.req("S59", "S60")
 def test_larger_blocks_use_more_of_the_wire_and_no_blocks_least_time(tmp_path: Path) -> None:
-    """All of one round: blocks of 4 and of 512 KiB lie a factor of ten or more apart, SmolLM2 far
-    below its bar.
+    """All numbers are of one round. Blocks of 4 and of 512 KiB differ by a factor of ten or more,
+    and SmolLM2 is far below its bar.
     """
     arguments = ["--rounds", "1", "--transports", "tcp"]
     table = run("loadtests.kv_bench.blocks", arguments, tmp_path)
@@ -50,7 +50,7 @@ def test_larger_blocks_use_more_of_the_wire_and_no_blocks_least_time(tmp_path: P
 
 
 def run(module: str, arguments: Sequence[str], out: Path) -> Path:
-    """The table that it wrote."""
+    """Run the benchmark; returns the table that it wrote."""
     subprocess.run(
         [sys.executable, "-m", module, *arguments, "--out", str(out)],
         check=True,

@@ -1,8 +1,8 @@
 """KV between two processes that die, freeze, or have a bad network between them: what each side
-does, and what makes it do so.
+does, and why.
 
-What ends a pull is told by its outcome: its deadline, its stall, or the loss of its peer (F2-F6,
-F23-F25, F34). How long that takes is measured in tests/chaos.
+A pull's outcome tells what ended it: its deadline, its stall, or the loss of its peer (F2-F6,
+F23-F25, F34). tests/chaos measures how long that takes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 PARTS = 16
 LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB: long enough to die in
 MEDIUM = KvLayout(NUM_LAYERS, 16, 64 << 10, FINGERPRINT)  # 4 MiB
-LATE_S = 600.0  # a deadline that is never reached: what ends before is ended by something else
+LATE_S = 600.0  # a deadline that is never reached, so something else must end the pull
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Agent:
         await self.process.stdin.drain()
 
     async def hear(self, start: str, within_s: float = 60.0) -> list[str]:
-        """Words of the first line that begins so; fails if it does not come."""
+        """The words of the first line that begins with `start`; fails if no such line comes."""
         ends = time.monotonic() + within_s
         while True:
             for line in self.said:
@@ -79,7 +79,7 @@ class Agent:
         os.kill(self.process.pid, number)
 
     async def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it died before asyncio heard of it
+        with contextlib.suppress(ProcessLookupError):  # it died before asyncio learned of that
             self.signal(signal.SIGCONT)
             self.process.kill()
         await self.process.wait()
@@ -91,8 +91,9 @@ class Agent:
 async def agent(
     role: str, *arguments: object, link: BadLink | None = None, beside: Agent | None = None
 ) -> AsyncIterator[Agent]:
-    """With a link, the process waits in its own namespace until its end of the link is there;
-    `beside` is one in whose it runs.
+    """With a link, the process waits in its own namespace until its end of the link is there.
+
+    `beside`: another process, in whose namespace this one runs.
     """
     own_ip = SENDER_IP if role == "sender" else RECEIVER_IP
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"}
@@ -149,7 +150,7 @@ async def bad_link() -> AsyncIterator[BadLink]:
 
 
 def part(number: int, layout: KvLayout = LARGE) -> str:
-    """What the receiver says once that many parts are verified."""
+    """What the receiver prints once `number` parts are verified."""
     return f"part {layout.total_bytes // PARTS * number}"
 
 
@@ -193,8 +194,8 @@ async def test_a_receiver_frozen_in_mid_pull_loses_its_lease_and_reads_no_more()
         await sender.hear("closed t0 expired")
         receiver.signal(signal.SIGCONT)
         _, _, outcome, _ = await receiver.hear("pulled")
-        # The sender's last word and the end of its connection wait side by side for a receiver that
-        # wakes.
+        # When the receiver wakes, it may find the sender's last message or the end of its
+        # connection first.
         assert outcome in {"KV_REFUSED_LEASE_ENDED", "KV_PEER_LOST"}
         await receiver.hear("freed")
 
@@ -212,7 +213,7 @@ async def test_a_sender_frozen_in_mid_pull_fails_it_at_its_deadline_and_frees_so
 
 
 class _Silent:
-    """Handles a transport's news by counting those that closed."""
+    """A handler that only counts closed connections."""
 
     num_closed = 0
 
@@ -226,10 +227,10 @@ class _Silent:
 
 @pytest.mark.fault("F4")
 async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() -> None:
-    """With messages and payloads on their way that the peer will never take.
+    """Messages and payloads are on their way that the peer will never take.
 
-    The least disturbed of a few rounds counts, of a peer that is frozen and of one that is well; a
-    close that waits for its peer takes a second in each round.
+    A few rounds are made with a frozen peer and with a healthy one, and the least disturbed round
+    of each counts. A close that waits for its peer would take a second in each round.
     """
     held_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
@@ -276,9 +277,9 @@ needs_link = pytest.mark.skipif(bool(why_not()), reason=f"a bad link {why_not()}
 @pytest.mark.fault("F23", "F25")
 @pytest.mark.parametrize("at", [100, 200, 2_000, 300_000, 1_500_000, 3_500_000])
 async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(at: int) -> None:
-    """From the handshake, in which UCX connects both ways, to the last part.
+    """The byte may be anywhere from the handshake, where UCX connects both ways, to the last part.
 
-    Neither side sees more than silence.
+    Both sides see nothing but silence.
     """
     lease_s = deadline_s = 5.0
     async with bad_link() as link, pair(MEDIUM, lease_s, link) as (sender, receiver, address):
@@ -289,7 +290,7 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
         assert outcome in {"KV_TRANSFER_TIMEOUT", "KV_CONNECT_FAILED"}
         assert float(seconds) >= deadline_s
         await receiver.hear("freed")
-        # Renewed by what left, the lease ends, and with it every reader.
+        # The lease, which each sent part renewed, ends, and with it every reader.
         await sender.hear("closed t0 expired")
 
 
@@ -299,7 +300,7 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
 async def test_a_link_that_falls_silent_is_known_by_the_stall_long_before_the_deadline(
     at: int,
 ) -> None:
-    """As of a request that may take ten minutes: after 4 s of silence it is over."""
+    """The pull of a request that may take ten minutes is over after 4 s of silence."""
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (_, receiver, address):
         link.cut_at = link.num_bytes + at
         await receiver.tell(f"pull {address} t0 {LATE_S} 4.0")
@@ -316,7 +317,7 @@ async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succ
     number: int,
 ) -> None:
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (sender, receiver, address):
-        link.bytes_per_s = 5e5  # eight seconds for all of it: the reset comes before its end
+        link.bytes_per_s = 5e5  # the pull takes eight seconds, so the reset comes before its end
         await receiver.tell(f"pull {address} t0 {LATE_S}")
         await receiver.hear(part(number, MEDIUM))
         await asyncio.to_thread(reset, sender.process.pid)
@@ -333,7 +334,7 @@ async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succ
 @pytest.mark.fault("F34")
 @pytest.mark.parametrize("at", [500_000, 2_000_000, 3_900_000])
 async def test_a_bit_flipped_on_the_wire_is_found_and_the_next_pull_succeeds(at: int) -> None:
-    """TCP believes the packet: only the checksum of the range can tell."""
+    """TCP accepts the packet; only the checksum of the range shows the fault."""
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (sender, receiver, address):
         link.flip_at = link.num_bytes + at
         await receiver.tell(f"pull {address} t0 {LATE_S}")
@@ -349,7 +350,7 @@ async def test_a_bit_flipped_on_the_wire_is_found_and_the_next_pull_succeeds(at:
 @needs_link
 @pytest.mark.fault("F24", "F35")
 async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None:
-    """4 Mbit/s: 4 MiB in 8.4 s, with a lease of 4 s that only progress and renewals carry on."""
+    """At 4 Mbit/s, 4 MiB take 8.4 s; the lease of 4 s lasts only by progress and renewals."""
     async with bad_link() as link, pair(MEDIUM, 4.0, link) as (sender, receiver, address):
         link.bytes_per_s = 4e6 / 8
         await receiver.tell(f"pull {address} t0 {LATE_S} 5.0")
@@ -362,10 +363,10 @@ async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None
 @needs_link
 @pytest.mark.fault("F24")
 async def test_a_slow_long_and_lossy_link_makes_progress_and_holds_up_no_other_pull() -> None:
-    """4 Mbit/s, 50 ms each way and every twentieth packet lost; another decode has a good link to
-    the same prefill.
+    """The link has 4 Mbit/s, 50 ms each way, and loses every twentieth packet. Another decode has a
+    good link to the same prefill.
     """
-    num_near = 3  # of some ten milliseconds each, while the slow one takes seconds
+    num_near = 3  # pulls of some ten milliseconds each, while the slow pull takes seconds
     near_arguments = (MEDIUM.num_blocks, MEDIUM.block_bytes, 10.0, SENDER_IP)
     async with (
         bad_link() as link,

@@ -1,5 +1,5 @@
-"""Which peers' host pools an instance asks: those that the index names, of its own region alone
-unless its group spans them (S58, S77).
+"""An instance asks the host pools of the peers that the index names, and only of its own region
+unless its group spans regions (S58, S77).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HASHES = (b"a" * 16, b"b" * 16)
 
 
 class Index:
-    """It knows of three that hold both blocks, and of one that has begun anew since."""
+    """An index that knows three holders of both blocks, and one holder that has restarted since."""
 
     async def Match(self, request: pb.MatchRequest, context: object) -> pb.MatchResponse:
         assert request.tier == "host"
@@ -76,7 +76,7 @@ async def test_blocks_come_from_pools_of_the_own_region(kv_region: str, asked: l
 
 @pytest.mark.fault("F34")
 async def test_a_peer_that_the_own_record_holds_as_corrupt_is_not_asked() -> None:
-    """Another life of it is, and so is one that pulls could not reach."""
+    """Another incarnation of that peer is asked, and so is a peer that pulls could not reach."""
     async with index() as address:
         store = MemoryStore()
         store.records["index"] = InstanceRecord(

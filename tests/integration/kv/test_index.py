@@ -155,7 +155,7 @@ async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
 async def test_an_instance_that_just_stops_renewing_is_gone_from_memory_and_redis(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """As one that was killed: nobody says that it goes, and its lease runs out."""
+    """The instance is killed: it says no goodbye, and its lease runs out."""
     async with index(bus, valkey) as parts:
         await worker.store(chain(100))
         await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})
@@ -224,7 +224,9 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
     worker: Worker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes 16 events at once, and 500 come: what it dropped would never come again."""
+    """The consumer takes 16 events at once, and 500 come; the dropped ones would never come
+    again.
+    """
     monkeypatch.setattr("pdmesh.net.nats.bus._MAX_QUEUED_EVENTS", 16)
     slow = await NatsBus.connect(server.url, "slow")
     async with index(slow, valkey) as parts:
@@ -234,7 +236,7 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
             await worker.store(chain(1, start))
         await (
             bus.client._flush_pending()
-        )  # all in the sockets before the consumer's loop runs again
+        )  # all of them are in the sockets before the consumer's loop runs again
         time.sleep(0.3)
         await until(lambda: parts.index.match(chain(500)) == {"prefill-0": 500})
         assert worker.num_snapshots > before, "nothing was dropped: the test proves nothing"
@@ -303,7 +305,7 @@ async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
 async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_died(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    left = StoredInstance(1, 1, frozenset(chain(4)))  # by an index
+    left = StoredInstance(1, 1, frozenset(chain(4)))  # what an earlier index left behind
     await store.replace("prefill-0", left)
     await store.replace("prefill-9", left)
     await worker.store(chain(4))
@@ -319,9 +321,9 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_di
 async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """The worst: nothing is left but the workers.
+    """This is the worst case: only the workers are left.
 
-    What they publish meanwhile is not lost either.
+    What they publish meanwhile is not lost, either.
     """
     async with index(bus, valkey) as parts:
         await worker.store(chain(1000), host=chain(500, start=1000))
@@ -347,7 +349,7 @@ async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
 async def test_a_feed_that_fails_ends_its_service(
     bus: NatsBus, valkey: servers.TestServer, worker: Worker
 ) -> None:
-    """A bug in the repair used to leave an index that looked well and was never repaired again."""
+    """A bug in the repair once left an index that looked healthy and was never repaired again."""
     async with index(bus, valkey) as parts:
         await until(lambda: parts.feed.is_whole)
         parts.feed._fetch = None  # a bug: calling it raises TypeError

@@ -1,5 +1,5 @@
-"""One process, several lives of its KV transport (ADR 0016, ADR 0024): peers that connect as one
-ends, or to one that is over.
+"""Several lives of one process's KV transport (ADR 0016, ADR 0024): peers connect while a life
+ends, or to a life that is over.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
 async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> None:
-    """Found by the nemesis: an instance was erased as its peers connected, and died by signal 11 in
-    UCX.
+    """Found by the nemesis: an instance was erased while its peers connected, and died by signal 11
+    in UCX.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fakes.kv.lives_process", str(NUM_LIVES), "1",
@@ -66,7 +66,7 @@ async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> Non
             num_lives = 0
             async for line in process.stdout:
                 if not line.startswith(b"ucx:"):
-                    assert b"kv.not_warm" in line, line  # on a slow machine
+                    assert b"kv.not_warm" in line, line  # a slow machine logs this
                     continue
                 num_lives += 1
                 for _ in range(NUM_PEERS):
@@ -96,7 +96,7 @@ async def test_who_means_an_earlier_life_is_refused_though_the_port_is_the_same(
 @pytest.mark.req("S23")
 @pytest.mark.fault("F5")
 async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
-    """A blank instance: nothing of its transport may hold a peer until that peer's own deadline."""
+    """The transport of a blank instance must not hold up a peer until that peer's own deadline."""
     async with life() as (peer, _):
         async with life() as (_, address):
             pass
@@ -108,8 +108,8 @@ async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
 
 @pytest.mark.fault("F5")
 async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> None:
-    """Tags of payloads follow from it: a late byte of an earlier life must find no receive of a
-    later one.
+    """Tags of payloads contain it, and a late byte of an earlier life must match no receive of a
+    later life.
     """
     keys = []
     async with life() as (_, address):
@@ -123,7 +123,7 @@ async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> 
 async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if a peer held on to what was posted for longer than a close may take."""
+    """It is as if a peer kept posted requests busy for longer than a close may take."""
     async with life() as (peer, _):
         async with life() as (transport, first):
             await peer.connect(first, CONNECT_S)

@@ -169,9 +169,9 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
 
 @pytest.mark.fault("F25")
 async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at_once() -> None:
-    """They were announced, the receives are posted, and the endpoint ends by itself: ucxx only
-    noted those to be cancelled, so that the connection never ended here, and its pulls, slots and
-    landing ranges were held for good.
+    """The bytes were announced, the receives are posted, and then the endpoint ends by itself. ucxx
+    only marked these receives for cancellation. So the connection never ended here, and held its
+    pulls, slots and landing ranges for good.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -190,7 +190,7 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
     address = await sender.start()
     await receiver.start()
     try:
-        for attempt in range(10):  # most, not all, ended so
+        for attempt in range(10):  # most attempts, not all, ended like that
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
             sender.stage(name, 1, r, layout, 30.0, chunk_bytes=size // 4)
@@ -312,7 +312,7 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 
 class _BusyTransport(UcxTransport):
-    """Each hello is read just after its connection was given up."""
+    """A transport that reads each hello just after its connection was given up."""
 
     on_hello: Callable[[], object] = staticmethod(lambda: None)
 
@@ -326,7 +326,9 @@ class _BusyTransport(UcxTransport):
 async def test_a_connection_given_up_before_its_welcome_ends_at_the_peer_too(
     is_closed: bool,
 ) -> None:
-    """Without a word the peer would keep it, and its descriptors, while both processes live."""
+    """Without a message, the peer would keep the connection and its descriptors as long as both
+    processes live.
+    """
     here, there = UcxTransport(), _BusyTransport()
     await here.start(_Deaf())
     address = await there.start(_Deaf())
@@ -354,7 +356,7 @@ async def test_a_connection_given_up_before_its_welcome_ends_at_the_peer_too(
 
 
 def listening() -> dict[int, str]:
-    """Port and address of what this process listens on."""
+    """The ports and addresses that this process listens on."""
     own = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -391,16 +393,16 @@ async def test_an_agent_on_any_loopback_address_listens_on_loopback_alone(host: 
 
 @pytest.mark.fault("F39")
 async def test_garbage_and_half_open_connections_cost_nothing_that_lasts() -> None:
-    """At the only port there is, UCX's own.
+    """The garbage goes to the only port, which is UCX's own.
 
-    Its connection manager, which a listener needs, spun for minutes and leaked descriptors.
+    UCX's connection manager, which a listener would need, spun for minutes and leaked descriptors.
     """
     async with receiver([]) as agent:
         await agent.connect(agent.address)
         await asyncio.sleep(0.2)
         before = len(os.listdir("/proc/self/fd"))
         there = parse_address(agent.address).worker
-        # Other tests leave workers that nobody uses: they look at their ports when they are used
+        # Other tests leave unused workers, which read from their ports only when they are used
         # again.
         ports = [port for port in listening() if port.to_bytes(2, "big") in there]
         assert ports
@@ -430,7 +432,9 @@ _OTHERS = 12  # descriptors of the second worker, which stays
 
 @pytest.mark.fault("F39")
 async def test_who_does_not_know_the_key_of_the_door_is_not_heard() -> None:
-    """He speaks UCX and knows the worker's address, as anybody does who can read the wire."""
+    """The stranger speaks UCX and knows the worker's address, as anybody who reads the wire
+    does.
+    """
     async with receiver([]) as agent:
         there = parse_address(agent.address)
         stranger = UcxTransport()
@@ -450,7 +454,7 @@ class _Deaf:
 
 
 async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
-    """The host's loop does not turn, and the KV moves all the same."""
+    """The KV moves although the host's loop does not turn."""
 
     def make(incarnation: int) -> KvAgent:
         return KvAgent(
@@ -480,9 +484,7 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
 
 
 def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
-    """uvloop's clock stands still within a callback, so that no time budget may be taken from
-    it.
-    """
+    """uvloop's clock stands still within a callback, so no time budget may be measured by it."""
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> int:
@@ -507,7 +509,7 @@ def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
 
 
 def cpu_of(what: Callable[[], object]) -> float:
-    """Seconds of CPU that this process, all its threads, spends meanwhile."""
+    """The seconds of CPU that all threads of this process spend meanwhile."""
     cpu = time.process_time()
     what()
     return time.process_time() - cpu
@@ -520,7 +522,7 @@ def _spin_for_a_second() -> None:
 
 
 def test_idle_agents_cost_nothing() -> None:
-    """Beside what one thread that spins gets of the machine in as long."""
+    """Their CPU is compared with that of a spinning thread in the same time."""
 
     def make() -> KvAgent:
         identity = AgentIdentity("idle", INCARNATION, FINGERPRINT)

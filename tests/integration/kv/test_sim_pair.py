@@ -1,4 +1,4 @@
-"""Prefill and decode hosts on the sim engine, in one process, over real gRPC; KV over memory or
+"""Prefill and decode hosts on the sim engine in one process, over real gRPC, with KV over memory or
 UCX.
 """
 
@@ -49,7 +49,7 @@ async def check(
 
 @pytest.mark.req("S1", "S3", "S49")
 async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTransport) -> None:
-    """Prompts around block boundaries, short and long outputs, all at once."""
+    """Prompts have lengths around block boundaries, outputs are short and long; all run at once."""
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 640, 1000, 1919, 1920, 1921]
     lengths += np.random.default_rng(7).integers(1, 1500, 40).tolist()
     async with pair(make_transport) as (p, _, to_p, to_d), asyncio.TaskGroup() as tasks:
@@ -60,7 +60,7 @@ async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTra
 
 @pytest.mark.req("S37")
 async def test_a_seeded_answer_goes_on_the_same_after_a_death_at_any_token() -> None:
-    """As a gateway does it: what was emitted is part of the prompt of the next attempt."""
+    """As at a gateway, the emitted tokens are part of the next attempt's prompt."""
     async with pair() as (p, _, to_p, to_d):
         for seed in (3, -1):
             prompt = prompt_of(150, seed & 7)
@@ -168,7 +168,7 @@ async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
         leg = await to_f.prefill(turn, Sampling(max_tokens=5), is_local=True)
         await leg.until("finished")
         first = leg.last("first_token")
-        assert first.num_cached_tokens == 192  # of 200 tokens, the last without KV
+        assert first.num_cached_tokens == 192  # of 200 tokens, the last of which has no KV
         expected, _ = sim_reference(turn, Sampling(max_tokens=5), sim_params(f.settings))
         assert [first.token_id, *leg.tokens] == expected
 
@@ -197,9 +197,9 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 
 @pytest.mark.req("S40")
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
-    """Admission answers beside the engine, whose prompt computes for as long as the test lasts.
+    """Admission answers without the engine, whose prompt computes for as long as the test lasts.
 
-    The least disturbed half counts.
+    The least disturbed half of the answers counts.
     """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))
@@ -229,7 +229,7 @@ ANSWER = Sampling(max_tokens=5, ignore_eos=True)
 async def test_with_decode_blocked_prefill_takes_its_slots_and_keeps_no_waiting_list(
     how: str,
 ) -> None:
-    """Forty prompts for three slots. A slot comes free with its transfer, and for one prompt."""
+    """Forty prompts ask for three slots. A transfer that ends frees one slot, for one prompt."""
     async with pair(num_slots=3) as (p, d, to_p, to_d):
 
         async def offer(num: int) -> tuple[list[LegLog], list[LegLog]]:
@@ -380,7 +380,7 @@ async def test_the_death_of_the_engine_fails_every_leg_and_ends_the_host() -> No
 
 @pytest.mark.fault("F28")
 async def test_a_gateway_that_does_not_read_is_cut_off_and_its_legs_end() -> None:
-    """Its receive window fills, the pile grows past the stall time, and the session is over."""
+    """Its receive window fills, it reads nothing for the stall time, and its session is ended."""
     config = HostConfig(stall_s=0.3)
     async with sim_instance(
         "fusion-0", FUSION, MemoryTransport, host_config=config, num_slots=64
@@ -430,8 +430,8 @@ async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
 
 @pytest.mark.fault("F23", "F24")
 async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
-    """Its pull has the only turn there is, and more of its own wait before those from the healthy
-    one come.
+    """The frozen sender's pull has the only turn, and more pulls from it wait. Only then do pulls
+    from the healthy sender come.
     """
     made: list[MemoryTransport] = []
 
@@ -451,7 +451,7 @@ async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
         TestSession(d) as to_d,
     ):
         sampling = Sampling(max_tokens=4)
-        await check(frozen, to_frozen, to_d, prompt_of(100), sampling)  # connects
+        await check(frozen, to_frozen, to_d, prompt_of(100), sampling)  # so that it is connected
         handed = []
         for seed in range(1, 6):
             prefill = await to_frozen.prefill(prompt_of(300, seed), sampling)

@@ -1,8 +1,8 @@
-"""Turns of a conversation that go on within a block: on one engine over real gRPC, and through a
+"""Turns of a conversation that go on within a block, on one engine over real gRPC and through a
 mesh of processes (S103, S104).
 
-The sim model's tokens depend on every byte of KV, so a right answer says that the reused part of a
-block was right.
+The sim model's tokens depend on every byte of KV, so a correct answer shows that the reused part of
+a block was correct.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.support.sites import fleet
 from tests.support.sites.sim_pair import prompt_of
 from tests.support.waiting import until
 
-WHOLE = PartialSampling(start=208, step=4)  # of blocks of 64: one name, at their number of tokens
+WHOLE = PartialSampling(start=208, step=4)  # blocks of 64 tokens have only one name, at their end
 SAMPLED = PartialSampling(start=16, step=4)
 
 
 async def ask(f: SimInstance, to_f: TestSession, prompt: list[int], num_tokens: int) -> list[int]:
-    """The answer, which is the reference's."""
+    """The answer, which must equal the reference's."""
     sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
     leg = await to_f.prefill(prompt, sampling, is_local=True)
     await leg.until("finished")
@@ -48,7 +48,7 @@ async def ask(f: SimInstance, to_f: TestSession, prompt: list[int], num_tokens: 
 
 
 def cached(session: TestSession) -> list[int]:
-    """Of the prompts that were computed, in order."""
+    """The cached tokens of each computed prompt, in order."""
     firsts = [leg.last("first_token") for leg in session.legs.values()]
     return [first.num_cached_tokens for first in firsts if first is not None]
 
@@ -77,7 +77,7 @@ async def test_chats_that_part_within_a_block_share_what_is_named_of_it() -> Non
         TestSession(f) as to_f,
     ):
         system = prompt_of(64 + 31)
-        async with asyncio.TaskGroup() as tasks:  # many at once, each with a tail of its own
+        async with asyncio.TaskGroup() as tasks:  # many at once, each with its own tail
             for seed in range(6):
                 tasks.create_task(ask(f, to_f, system + prompt_of(40, seed), 5))
         await ask(f, to_f, system + prompt_of(50, 9), 5)
@@ -96,7 +96,7 @@ async def test_two_that_continue_one_turn_at_once_do_not_disturb_each_other() ->
         async with asyncio.TaskGroup() as tasks:
             for seed in range(5):
                 tasks.create_task(ask(f, to_f, start + prompt_of(20 + seed, seed), 40))
-        # The first takes the block over; others copy it, unless the first has filled it by then.
+        # The first request takes the block over; others copy it, unless it is full by then.
         reused = cached(to_f)[1:]
         assert max(reused) == len(start)
         assert set(reused) <= {len(start), 64}
@@ -136,7 +136,7 @@ async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) ->
 @pytest.mark.req("S104")
 async def test_a_prompt_given_up_leaves_the_tail_it_continued() -> None:
     async with (
-        sim_instance(  # at a real engine's pace, so that it is given up while it computes
+        sim_instance(  # at a real engine's pace, so that the prompt is given up while it computes
             "fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE, sim_law="smollm2-cpu"
         ) as f,
         TestSession(f) as to_f,
@@ -170,9 +170,9 @@ async def test_wrong_bytes_below_the_watermark_change_the_answer() -> None:
 
 @pytest.mark.req("S103")
 async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_path: Path) -> None:
-    """Chats shorter than a block: only names of beginnings say who has them.
+    """The chats are shorter than a block, so only names of beginnings show which prefill has them.
 
-    Times of so short prompts are noise.
+    The times of such short prompts are noise.
     """
     spec = fleet.two_by_two(PDMESH_MASTER_SCHEDULER_LATENCY_WEIGHT="0")
     async with Mesh(spec, tmp_path / "mesh") as mesh, httpx.AsyncClient(timeout=30) as client:
@@ -190,11 +190,11 @@ async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_pa
             return sum(value for name, _, value in found if name == "pdmesh_index_blocks")
 
         await until(num_indexed)
-        num_before = num_indexed()  # of the request with which the gateway proved its path
+        num_before = num_indexed()  # from the request with which the gateway proved its path
         for n in range(8):
             messages = [{"role": "user", "content": f"chat number {n * 1237}"}]
             assert await turn(messages) < 40  # at most the template's own beginning
-            # A later turn's name takes the place of the one it continued.
+            # A later turn's name replaces the name of the turn that it continues.
             await until(lambda n=n: num_indexed() == num_before + n + 1)
             messages.append({"role": "user", "content": "go on"})
             assert await turn(messages) >= 16, "the first turn's prompt"

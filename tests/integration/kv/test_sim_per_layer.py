@@ -1,5 +1,5 @@
-"""KV handed on layer by layer while prefill computes: sim engines over real gRPC, KV over memory or
-UCX (S48, S51).
+"""KV is handed on layer by layer while prefill computes: sim engines over real gRPC, with KV over
+memory or UCX (S48, S51).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.req("S48", "S51")
 
 
 class Legs:
-    """Both legs of one request, as a gateway that chooses decode at Accepted drives them."""
+    """Both legs of one request, driven as by a gateway that chooses the decode at Accepted."""
 
     def __init__(self, to_p: TestSession, to_d: TestSession) -> None:
         self.to_p, self.to_d = to_p, to_d
@@ -71,7 +71,7 @@ async def run(to_p: TestSession, to_d: TestSession, prompt: list[int], sampling:
             await legs.start()
             if await legs.decode.until("accepted", "rejected") == pb.Accepted():
                 return legs
-        except TimeoutError:  # prefill refused
+        except TimeoutError:  # the prefill has refused
             pass
         await to_p.abort(legs.prefill)
         await asyncio.sleep(0.01)
@@ -93,7 +93,9 @@ async def check(
 async def test_output_is_that_of_one_process_whole_or_per_layer(
     make_transport: MakeTransport,
 ) -> None:
-    """Lengths around block and chunk boundaries, both ways at once on the same instances."""
+    """Prompts have lengths around block and chunk boundaries; both modes run at once on the same
+    instances.
+    """
     lengths = [2, 63, 64, 65, 128, 129, 511, 512, 513, 640, 1024, 1025, 1921]
     async with (
         pair(make_transport, num_slots=32, max_retrievals=32) as (p, _, to_p, to_d),
@@ -107,7 +109,9 @@ async def test_output_is_that_of_one_process_whole_or_per_layer(
 
 
 async def test_layers_travel_while_later_ones_are_computed() -> None:
-    """Eight layers of 2 MiB in seven ranges or more, the first long before prefill is done."""
+    """Eight layers of 2 MiB travel in at least seven ranges, the first long before prefill is
+    done.
+    """
     landed: list[bool] = []
     heavy: dict[str, Any] = {"sim_num_layers": 8, "sim_token_bytes": 4096, "sim_law": "demo"}
     prompt, sampling = prompt_of(512), Sampling(max_tokens=4)
@@ -147,7 +151,7 @@ async def test_one_token_answers_have_no_ticket() -> None:
 
 
 async def test_the_kv_is_at_decode_before_prefill_has_its_token() -> None:
-    """The transfer hides behind the computation: what is left at token 1 is the last layer, not the
+    """The transfer overlaps the computation: at token 1 only the last layer is left, not the whole
     prompt.
     """
     async with pair(sim_law="demo") as (_, d, to_p, to_d):
@@ -216,7 +220,9 @@ async def test_when_prefill_gives_up_in_the_middle_the_decode_hears_of_it() -> N
 
 
 async def test_a_decode_given_up_leaves_the_ticket_to_another() -> None:
-    """The pull of the first ends in the middle; the second gets every layer, and the same text."""
+    """The first decode's pull ends in the middle. The second decode gets every layer, and gives the
+    same text.
+    """
     prompt, sampling = prompt_of(1900), Sampling(max_tokens=9)
     async with pair(sim_law="demo") as (p, _, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -231,7 +237,7 @@ async def test_a_decode_given_up_leaves_the_ticket_to_another() -> None:
 
 @pytest.mark.fault("F4")
 async def test_kv_that_does_not_come_after_token_1_fails_the_leg() -> None:
-    """Nobody ends the layer that hangs; the time of a pull runs from token 1 on."""
+    """One layer hangs and is never completed; the time of the pull counts from token 1 on."""
     config = HostConfig(PullLimits(0.03))
     async with pair(sim_law="demo", host_config=config) as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -260,9 +266,9 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 
 @pytest.mark.req("S52", "S53")
 async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_ends() -> None:
-    """Of three requests at a decode with one slot two wait with their KV, and the fourth is
-    refused. Who waited has its first token exactly one iteration after the last token of whom it
-    follows.
+    """Three requests are at a decode with one slot: two wait with their KV, and a fourth is
+    refused. A request that waited has its first token exactly one iteration after the last token of
+    the request that it follows.
     """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
         iterations = drawing_iterations(d)
@@ -293,9 +299,9 @@ async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_
 async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
     is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back 16 MiB takes the sim as long as half a step.
+    """Reading back 16 MiB takes the sim half a step's time.
 
-    Who gives up meanwhile leaves nothing: `pair` checks.
+    A request that gives up meanwhile leaves nothing behind, as `pair` checks.
     """
     monkeypatch.setattr(retrieval, "_QUICK_BYTES", 0)
     sampling = Sampling(max_tokens=200, ignore_eos=True)
@@ -330,14 +336,14 @@ async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
 async def handed_on(
     to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
 ) -> LegLog:
-    """Prefill is over, and the decode has its order."""
+    """Hand a request on: prefill is over, and the decode has got its command."""
     prefill = await to_p.prefill(prompt, sampling)
     first = await prefill.until("first_token")
     return await to_d.start(prompt, sampling, first.token_id, first.ticket)
 
 
 def drawing_iterations(d: SimInstance) -> list[int]:
-    """The numbers of the engine's iterations that draw tokens, as they are."""
+    """The numbers of the engine's iterations that draw tokens; the list grows as they happen."""
     engine, num_iterations, drawing = d.engine, 0, list[int]()
     wait_out, draw = engine._wait_out, engine._draw
 

@@ -1,4 +1,4 @@
-"""An engine that is slow works: its queue is waited for, whatever the first token's target (S9),
+"""A slow engine still works: requests wait for its queue, whatever the first token's target (S9),
 and nothing is declared dead.
 """
 
@@ -28,8 +28,8 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
     tmp_path: Path,
 ) -> None:
     """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall
-    together. Whoever guesses how long twenty tokens may take calls it silent, and sends the same
-    work to the next instance.
+    together. A gateway that guessed how long twenty tokens may take would call it silent, and would
+    send the same work to the next instance.
     """
     spec = fleet.one_by_one(
         PDMESH_SIM_LAW="smollm2-cpu",

@@ -1,5 +1,5 @@
-"""Prefill and decode of different numbers of ranks over UCX: each rank has an agent, each piece its
-own connection.
+"""Prefill and decode with different numbers of ranks over UCX: each rank has an agent, and each
+piece has its own connection.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ARENA_BYTES = 8 << 20
 class Kind:
     """How numbers are stored.
 
-    `scale_bytes` lie behind those of K and those of V, of each token and head, as in vLLM's
+    `scale_bytes` follow the numbers of K and those of V, for each token and head, as in vLLM's
     int8_per_token_head.
     """
 
@@ -68,9 +68,7 @@ INT8 = Kind("int8", BESIDE, 4)  # an fp32 each
 
 @dataclass
 class Rank:
-    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size]; and its KV
-    agent.
-    """
+    """One rank's flash-attention cache, [2, blocks, tokens, heads, head size], and its KV agent."""
 
     instance_id: str
     rank: int
@@ -116,7 +114,7 @@ class Rank:
             ]
 
     def holds(self, whole: Any, ids: list[int]) -> bool:
-        """Bit for bit, numbers that are none included."""
+        """Whether it holds `whole` bit for bit, NaNs included."""
         heads = slice(self.mine.first, self.mine.first + self.mine.count)
         return all(
             torch.equal(
@@ -162,7 +160,7 @@ def ticket_of(sources: list[Rank]) -> Ticket:
 def instances(
     num_heads: int, num_sources: int, num_ranks: int, kind: Kind = BF16, target: Kind | None = None
 ) -> Iterator[tuple[list[Rank], list[Rank]]]:
-    """`target`: the kind of the receiving side, if it is another."""
+    """`target`: the kind at the receiving side, if it differs."""
     sides = ("prefill-0", num_sources, kind), ("decode-0", num_ranks, target or kind)
     with ExitStack() as stack:
         made: list[list[Rank]] = []
@@ -183,7 +181,7 @@ def instances(
 def test_every_rank_gets_its_heads_and_every_source_its_word(
     num_heads: int, num_sources: int, num_ranks: int, num_cached: int
 ) -> None:
-    """With a prefix cached at the destination too, of which nothing is pulled."""
+    """A prefix may be cached at the destination, too; then none of it is pulled."""
     rng = np.random.default_rng(num_heads + num_cached)
     shape = (NUM_LAYERS, 2, NUM_USED, TOKENS, num_heads, HEAD_DIM)
     whole = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, shape, np.int16)).view(
@@ -215,7 +213,7 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
 @pytest.mark.req("S126")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> None:
-    """Whole, and cut by heads: the scales of a head go where its numbers go."""
+    """The KV travels whole and cut by heads: the scales of a head go where its numbers go."""
     rng = np.random.default_rng(126)
     num_heads, shape = 4, (NUM_LAYERS, 2, NUM_USED, TOKENS, 4)
     numbers = torch.from_numpy(rng.integers(-128, 128, (*shape, HEAD_DIM), np.int8))
@@ -251,7 +249,7 @@ def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> Non
     ids=["another dtype", "other scales", "another place for the scales"],
 )
 def test_int8_is_refused_if_the_receiver_would_read_it_differently(other: Kind) -> None:
-    """At the handshake, and by a pull for all that: the bytes would fit, or nearly, and be
+    """The handshake refuses it, and so does a pull without one: the bytes might fit, but would be
     wrong.
     """
     with instances(4, 1, 1, INT8, other) as ((source,), (target,)):
@@ -282,8 +280,8 @@ def outcome(pull: TogetherPull) -> KvTransferFailed | None:
 def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
     num_sources: int, is_one_lost: bool
 ) -> None:
-    """The decode's worker half: its landing range is clear once, and only when nothing can write
-    there.
+    """At the decode's worker half, the landing range becomes free once, and only when nothing can
+    write there.
     """
     num_heads = 8
     rng = np.random.default_rng(5)

@@ -33,14 +33,14 @@ class Chats:
 
     def __init__(self, mesh: Mesh, client: httpx.AsyncClient) -> None:
         self.mesh, self.client = mesh, client
-        self.decode_of: dict[str, str] = {}  # by request
+        self.decode_of: dict[str, str] = {}  # by request id
 
     async def hear(self, message: Message) -> None:
         event = decode_event(message, RequestFinished)
         self.decode_of[event.request_id] = event.decode_id
 
     async def turn(self, chat_id: str, prompt: list[int]) -> str:
-        """The decode that served it."""
+        """Ask; returns the decode that served the turn."""
         body: dict[str, Any] = {"model": "default", "prompt": prompt, "max_tokens": 4}
         url = f"{self.mesh.http_url}/v1/completions"
         answer = await self.client.post(url, json={**body, "ignore_eos": True, "chat_id": chat_id})
@@ -55,7 +55,7 @@ class Chats:
 
     @asynccontextmanager
     async def filled(self, chat_id: str, home: str) -> AsyncIterator[None]:
-        """As many long answers of this chat as its decode has slots."""
+        """Fill all slots of the chat's decode with long answers of this chat."""
         long = [
             asyncio.create_task(
                 stream_completion(
@@ -108,7 +108,7 @@ def prompt_of(chat: int, turn: int) -> list[int]:
 
 @pytest.mark.req("S94")
 async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first(chats: Chats) -> None:
-    """Without a chat id the turns of one conversation spread: so it is the id that holds them."""
+    """Without a chat id the turns of one conversation spread, so the id keeps them together."""
     homes: dict[int, set[str]] = defaultdict(set)
     strays: dict[int, set[str]] = defaultdict(set)
     for turn in range(NUM_TURNS):
@@ -122,7 +122,7 @@ async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first(chats: Chats
 
 @pytest.mark.req("S94")
 async def test_a_turn_goes_elsewhere_while_its_decode_is_full(chats: Chats) -> None:
-    """It is not kept waiting for the decode of its chat, and the chat stays where it went on."""
+    """The turn does not wait for the decode of its chat, and the chat then stays at the new one."""
     home = await chats.turn("busy", prompt_of(1, 0))
     assert await chats.turn("busy", prompt_of(1, 1)) == home
     async with chats.filled("busy", home):

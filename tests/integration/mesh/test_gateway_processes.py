@@ -62,11 +62,9 @@ async def many_streams(
 ) -> AsyncIterator[
     tuple[httpx.AsyncClient, list[list[int]], list[asyncio.Task[StreamOutcome]], str]
 ]:
-    """The client, the prompts, their streams, all under way, and the gateway that has most of
-    them.
-    """
+    """The client, the prompts, their streams, all under way, and the gateway with most streams."""
     headers = {"authorization": f"Bearer {key}"}
-    limits = httpx.Limits(max_keepalive_connections=0)  # one each: the kernel spreads them
+    limits = httpx.Limits(max_keepalive_connections=0)  # one per request: the kernel spreads them
     async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
         prompts = [[40 + (i * 7 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
         streams = [
@@ -97,8 +95,8 @@ async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is
             late = await stream_completion(client, url, prompts[0], 2, ignore_eos=True)
             late_ones.append(late)
             await asyncio.sleep(0.05)
-        # A connection that the kernel had given to the listener that closes is reset, or told to go
-        # elsewhere.
+        # The kernel may have given a connection to the listener that closes. It is reset, or told
+        # to go elsewhere.
         unlucky = [o for o in late_ones if not o.is_complete]
         assert all(o.was_cut or (o.error or {})["code"] == "draining" for o in unlucky)
         assert len(unlucky) <= 2
@@ -122,8 +120,8 @@ async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is
 async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
     mesh: Mesh, token: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """Its clients see their connections end, the other's see nothing; what worked for it is freed,
-    and requests go on.
+    """Its clients see their connections end, and the other gateway's clients see nothing. All that
+    worked for it is freed, and requests go on.
     """
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")

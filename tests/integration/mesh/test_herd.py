@@ -1,8 +1,8 @@
-"""Several gateways and one set of prefills, without coordination: they do not all run to the same
-one (S42, S43, S46).
+"""Several gateways share one set of prefills without coordination, and do not all choose the same
+prefill (S42, S43, S46).
 
-Two gateways, sixteen prefills with one slot each. What a request costs is how many of them refused
-it.
+There are two gateways and sixteen prefills with one slot each. The cost of a request is the number
+of prefills that refused it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tests.fakes.memory_registry import MemoryView
 
 NUM_PREFILLS = 16
 PREFILL_S = 0.4  # at least
-# A prefill takes so many times what a request costs this machine beside it: sixteen prefills, not
-# the one process, are the bottleneck.
+# A prefill takes this many times what else a request costs this machine, so that the sixteen
+# prefills are the bottleneck, and not the one process.
 COSTS_PER_PREFILL = 40
 MOST_S = 4.0  # a gateway gives up an instance that shows no work for 5 s
 NUM_EACH = 6  # requests of a user
 
 
 class PlacingMaster(FakeMaster):
-    """The master's own placement, told of loads as late as it is in a mesh."""
+    """The master's own placement, which learns of loads as late as in a mesh."""
 
     def __init__(self, mesh: GatewayMesh) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class PlacingMaster(FakeMaster):
 
 @dataclass
 class Told:
-    """Requests by how many prefills refused them, and prompts by prefill."""
+    """Counts of requests by the number of prefills that refused them, and of prompts by prefill."""
 
     rejections: Counter[int]
     prompts: Counter[str]
@@ -135,8 +135,9 @@ async def two_gateways(
 
 
 async def cost_of_a_request(mesh: GatewayMesh) -> float:
-    """Its median, by prefills that take no time: what this machine, as busy as it is now, adds to a
-    prefill.
+    """The median time of a request with prefills that take no time.
+
+    This is what the machine, as busy as it is now, adds to a prefill.
     """
     url, costs = f"http://127.0.0.1:{mesh.gateway.http.port}/v1/completions", []
     async with httpx.AsyncClient(timeout=60) as client:
@@ -145,12 +146,12 @@ async def cost_of_a_request(mesh: GatewayMesh) -> float:
             body = {"model": "tiny", "prompt": f"cost {number}", "max_tokens": 2}
             assert (await client.post(url, json=body)).status_code == 200
             costs.append(time.monotonic() - began)
-    await mesh.gateway.observer.publish_rest()  # its events are none of a drive's
+    await mesh.gateway.observer.publish_rest()  # these events must not count for a drive
     return statistics.median(costs)
 
 
 async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> Told:
-    """Half of the users at each gateway, each with one request after the other."""
+    """Half of the users are at each gateway; each user sends one request after the other."""
     num_before = len(mesh.events)
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=300) as client:
@@ -187,16 +188,16 @@ async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> T
 async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """Eight prompts for sixteen slots.
+    """Eight prompts are under way for sixteen slots.
 
-    Gateways that ranked alike would meet refusals at every prefill the other one uses.
+    Gateways that ranked alike would be refused by every prefill that the other gateway uses.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         told = await drive(mesh, gateways, num_users=8)
     assert told.mean_rejections < 0.7
     assert told.share_of_at_most(3) > 0.95
     if has_master:
-        # Three or four prompts for each: by chance one or two prefills may get none.
+        # There are three or four prompts per prefill: by chance one or two prefills may get none.
         assert len(told.prompts) >= NUM_PREFILLS - 2
         assert max(told.prompts.values()) < 2.5 * told.prompts.total() / NUM_PREFILLS
 
@@ -206,10 +207,10 @@ async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
 async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """Who waits is called when a slot comes free, by both gateways at once: one of the two is
+    """When a slot comes free, both gateways call a waiting request. One of the two requests is
     refused, and waits again.
 
-    What they carry is compared with what they do in peace, with one prompt for every two slots.
+    Their rate is compared with their rate at low load, with one prompt for every two slots.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         peace = await drive(mesh, gateways, num_users=NUM_PREFILLS // 2)

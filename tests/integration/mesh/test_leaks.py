@@ -1,5 +1,5 @@
-"""A small run of the leak test that `make bench NAME=leak` runs with 100,000 requests, and that it
-sees what is left.
+"""A small run of the leak test that `make bench NAME=leak` runs with 100,000 requests, and tests
+that it sees leaks.
 """
 
 from __future__ import annotations

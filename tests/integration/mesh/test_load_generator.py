@@ -1,4 +1,4 @@
-"""The load generator must count what a server really sent, however TCP cuts it up."""
+"""The load generator must count what a server really sent, however TCP cuts the bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Four times as many users as a decode has KV memory for: who is taken is answered whole, the
-others are told when to come back (F36).
+"""Four times as many users come as a decode has KV memory for: accepted requests are answered
+whole, and the others are told when to come back (F36).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
 async def test_four_times_the_kv_memory_ends_in_answers_and_429s_in_time(mesh: Mesh) -> None:
-    """Four times as many users get as many answers as those alone for whom there is room, or
-    nearly: both are counted here, one after the other. And no client waits for its refusal until it
-    is its own deadline that ends it.
+    """Four times as many users get nearly as many answers in all as only the users for whom there
+    is room; both are counted here, one after the other. And each client gets its refusal before its
+    own deadline.
     """
     reference = fleet.Reference.load(mesh.state_dir / "reference")
     memory = {name: rss_bytes(mesh, name) for name in PROCESSES}

@@ -1,5 +1,5 @@
-"""A gateway is ready when a request of its own has gone through prefill, KV and decode, and not
-because addresses are registered.
+"""A gateway is ready when its own request has gone through prefill, KV and decode, and not because
+addresses are registered.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def test_one_that_was_ready_stays_so_whatever_happens_to_the_way(site: Sit
 async def test_behind_a_proxy_a_mesh_is_ready_and_answers(
     site: Site, monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...]
 ) -> None:
-    """Found by a user: gRPC heeds http_proxy, so the mesh said that it was ready, and every request
+    """Found by a user: gRPC obeys http_proxy, so the mesh said that it was ready, but every request
     got a 503.
     """
     for name in (

@@ -1,6 +1,6 @@
 """A mesh that loses what it serves with: a hung engine, a whole role, everything.
 
-Clients see whole texts, or the default one.
+Clients see whole texts, or the default text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check(outcomes: list[StreamOutcome], reference: fleet.Reference) -> None:
 
 
 async def lose(mesh: Mesh, *names: str) -> None:
-    """kill -9, and nobody starts them again."""
+    """Kill the processes with -9, and do not let them be started again."""
     for name in names:
         mesh.kill(name)
     await asyncio.gather(*(mesh.supervisor.stop(name) for name in names))
@@ -66,7 +66,7 @@ async def bring_back(mesh: Mesh, *names: str) -> None:
 
 
 def num_tokens(mesh: Mesh) -> float:
-    """Drawn for clients so far."""
+    """The number of tokens drawn for clients so far."""
     return sum(
         v for n, _, v in fleet.samples(mesh, "gateway-0") if n == "pdmesh_gateway_tokens_total"
     )
@@ -97,7 +97,7 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 ) -> None:
     async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
-        # Past where a death is a prompt's own doing.
+        # After this many tokens, a death is not blamed on the prompt.
         await until(lambda: num_tokens(mesh) > 8 * 25)
         await lose(mesh, *lost)
         check(await asyncio.gather(*streams), reference)
@@ -116,8 +116,8 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_anew(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """The process beats and answers probes, as vLLM's host does while its engine process is
-    stuck.
+    """The process still sends heartbeats and answers probes, as vLLM's host does while its engine
+    process hangs.
     """
     hung = {
         "PDMESH_DECODE_FAILPOINT": "engine.step=hang@40",
@@ -161,9 +161,9 @@ async def test_with_everything_gone_clients_get_the_scenarios_text(
 async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level_decides(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """Level 3: no requests until it is healed.
+    """At level 3, the instance gets no requests until it is healed.
 
-    Level 2: the instance starts itself anew. Nobody else is touched.
+    At level 2, the instance starts itself anew. No other instance is affected.
     """
     spec = replace(fleet.two_by_two(), node_agent=True)
     async with Mesh(spec, tmp_path) as mesh:

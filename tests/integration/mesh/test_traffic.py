@@ -1,5 +1,5 @@
-"""The generator of real load, against canned answers: it sends what the workload says, when it
-says.
+"""The generator of real load, against canned answers: it sends what the workload says, at the times
+that it says.
 """
 
 from __future__ import annotations

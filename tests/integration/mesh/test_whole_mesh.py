@@ -1,5 +1,5 @@
-"""Requests through all six services as real processes, on the sim engine: what clients and
-operators see of them.
+"""Requests through all six services as real processes on the sim engine: what clients and operators
+see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Block size is 64: lengths around its multiples, and the shortest.
+# The block size is 64: the lengths are around its multiples, and the shortest ones.
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 640)
 CANARY = "xyzzy-canary-zebra"
 
@@ -210,7 +210,9 @@ async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
 async def test_the_steps_of_a_plan_are_spans_of_its_trace(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """Hash, match, decide: each says what came of it, and the prefill that follows is that one."""
+    """Hash, match and decide each report their result, and the prefill that follows is the chosen
+    one.
+    """
     body = {"model": "default", "prompt": prompt_of(450), "max_tokens": 4, "ignore_eos": True}
     asked: list[str] = []
 
@@ -311,8 +313,8 @@ async def test_operators_see_a_finished_request_as_readable_json(
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: a canary in a prompt, in a bad request and in an aborted one is found nowhere but at the
-    client.
+    """I9: a canary word in a prompt, in a bad request and in an aborted request is found nowhere
+    but at the client.
     """
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
@@ -344,7 +346,7 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
 async def test_the_numbers_of_a_request_are_in_the_metrics_of_who_served_it(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """TTFT, tokens, time per token, and how full memory and batch are: each by what was asked."""
+    """TTFT, tokens, time per token, and how full memory and batch are: all match the request."""
     asked, num_tokens, prompt = 6, 9, prompt_of(333)
     prefills, decodes = (("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
 
@@ -390,7 +392,7 @@ async def test_the_numbers_of_a_request_are_in_the_metrics_of_who_served_it(
 async def test_running_streams_end_while_no_master_runs(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """It stands still from the first token of each stream on, until the last has ended."""
+    """The master is stopped from each stream's first token until the last stream has ended."""
     (master,) = (name for name in mesh.names if name.startswith("master"))
     num_tokens, lines = 400, []
     body = {"model": "default", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
@@ -428,7 +430,7 @@ async def test_running_streams_end_while_no_master_runs(
 async def test_accepted_is_completed_plus_failed_plus_cancelled(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """I6, over everything the tests above did to this mesh."""
+    """I6, over all requests that the tests above sent to this mesh."""
 
     def counted() -> tuple[float, float]:
         accepted = ended = 0.0

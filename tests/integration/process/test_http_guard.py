@@ -1,4 +1,4 @@
-"""An HTTP server with its bounds, and what it tells an application that looks at all it gets."""
+"""An HTTP server with its bounds, and what it passes to an application that reads everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.httpd.server import HttpServer, listen
 from tests.support.waiting import until
 
 MAX_HEAD = 2048
-LARGE = 16 << 20  # more than the kernel keeps of what nobody reads
+LARGE = 16 << 20  # more than the kernel buffers of unread data
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -24,8 +24,8 @@ Message = MutableMapping[str, Any]
 
 
 class Echo:
-    """Answers with what it was told; `/early` answers before it reads, `/slow` when it is let,
-    `/large` at length.
+    """Answers with what it got. `/early` answers before it reads, `/slow` answers when the test
+    lets it, and `/large` gives a long answer.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Site:
         answer = b""
 
         async def read() -> None:
-            """Beside the sending: an answer that nobody reads for a second is dropped with its
+            """Read while sending: an answer that is not read for a second is dropped with its
             connection.
             """
             nonlocal answer
@@ -87,7 +87,7 @@ class Site:
             if reading.done():
                 break
             writer.write(part)
-            await asyncio.sleep(0.01)  # its own packet
+            await asyncio.sleep(0.01)  # so that each part has its own packet
         async with asyncio.timeout(60):
             await reading
         writer.transport.abort()
@@ -160,7 +160,7 @@ async def test_what_is_no_body_has_a_bound(sent: bytes, statuses: set[int], at_o
 
 
 async def test_a_body_in_chunks_passes_with_what_frames_it() -> None:
-    """64 bytes a chunk are framed by more than a head may have."""
+    """With chunks of 64 bytes, the framing is longer than a head may be."""
     num_chunks = MAX_HEAD
     chunks = b"40\r\n" + b"x" * 64 + b"\r\n"
     async with serving(receive_timeout_s=30.0) as site:
@@ -206,7 +206,7 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 
 @pytest.mark.parametrize("part", [b"\r\n", b"\n"])
 async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
-    """Each was taken for the beginning of a request, which stopped the clock of an idle
+    """Each line was once taken for the beginning of a request, which stopped the clock of an idle
     connection.
     """
     async with serving(receive_timeout_s=600.0) as site:
@@ -221,7 +221,7 @@ async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
 
         trickling = asyncio.create_task(trickle())
         async with asyncio.timeout(60):
-            with suppress(ConnectionResetError):  # what was on its way when it ended
+            with suppress(ConnectionResetError):  # bytes were on their way when it ended
                 assert await reader.read() == b""
         trickling.cancel()
         writer.transport.abort()
@@ -305,7 +305,7 @@ async def test_a_full_listener_that_makes_room_drops_the_connection_that_waited_
 
 @pytest.mark.fault("F29")
 async def test_refused_requests_that_never_end_do_not_fill_a_port_that_makes_room() -> None:
-    """Their connections linger, so that the answers arrive."""
+    """The connections of refused requests linger, so that their answers arrive."""
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
         for _ in range(3):

@@ -71,7 +71,7 @@ async def test_asked_to_stop_it_finishes_what_runs_refuses_the_rest_and_says_goo
 
 @pytest.mark.fault("F6")
 async def test_a_killed_decode_is_noticed_and_prefill_frees_its_slot(site: Site) -> None:
-    """Decode dies with the pull under way; the gateway gives the prompt to another decode."""
+    """The decode dies while its pull is under way; the gateway asks another decode."""
     p = await site.start("prefill", "prefill-0", NUM_SLOTS="1", SIM_LAW="zero")
     d = await site.start("decode", "decode-0", FAILPOINT="decode.accepted=sigkill")
     other = await site.start("decode", "decode-1", SIM_LAW="zero")

@@ -145,8 +145,8 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
 def test_a_full_disk_takes_the_log_lines_and_nothing_else(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """Each line raised into the code that logged it: requests broke off, and SIGTERM did not end
-    the process.
+    """Each log line once raised an error in the code that logged it: requests broke off, and
+    SIGTERM did not end the process.
     """
     (tmp_path / "log").symlink_to("/dev/full")
     processes.append(process := Process(tmp_path))
@@ -158,9 +158,9 @@ def test_a_full_disk_takes_the_log_lines_and_nothing_else(
 def test_an_ops_file_that_cannot_be_written_is_written_later(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """As on a full disk.
+    """The disk may be full.
 
-    It took the service down, and after ten such deaths its launcher gave it up for good.
+    This once took the service down, and after ten such deaths its launcher gave it up for good.
     """
     (blocked := tmp_path / "run").touch()
     file = blocked / "ops"
@@ -175,7 +175,7 @@ def test_an_ops_file_that_cannot_be_written_is_written_later(
 
 
 def test_every_line_is_json_whatever_logged_it(tmp_path: Path, processes: list[Process]) -> None:
-    """gRPC's library, the warnings module, a thread and a finalizer all wrote text of their own."""
+    """gRPC's library, the warnings module, a thread and a finalizer once wrote plain text."""
     settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
     processes.append(process := Process(tmp_path, **settings))
     assert process.process.wait(30) == 0
@@ -235,7 +235,7 @@ def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Pro
 def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """Before anything else: here is no NATS to wait for."""
+    """It exits before it does anything else: there is no NATS that it could wait for."""
     token = tmp_path / "token"
     token.write_text("short\n")
     processes.append(

@@ -1,4 +1,4 @@
-"""Every port that a mesh listens on is in a table of docs/security.md, at that address, and asks
+"""Every port that a mesh listens on is in the table of docs/security.md, with its address, and asks
 strangers for what the table says.
 """
 
@@ -47,7 +47,7 @@ class Port:
 
 
 def named_ports(spec: MeshSpec) -> set[Port]:
-    """By the table, for a mesh of this spec."""
+    """The ports that the table names for a mesh of this spec."""
     text = (ROOT / "docs/security.md").read_text()
     section = text.partition(HEADING)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|[^|]*\|$", section, re.MULTILINE)
@@ -93,13 +93,13 @@ def _number(address: str) -> int:
 
 
 def _other(service: str, listener: Listener) -> str:
-    """UCX takes ports of its own choice, on tcp alone."""
+    """UCX chooses its own ports, and only on tcp."""
     is_kv = service in {"prefill", "decode", "instance"} and listener.protocol == "tcp"
     return "KV" if is_kv else f"{listener.protocol} {listener.port}"
 
 
 def _host(listener: Listener, spec: MeshSpec | None) -> str:
-    """gRPC takes both families for 0.0.0.0, and UCX each interface by its number."""
+    """For 0.0.0.0, gRPC listens on both families, and UCX on the address of each interface."""
     if listener.host == "::" or (spec is not None and spec.inner_host == ALL):
         return ALL
     return listener.host
@@ -122,8 +122,8 @@ def mesh_spec(directory: Path, **options: Any) -> MeshSpec:
 
 
 async def check_ports(mesh: Mesh) -> list[Found]:
-    """Blank instances listen for KV from when they load; then every row of the table is met, and
-    nothing else.
+    """Wait until blank instances have loaded and listen for KV. Then the ports are exactly those of
+    the table.
     """
     named = named_ports(mesh.spec)
     found: list[Found] = []
@@ -146,8 +146,8 @@ async def test_a_mesh_listens_where_the_table_says_and_nowhere_else(tmp_path: Pa
 async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere(
     tmp_path: Path,
 ) -> None:
-    """Found with `pdmesh up --host ADDRESS --keys FILE`: all listened there, and an instance served
-    whoever came.
+    """Found with `pdmesh up --host ADDRESS --keys FILE`: all processes listened there, and an
+    instance served any caller.
     """
     keys = api_keys.KeyFile()
     key = api_keys.issue(keys, "acme")
@@ -184,7 +184,7 @@ async def _refuses_strangers(found: Found) -> None:
 
 
 def image_settings() -> dict[str, str]:
-    """What the Dockerfile says to every container."""
+    """The settings that the Dockerfile gives to every container."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     runtime = text.partition("AS runtime\n")[2].partition("\nFROM ")[0]
     (line,) = re.findall(r"^ENV (.*)$", runtime, re.MULTILINE)

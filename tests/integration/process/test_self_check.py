@@ -1,5 +1,5 @@
-"""An instance that watches its own engine: a step of any length is work, and standing still is not
-(S33).
+"""An instance watches its own engine: a step of any length counts as work, and standing still does
+not (S33).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HUNG_S = 2.0
 
 
 class EmptyBoard:
-    """Nobody judges."""
+    """A board without any verdict."""
 
     def watch(self, on_change: object) -> EmptyBoard:
         return self
@@ -52,7 +52,7 @@ def self_check(instance: SimInstance) -> SelfCheck:
 
 
 async def test_a_step_longer_than_the_bound_is_not_given_up() -> None:
-    """200 tokens at 39 tokens/s: for over twice the bound no ping is answered."""
+    """With 200 tokens at 39 tokens/s, no ping is answered for over twice the bound."""
     sampling = Sampling(max_tokens=1)
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         check = self_check(f)
@@ -100,9 +100,9 @@ def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
 
 
 async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_instance() -> None:
-    """It was idle when it was chosen.
+    """The instance was idle when it was chosen.
 
-    Eight tokens behind two hundred on a slow engine are late, not lost.
+    On a slow engine, eight tokens behind two hundred are late, not lost.
     """
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         async with TestSession(f) as to_f:

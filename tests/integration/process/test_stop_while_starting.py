@@ -1,4 +1,4 @@
-"""SIGTERM to a service that has not come as far as serving: it waits for nothing any more."""
+"""SIGTERM to a service that does not serve yet: it stops waiting and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICES = ["gateway", "master_scheduler", "health_monitor", "kv_cache_index", "
 @pytest.mark.fault("F18")
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_that_waits_for_nats_ends_when_asked(tmp_path: Path, service: str) -> None:
-    """`pdmesh down` after NATS could not start, or a rollout while it is away."""
+    """This happens with `pdmesh down` after NATS could not start, or in a rollout without NATS."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and never listens
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}

@@ -1,4 +1,6 @@
-"""The supervisor with real processes: what dies is restarted, what is stopped is gone."""
+"""The supervisor with real processes: a process that dies is restarted, one that is stopped is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Supervised:
         self.supervisor = Supervisor(directory / "logs", self.notices.append, policy)
 
     async def until_up(self, name: str, times: int = 1) -> int:
-        """Wait until the program has said `up` so often; its pid."""
+        """Wait until the program has printed `up` `times` times; returns its pid."""
         await self.until(lambda: self.supervisor.log_file(name).read_text().count("up") >= times)
         pid = self.supervisor.pid(name)
         assert pid is not None
@@ -66,8 +68,8 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
 
 
 async def test_a_failing_report_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
-    """Found with a launcher whose terminal had gone: a killed decode stayed dead, and stopping it
-    was a KeyError.
+    """Found with a launcher whose terminal was gone: a killed decode stayed dead, and stopping it
+    raised a KeyError.
     """
     problems: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
@@ -98,7 +100,7 @@ async def test_what_could_not_be_started_can_be_stopped(
     monkeypatch.setattr(child, "start", no_process_left)
     supervised = Supervised(tmp_path)
     supervised.supervisor.start(program("a", OBEDIENT))
-    await supervised.supervisor.stop("a")  # before its end has been told
+    await supervised.supervisor.stop("a")  # before its end has been reported
     assert supervised.supervisor.phase("a") is ProcessPhase.STOPPED
     assert "cannot start: Resource temporarily unavailable" in (
         supervised.supervisor.log_file("a").read_text()
@@ -146,7 +148,7 @@ async def test_a_frozen_process_can_be_stopped(mesh: Supervised) -> None:
 
 
 async def test_children_of_a_dead_process_die_before_it_is_restarted(mesh: Supervised) -> None:
-    """An engine runs in processes of its own; the one of the dead service would keep its memory and
+    """An engine runs in its own processes. The engine of the dead service would keep its memory and
     its port.
     """
     source = (

@@ -25,7 +25,7 @@ def test_one_package_is_installed_and_the_services_are_in_it(tmp_path: Path) -> 
         archive.extractall(site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"pdmesh"}
     assert (site / "pdmesh/services/master_scheduler/admin/page/page.html").is_file()
-    # -P: the repository, whose `services` a forgotten import would find, is not on the path.
+    # -P keeps the repository off the path: a forgotten import would find its `services`.
     names = "gateway master_scheduler prefill decode instance kv_cache_index health_monitor"
     code = "; ".join(f"import pdmesh.services.{name}.__main__ as m" for name in names.split())
     command = [sys.executable, "-P", "-c", f"{code}; print(m.__file__)"]

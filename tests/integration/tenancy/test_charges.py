@@ -1,5 +1,5 @@
-"""What a tenant is charged for a call that fails: the tokens that its client got, and nothing where
-it got an error alone.
+"""For a call that fails, a tenant is charged the tokens that its client got, and nothing if the
+client got only an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_DRAWN = 30  # before the only instance dies
 
 
 class Ledger(OpenAccess):
-    """An access control that admits every call and records what is charged in the end."""
+    """An access control that admits every call and records what is charged at its end."""
 
     def __init__(self) -> None:
         self.settled: list[int] = []
@@ -54,8 +54,8 @@ class Ledger(OpenAccess):
 async def one_fusion(
     directory: Path, ledger: Ledger
 ) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
-    """Nothing is retried, and after its first chunk a stream is not written to for long: the rest
-    is in its last delta.
+    """Nothing is retried. After its first chunk, a stream is not written to for a long time, so
+    that the rest is in its last delta.
     """
     async with gateway_mesh(
         directory, 0, 0, num_fusions=1, access=ledger, max_migrations=0, chunk_interval_ms=600_000.0

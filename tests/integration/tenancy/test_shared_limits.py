@@ -1,5 +1,5 @@
-"""A tenant's limits over several gateways on one NATS: never more than the limit, never nothing for
-good.
+"""A tenant's limits over several gateways on one NATS: together they never grant more than the
+limit, and no gateway is left without a part for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ pytestmark = pytest.mark.req("S97")
 
 @dataclass
 class Fleet:
-    """Gateways' doors, each with a loop of its own; `names` is what the registry would show."""
+    """The access controls of gateways, each with its own loop. `names`: as the registry shows
+    them.
+    """
 
     bus: NatsBus
     path: Path
@@ -46,7 +48,7 @@ class Fleet:
         return access
 
     async def stop(self, name: str) -> None:
-        """As a gateway that is told to end."""
+        """Stop a gateway that was asked to end."""
         access = await self.kill(name)
         await access.close()
 
@@ -69,7 +71,7 @@ class Fleet:
             return None
 
     async def enters(self, access: KeyedAccess) -> bool:
-        """It lets a call in, which ends at once."""
+        """Whether it admits a call; the call ends at once."""
         permit = await self.enter(access)
         if permit is not None:
             permit.leave()
@@ -105,7 +107,7 @@ async def fleet(bus: NatsBus, directory: Path, tenant: TenantEntry) -> AsyncIter
 async def test_four_open_calls_over_three_gateways_are_four(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4)) as f:
         accesses = [f.add(f"g{i}/1") for i in range(3)]
-        for access in accesses:  # each has had a call, so each has its part
+        for access in accesses:  # each gateway has had a call, so each has its part
             await until(lambda access=access: f.enters(access))
         permits = await asyncio.gather(*(f.enter(d) for d in accesses for _ in range(8)))
         let_in = [v for v in permits if v is not None]
@@ -121,7 +123,7 @@ async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBu
         access = f.add("g0/1")
         assert sum(v is not None for v in [await f.enter(access) for _ in range(6)]) == 4
         await f.kill("g0/1")
-        again = f.add("g0/2")  # its next life need not wait for the one before
+        again = f.add("g0/2")  # its next incarnation need not wait for the earlier one
         assert await f.enter(again) is not None
 
 
@@ -131,7 +133,7 @@ async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) 
         for _ in range(2):
             for access in accesses:
                 await until(lambda access=access: f.enters(access))
-        # Calls that go on hold theirs; the gateway whose turn it is gets the other one.
+        # Open calls hold their parts; the gateway whose turn it is gets the other part.
         first = await f.enter(accesses[0])
         while first is None:
             first = await f.enter(accesses[0])
@@ -202,7 +204,9 @@ async def test_without_nats_a_gateway_goes_on_with_its_part(
 async def test_tokens_of_the_day_that_another_gateway_holds_unused_are_granted_here(
     tmp_path: Path, bus: NatsBus
 ) -> None:
-    """Each held half of the parts, and one with nothing left of its half refused until midnight."""
+    """Each gateway once held half of the parts, and refused until midnight when its half was
+    used.
+    """
     async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:
         first, second = f.add("g0/1"), f.add("g1/1")
         assert await f.grants(first, 5)

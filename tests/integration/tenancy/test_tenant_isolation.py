@@ -1,4 +1,4 @@
-"""What one tenant can learn of another's prompts through the whole mesh: nothing, by count or by
+"""Through the whole mesh, one tenant can learn nothing about another's prompts, by count or by
 clock (F40).
 """
 
@@ -18,19 +18,15 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 NUM_PROBES = 200
-NUM_TOKENS = (
-    768  # twelve blocks: 60 ms of the sim's prefill, so that a busy machine does not hide them
-)
+NUM_TOKENS = 768  # twelve blocks: 60 ms of the sim's prefill, which a busy machine does not hide
 NUM_CACHED = 704  # the last block is computed, since the first draw needs its last token
 NUM_OWN = 50
 MAX_AUC = 0.6
-MIN_AUC = 0.7  # 4 sigma from a guess with so many of each
+MIN_AUC = 0.7  # 4 sigma from a guess, with this many probes of each kind
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """How well "it was fast" tells hits from misses: 0.5 is a guess, 1.0 is certain
-    (Mann-Whitney).
-    """
+    """How well speed tells hits from misses: 0.5 is a guess, 1.0 is certain (Mann-Whitney)."""
     ranked = sorted([(t, True) for t in hits] + [(t, False) for t in misses])
     rank_sum = sum(rank for rank, (_, is_hit) in enumerate(ranked, start=1) if is_hit)
     u = rank_sum - len(hits) * (len(hits) + 1) / 2
@@ -56,9 +52,9 @@ class Asker:
 @pytest.mark.req("S80", "S126")
 @pytest.mark.fault("F40")
 async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_path: Path) -> None:
-    """B guesses A's prompts exactly, and asks for as many that nobody ever sent.
+    """B guesses A's prompts exactly, and sends the same number of prompts that are new to the mesh.
 
-    The control: A's own second time is seen.
+    The control: when A sends its own prompts again, the hits do show.
     """
     rng = random.Random(40)
     prompts = [[rng.randrange(40, 120) for _ in range(NUM_TOKENS)] for _ in range(2 * NUM_PROBES)]
@@ -78,7 +74,7 @@ async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_pa
         acme, mallory = Asker(client, secrets["acme"]), Asker(client, secrets["mallory"])
         for prompt in known:
             assert (await acme.ask(prompt))[1] == 0
-        # In one random order, so that a machine that is busy for a while slows all kinds alike.
+        # The probes are shuffled, so that a machine that is busy for a while slows all kinds alike.
         probes = [(mallory, prompt, "known") for prompt in known]
         probes += [(mallory, prompt, "unknown") for prompt in unknown]
         probes += [(acme, prompt, "own") for prompt in known[:NUM_OWN]]

@@ -168,7 +168,7 @@ async def test_open_requests_are_bounded_and_a_closed_one_makes_room(tmp_path: P
 async def test_tokens_are_paid_in_advance_and_what_was_not_used_comes_back(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(tokens_per_min=100, tokens_per_day=120)) as k:
         stop = k.mesh.expected_text("abc", 4)[2]
-        for _ in range(3):  # 83 each in advance, 6 in the end
+        for _ in range(3):  # each pays 83 in advance, and 6 in the end
             answer = await k.ask("acme", max_tokens=80, stop=stop)
             assert answer.status_code == 200
         too_many = await k.ask("acme", max_tokens=97)
@@ -249,7 +249,7 @@ async def test_grpc_asks_for_the_same_key_and_keeps_the_same_limits(tmp_path: Pa
         stream = stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=metadata)
         assert "".join([p.text async for p in stream]) == answer.text
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            # At once: one by one a slow machine keeps within the rate.
+            # All at once: one by one, a slow machine would keep within the rate.
             await asyncio.gather(*(stub.Generate(request, metadata=metadata) for _ in range(20)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = rpc.from_rpc_error(caught.value)

@@ -1,5 +1,5 @@
-"""S105 through a whole mesh: what the file store acknowledged outlives its writer's SIGKILL, and is
-loaded, not computed, by the next.
+"""S105 through a whole mesh: stored blocks outlive the SIGKILL of their writer, and the next
+instance loads them and does not compute them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spec(store: Path) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            # computing takes long enough for a busy disk to be waited for
+            # computing takes so long that waiting for a busy disk pays
             "PDMESH_SIM_LAW": "smollm2-cpu",
             "PDMESH_KV_FILE_STORE_DIR": str(store),
             "PDMESH_KV_TIER_TIMEOUT_S": "20",
@@ -44,7 +44,7 @@ def prompt_of(seed: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int]) -> tuple[str, int]:
-    """The text, and the tokens of the prompt that were not computed."""
+    """The text, and how many tokens of the prompt were not computed."""
     asked = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     response = await client.post("/v1/completions", json={"model": "default"} | asked)
     assert response.status_code == 200, response.text
@@ -97,12 +97,12 @@ async def test_what_was_stored_is_loaded_after_a_kill_and_nothing_of_it_is_compu
             text, num_cached = await ask(client, prompt)
             assert text == reference.text(prompt, MAX_TOKENS)
             num_loaded += num_cached == NUM_BLOCKS * BLOCK_TOKENS
-        # A machine that stands still for longer than computing takes has a prompt computed: right,
-        # and not what is shown here.
+        # A machine that stands still for longer than computing takes computes a prompt. That is
+        # correct, but not what this test shows.
         assert num_loaded >= len(whole) - 2
         await until(lambda: counted(mesh, "served") >= num_loaded * NUM_BLOCKS)
 
-        for path in store.rglob("*.kv"):  # what a machine that dies may leave of files
+        for path in store.rglob("*.kv"):  # damage files as a machine that dies may do
             with path.open("r+b") as file:
                 file.truncate(100)
         assert await ask(client, torn) == (reference.text(torn, MAX_TOKENS), 0)

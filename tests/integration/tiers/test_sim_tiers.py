@@ -1,5 +1,5 @@
-"""The sim engine with a tiny cache over the tiers: what was evicted is loaded, and answers stay
-what they were.
+"""The sim engine with a tiny cache over the tiers: evicted blocks are loaded, and answers do not
+change.
 
 The sim draws tokens from the bytes in its memory, so a wrong byte anywhere on the way changes the
 answer.
@@ -51,8 +51,8 @@ PROMPTS = [prompt_of(400, seed) for seed in range(8)]  # 6 full blocks each: two
 async def tiered(
     name: str, works: frozenset[Work], make: Any, **changes: Any
 ) -> AsyncIterator[SimInstance]:
-    """For which computing is so dear that it waits for any tier, however slow this machine is just
-    now.
+    """An instance for which computing is so expensive that it waits for any tier, however slow this
+    machine is now.
     """
     async with sim_instance(name, works, make, **TINY, **changes) as instance:
         stack_of(instance).costs.recompute_block_s = 10.0
@@ -134,7 +134,7 @@ async def test_prefill_hands_on_kv_that_came_from_a_tier() -> None:
 
 
 class Directory:
-    """Says of every chain that `peer` holds what its pool holds, or whatever a test claims it
+    """Answers for every chain with what `peer`'s pool holds, or with what a test claims it
     holds.
     """
 
@@ -204,7 +204,7 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host() -> None:
-    """The same record counts it that counts pulls, and is told to the registry."""
+    """The record that counts pulls counts these blocks, too, and the registry shows it."""
     directory = Directory()
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=POOL) as a,
@@ -232,8 +232,8 @@ async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host()
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
-    """Every other file and every third block in memory has a flipped bit: counted, recomputed,
-    never used.
+    """Every other file and every third block in memory has a flipped bit. These blocks are counted
+    and recomputed, and never used.
     """
     tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (

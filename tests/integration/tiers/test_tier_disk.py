@@ -1,5 +1,5 @@
-"""The file tier on a real disk that is small, then full of others' bytes, then not, then read-only:
-a tmpfs of 1 MB in a mount namespace of its own.
+"""The file tier on a real disk that is small, then full of other data, then free again, then
+read-only: a tmpfs of 1 MB in its own mount namespace.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def until_written(r: Rig, names: list[bytes]) -> None:
-    """The tier takes blocks again, once it has been long enough since it last failed."""
+    """Wait until the tier takes blocks again, some time after its last failure."""
     r.clock.skipped_s += 60.0
     fill(r.pool, names)
     r.stack.stored(names)
@@ -77,7 +77,7 @@ async def until_written(r: Rig, names: list[bytes]) -> None:
 
 
 async def check_served(r: Rig, names: list[bytes], count: int) -> None:
-    """So many of the blocks come back from the files, right to the last byte."""
+    """Assert that `count` of the blocks come back from the files, correct to the last byte."""
     r.pool.clear()
     lease = await r.stack.fetch(names, OWNER, 0, 10.0)
     assert len(lease.blocks) == count

@@ -1,4 +1,4 @@
-"""Processes: two prefills with host pools, and the kv-cache-index that tells one what the other
+"""Two prefill processes with host pools, and the kv-cache-index that tells one what the other
 holds.
 """
 
@@ -27,8 +27,8 @@ __all__ = ["site"]  # a fixture
 
 NUM_TOKENS, NUM_BLOCKS = 1500, 23  # of 64 tokens, the last one not full
 SAMPLING = Sampling(max_tokens=4)
-# Computing takes as long as on a real engine, so that fetching pays; 4 MB are 500 blocks of the
-# sim.
+# Computing takes as long as on a real engine, so that fetching pays. The sim's blocks are small:
+# 4 MB hold 500 of them.
 PREFILL = {"KV_HOST_POOL_BYTES": str(4 << 20), "SIM_LAW": "smollm2-cpu", "KV_TIER_TIMEOUT_S": "10"}
 
 
@@ -38,7 +38,7 @@ def prompt_of(seed: int) -> list[int]:
 
 
 async def prefilled(process: Process, prompt: list[int]) -> pb.FirstToken:
-    """Token 1 is the right one; the staged KV is given back."""
+    """Assert that token 1 is correct, and release the staged KV."""
     params = SimParams(block_size=process.record.block_size)
     async with TestSession(process) as session:
         leg = await session.prefill(prompt, SAMPLING)
@@ -50,7 +50,7 @@ async def prefilled(process: Process, prompt: list[int]) -> pb.FirstToken:
 
 
 def blocks(process: Process, tier: str, event: str) -> int:
-    """From /metrics."""
+    """The number of blocks by tier and event, from /metrics."""
     for line in process.metrics().splitlines():
         if line.startswith("pdmesh_kv_tier_blocks_total") and {
             f'tier="{tier}"',
@@ -61,7 +61,7 @@ def blocks(process: Process, tier: str, event: str) -> int:
 
 
 async def is_indexed(index: KvIndexServiceStub, process: Process, num_blocks: int) -> bool:
-    """The index holds that many blocks of the process's host pool."""
+    """Whether the index has `num_blocks` blocks of the process's host pool."""
     asked = pb_index.SnapshotRequest(instance_ids=[process.record.instance_id])
     call = index.Snapshot(asked)
     parts = [part async for part in call]  # type: ignore[attr-defined]  # the stub's word is sync
@@ -79,7 +79,7 @@ async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(sit
     seeds = itertools.count(1)
 
     async def is_fetched() -> bool:
-        """The first connection takes its time."""
+        """Whether the blocks were fetched; the first connection takes some time."""
         prompt = prompt_of(seed := next(seeds))
         assert (await prefilled(first, prompt)).num_cached_tokens == 0
         async with rpc.channel(index.address) as channel:

@@ -501,7 +501,7 @@ def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
             app.main(["apply", str(file)])
         assert ended.value.code == 0
         said = capsys.readouterr().out
-        wanted = "want 40 instances, but only 6 can get a role: they wait for 34 more"
+        wanted = "need 40 instances, but only 6 can get a role: they wait for 34 more"
         assert (wanted in said, "they wait for" in said) == (is_too_much, is_too_much)
 
 

@@ -68,7 +68,7 @@ async def _file(options: argparse.Namespace) -> int:
     )
     if not response.HasField("desired"):
         raise CommandFailed(
-            "no desired state was ever applied; do it with: "
+            "no desired state has been applied yet; apply one with: "
             f"{hint(options.state_dir, 'apply FILE')}"
         )
     print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
@@ -135,7 +135,7 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     if wanted <= there:
         return ""
     return (
-        f"its groups want {wanted} instances, but only {there} can get a role: they wait for "
+        f"its groups need {wanted} instances, but only {there} can get a role: they wait for "
         f"{wanted - there} more"
     )
 
@@ -180,7 +180,7 @@ def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
             lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s),
         )
         how = hint(options.state_dir, f"uncordon {options.instance}")
-        print(f"{options.instance} leaves; put it back with: {how}")
+        print(f"{options.instance} is being taken out of service; put it back with: {how}")
         return 0
 
     return cordon
@@ -192,9 +192,9 @@ async def _uncordon(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.UncordonInstance(request, metadata=metadata, timeout=s),
     )
-    print(f"{options.instance} may get a role again")
+    print(f"{options.instance} is back in service and may get a role")
     if response.fault:
-        print(f"its faults are judged again; this one would eject it again: {response.fault}")
+        print(f"its faults are judged anew; this fault would eject it again: {response.fault}")
     return 0
 
 

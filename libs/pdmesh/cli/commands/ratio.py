@@ -77,7 +77,7 @@ def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
         for move in each.moves:
             to_group = f" to {move.to_group}" if move.to_group else ""
             lines.append(f"         {move.group_id}: {move.kind} {move.role}{to_group}")
-    return "\n".join(lines) if lines else "this leader has decided nothing yet"
+    return "\n".join(lines) if lines else "this leader has made no decision yet"
 
 
 def _inputs(decision: pb.RatioDecision) -> str:

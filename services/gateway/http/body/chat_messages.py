@@ -94,7 +94,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     if not messages:
         raise InvalidRequest("messages is empty", field="messages")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", field="messages")
     called_ids: set[str] = set()
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -180,7 +180,9 @@ def _check_calls(message: ChatMessage, where: str) -> None:
     if message.role != "assistant":
         raise InvalidRequest("only an assistant's message has tool_calls", field=where)
     if len(calls) > MAX_CALLS:
-        raise InvalidRequest(f"at most {MAX_CALLS} tool calls in a message", field=where)
+        raise InvalidRequest(
+            f"at most {MAX_CALLS} tool calls are allowed in a message", field=where
+        )
     for index, call in enumerate(calls):
         if call.type != "function":
             raise _unsupported(f"{where}[{index}].type")
@@ -195,14 +197,14 @@ def _check_result(message: ChatMessage, where: str, called_ids: set[str]) -> Non
     if not message.tool_call_id:
         raise _missing(field)
     if message.tool_call_id not in called_ids:
-        raise InvalidRequest(f"{field} is the id of no tool call before it", field=field)
+        raise InvalidRequest(f"{field} is not the id of an earlier tool call", field=field)
 
 
 def _check_name(name: str, field: str) -> None:
     if not name:
         raise _missing(field)
     if len(name) > _MAX_ID_CHARS:
-        raise InvalidRequest(f"{field} has at most {_MAX_ID_CHARS} characters", field=field)
+        raise InvalidRequest(f"{field} must have at most {_MAX_ID_CHARS} characters", field=field)
 
 
 def _check_work(messages: Sequence[ChatMessage]) -> None:
@@ -221,7 +223,7 @@ def _check_work(messages: Sequence[ChatMessage]) -> None:
 
 def _check_parts(parts: Sequence[ContentPart], where: str) -> None:
     if len(parts) > _MAX_PARTS:
-        raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
+        raise InvalidRequest(f"at most {_MAX_PARTS} parts are allowed", field=f"{where}.content")
     for index, part in enumerate(parts):
         if part.type == "text" and part.text is None:
             raise _missing(f"{where}.content[{index}].text")

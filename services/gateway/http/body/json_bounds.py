@@ -49,7 +49,7 @@ def outline(body: bytes) -> bytes:
         raise _too_many_values(body)
     pieces = plain.split(b'"')
     if len(pieces) % 2 == 0:
-        raise InvalidRequest("a string in the body has no end", reason="INVALID_JSON")
+        raise InvalidRequest("a string in the body is not closed", reason="INVALID_JSON")
     pieces[::2] = _without_ids(b'"'.join(pieces[::2]), len(pieces) // 2, body).split(b'"')
     for at in range(1, len(pieces), 2):
         if len(pieces[at]) > _LONG:
@@ -91,7 +91,7 @@ def _check_is_no_name(text: bytes, after: bytes) -> None:
 
 def _too_much_outside() -> InvalidRequest:
     return InvalidRequest(
-        f"the body holds more than {MAX_OUTSIDE_BYTES} bytes beside text and token ids"
+        f"the body holds more than {MAX_OUTSIDE_BYTES} bytes besides text and token ids"
     )
 
 

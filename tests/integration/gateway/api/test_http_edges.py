@@ -298,7 +298,7 @@ async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
 async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Eight choices of 3,000 tokens, all in one step: more than is made at one turn of the loop."""
+    """Eight choices of 3,000 tokens come in one step: more than one turn of the loop writes."""
     for instance in mesh.instances.values():
         instance.tokens_per_step = 3000
     answer: Any = await client.completions.create(
@@ -314,7 +314,7 @@ async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thousands_of_logprobs_are_all_there(tmp_path: Path, stream: bool) -> None:
-    """So many are spelled beside the loop."""
+    """This many are turned into text on a thread beside the loop."""
     async with (
         gateway_mesh(tmp_path) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,

@@ -34,7 +34,7 @@ SHAPING: dict[str, Any] = {
 
 
 def sent(mesh: GatewayMesh) -> list[dict[str, Any]]:
-    """What each leg was told of shaping."""
+    """The logit shaping that each leg got."""
     instances = mesh.instances.values()
     told = [leg.sampling for i in instances for leg in i.prefills]
     told += [leg.sampling for i in instances for leg in i.starts]
@@ -101,7 +101,7 @@ async def test_a_request_without_them_carries_none(
 async def test_a_stop_token_ends_the_text_before_it_or_after_it(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Also where the model's own are ignored."""
+    """It does so even where the model's own stop tokens are ignored."""
     whole = mesh.expected_text("abc", 60)
     end = whole[20]
     (stop_id,) = await mesh.tokenizer.encode(end, add_special_tokens=False)

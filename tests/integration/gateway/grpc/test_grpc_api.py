@@ -197,8 +197,8 @@ async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Ch
 
 @pytest.mark.fault("F28")
 async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
-    """Its window stays small: gRPC's own guess at it grows by megabytes, which a slow machine takes
-    long to fill.
+    """The client's window stays small, since gRPC's own estimate grows by megabytes, which a slow
+    machine takes long to fill.
     """
     window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
@@ -232,7 +232,7 @@ async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> 
     ],
 )
 async def test_messages_without_their_end_are_given_up(tmp_path: Path, method: bytes) -> None:
-    """gRPC waits for the rest of a message for ever, and takes all that is sent of it."""
+    """gRPC would wait for ever for the rest of a message, and keep all that was sent of it."""
     mib = 1 << 20
     async with gateway_mesh(
         tmp_path, max_body_bytes=mib, max_incoming_bytes=4 * mib, receive_timeout_s=1.0

@@ -1,6 +1,4 @@
-"""grpc.health.v1, which asks for no key: what strangers do with it stays without effect on
-others.
-"""
+"""grpc.health.v1 asks for no key, so nothing that strangers do with it may affect other clients."""
 
 from __future__ import annotations
 
@@ -45,9 +43,9 @@ def watch(stream: int) -> bytes:
 
 @asynccontextmanager
 async def stranger(port: int, sent: bytes) -> AsyncIterator[None]:
-    """Lets the server write no byte of an answer, and answers its pings, or it would be cut.
+    """A stranger whose answer has begun, and that lets the server write no byte of it.
 
-    It has begun to be answered.
+    It answers the server's pings, or it would be cut.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
     writer.write(HELLO + NO_WINDOW + sent)
@@ -80,8 +78,8 @@ async def next_status(stream: Any) -> int:
 
 @pytest.mark.fault("F28", "F30")
 async def test_a_watcher_that_reads_nothing_delays_no_change_and_no_stop(mesh: GatewayMesh) -> None:
-    """The package's own servicer writes under a lock: the gateway's health stood still then, and
-    its stop never ended.
+    """The package's own servicer writes under a lock, so the gateway's health once froze, and its
+    stop never ended.
     """
     server = mesh.gateway.grpc
     async with (
@@ -99,7 +97,7 @@ async def test_a_watcher_that_reads_nothing_delays_no_change_and_no_stop(mesh: G
 
 
 class Caller:
-    """As much of a gRPC context as a watch looks at."""
+    """The part of a gRPC context that a watch reads."""
 
     def __init__(self, address: str) -> None:
         self._address = address

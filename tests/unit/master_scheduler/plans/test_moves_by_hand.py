@@ -125,7 +125,7 @@ def test_decisions_are_told_with_their_numbers_and_moves() -> None:
         ),
         "         chat: change_role prefill",
     ]
-    assert decisions_text([]) == "this leader has decided nothing yet"
+    assert decisions_text([]) == "this leader has made no decision yet"
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_the_bounds_are_what_they_say() -> None:
     assert outline(fits).startswith(b'{"user":"","n":[{},')
     spaces = b"{" + b" " * (MAX_OUTSIDE_BYTES - 8) + b'"n":1}'
     assert parse_fails(spaces) == "missing field: model"
-    with pytest.raises(InvalidRequest, match="beside text"):
+    with pytest.raises(InvalidRequest, match="besides text"):
         outline(b" " * 8 + spaces)
     with pytest.raises(InvalidRequest, match="name of a field") as caught:
         outline(b"{" + pad + b'"' + b"b" * 257 + b'" : 1}')
