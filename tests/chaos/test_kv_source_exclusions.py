@@ -31,9 +31,9 @@ MAX_TOKENS = 6
 PULL_S = 1.0
 F23_S = 3.0  # beyond peace; of F34 it is one more prefill: no more than what took peace its longest
 LOST = {
-    "asking": "what is asked",
-    "hearing": "what is answered",
-    "both ways": "everything",
+    "asking": "requests",
+    "hearing": "answers",
+    "both ways": "all messages",
 }
 
 
@@ -95,7 +95,7 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}, "no decode is out"
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
         assert fleet.counted(mesh, ["decode-0"], "pdmesh_kv_sources_excluded") == 1
-        what = "what prefill-0 sends is corrupt, until nobody asks it"
+        what = "prefill-0 sends corrupt KV, until no decode asks it"
         kv_bounds.judge(
             "F34", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=round(peace_s, 2)
         )
@@ -144,5 +144,5 @@ async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
         assert {prefill for prefill, _ in pairs} == {"prefill-0", "prefill-1"}, "no worker is out"
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}
         assert watch.num_errors("KV_TRANSFER_FAILED") == num_failed, "no storm of retries"
-        what = f"between decode-0 and prefill-0 is lost, {mode}: {LOST[lost]}"
+        what = f"{LOST[lost]} between decode-0 and prefill-0 are lost, {mode}"
         kv_bounds.judge("F23", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=F23_S)

@@ -346,7 +346,7 @@ async def test_a_client_that_leaves_frees_everything(
     await until(reached)
     leave(writer, how)
     took_s = await until(lambda: mesh.gateway.frontend.num_calls == 0 and mesh.num_legs == 0)
-    what = f"its client leaves by {how}; until all work is stopped and all KV is free"
+    what = f"a client leaves by {how}; time until all its work has stopped and its KV is free"
     kv_bounds.judge("F27", what, took_s=took_s, bound_s=1.0)
     if stage == "decode admission":
         assert len(prefill.released) == num_released + 1, "the ticket is released explicitly"

@@ -56,7 +56,7 @@ def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> No
     took = {step.split()[0]: float(step.split()[-1]) for step in steps}
     assert list(took) == ["served", "full", "recovered", "read-only", "recovered-again"]
     for what in ("full", "read-only"):
-        told = f"the disk of the file tier is {what}; until the tier takes blocks no more"
+        told = f"the disk of the file tier is {what}; time until the tier takes no more blocks"
         kv_bounds.judge("F33", told, took_s=took[what], bound_s=1.0)
 
 
