@@ -297,7 +297,9 @@ class HttpApp:
         await exchange.json(msgspec.json.encode({"prompt": text}))
 
     async def _document(self, exchange: HttpExchange) -> None:
-        self._openapi = self._openapi or msgspec.json.encode(document(self._router.routes))
+        if not self._openapi:
+            described = document(self._router.routes, is_strict=self._intake.is_strict)
+            self._openapi = msgspec.json.encode(described)
         await exchange.json(self._openapi)
 
     async def _live(self, exchange: HttpExchange) -> None:

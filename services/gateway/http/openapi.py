@@ -15,6 +15,7 @@ import msgspec
 import pdmesh
 from pdmesh.services.gateway.http.routes import HttpRoute, path_parameters, plain_path
 from pdmesh.services.gateway.http.schema import unsupported_fields
+from pdmesh.services.gateway.http.told_rules import RULES, without_nul
 
 # Any: a JSON document on its way out.
 Json = dict[str, Any]
@@ -25,7 +26,8 @@ _INFO: Final = {
     "title": "pdmesh",
     "version": pdmesh.__version__,
     "description": "The OpenAI API, served by prefill and decode on different instances. "
-    "A field that is in no schema here is ignored and named in the header x-pdmesh-ignored. "
+    "A field of a request that is in no schema here is ignored and named in the header "
+    "x-pdmesh-ignored, unless the gateway is set up to refuse it. "
     "A request that is no valid HTTP/1.1 gets 400, 408, 431, 501 or 505 without a body.",
 }
 _HEADERS: Final = {
@@ -37,7 +39,8 @@ _HEADERS: Final = {
 _WITH_RETRY_AFTER: Final = (429, 503)
 
 
-def document(routes: Sequence[HttpRoute]) -> Json:
+def document(routes: Sequence[HttpRoute], *, is_strict: bool) -> Json:
+    """`is_strict`: unknown fields of requests are refused, not ignored."""
     shapes: list[Any] = []
     for route in routes:
         operation = route.operation
@@ -46,6 +49,8 @@ def document(routes: Sequence[HttpRoute]) -> Json:
     found, components = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)
     references = {id(shape): schema for shape, schema in zip(shapes, found, strict=True)}
     _say_what_is_unsupported(components, routes)
+    taken = [route.operation.takes for route in routes if route.operation.takes is not None]
+    _complete_requests(components, taken, is_strict=is_strict)
     paths: Json = {}
     for route in routes:
         item = paths.setdefault(plain_path(route.path), {})
@@ -121,6 +126,17 @@ def _response(status: int, content: Json) -> Json:
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in names},
         "content": content,
     }
+
+
+def _complete_requests(components: Json, taken: Sequence[type], *, is_strict: bool) -> None:
+    """Tell of requests what their types do not."""
+    for name in msgspec.json.schema_components(taken)[1]:
+        without_nul(components[name])
+        if not is_strict:
+            components[name].pop("additionalProperties", None)
+    for struct, rule in RULES.items():
+        if struct.__name__ in components:
+            components[struct.__name__] |= rule
 
 
 def _say_what_is_unsupported(components: Json, routes: Sequence[HttpRoute]) -> None:

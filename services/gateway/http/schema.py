@@ -8,11 +8,12 @@ lists those fields with the values that ask for nothing. A field that no API we 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body import told_bounds as told
 from pdmesh.services.gateway.http.body.chat_messages import (
     NESTED_IN_MESSAGES,
     ChatMessage,
@@ -29,6 +30,8 @@ from pdmesh.services.gateway.http.body.tools import (
 )
 from pdmesh.services.gateway.http.body.unknown_fields import Nested
 from pdmesh.services.gateway.request.bounds import (
+    MAX_MESSAGES,
+    MAX_TOKENS,
     check_choices,
     check_names,
     check_sampling,
@@ -56,33 +59,33 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take: OpenAI's fields, then vLLM's, then three of pdmesh's own."""
 
-    model: str
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    model: told.Name
+    max_tokens: told.NumTokens | None = None
+    temperature: told.Temperature | None = None
+    top_p: told.TopP | None = None
+    n: told.NumChoices | None = None
+    seed: told.Seed | None = None
+    stop: told.Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    stop_token_ids: list[int] | None = None
+    presence_penalty: told.Penalty | None = None
+    frequency_penalty: told.Penalty | None = None
+    logit_bias: told.LogitBias | None = None
+    repetition_penalty: told.RepetitionPenalty | None = None
+    top_k: told.TopK | None = None
+    min_p: told.MinP | None = None
+    min_tokens: told.MinTokens | None = None
+    bad_words: told.BadWords | None = None
+    allowed_token_ids: told.AllowedIds | None = None
+    stop_token_ids: told.StopIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # of slow tokenizers; ours puts none there
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: told.Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: told.Logprobs | None = None
     request_id: str | None = None  # ours names the request
     session_id: str | None = None
     priority: _Anything = None
@@ -102,16 +105,16 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     response_format: _Anything = None
     add_special_tokens: _Anything = None
     ignore_eos: bool = False
-    cache_salt: str = ""
-    chat_id: str = ""
-    scenario: str = ""
+    cache_salt: told.Name = ""
+    chat_id: told.Name = ""
+    scenario: told.Name = ""
 
 
 class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], told.entries(1, MAX_MESSAGES)]
+    max_completion_tokens: told.NumTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: told.Logprobs | None = None
     metadata: _Anything = None
     store: _Anything = None
     service_tier: _Anything = None
@@ -141,10 +144,9 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
-    prompt: (
-        str | list[_Anything]
-    )  # msgspec cannot tell list[str], list[int] and list[list[int]] apart
-    logprobs: int | None = None
+    prompt: str | told.Prompts
+    max_tokens: told.NumTokensOrNone | None = None
+    logprobs: told.FewLogprobs | None = None
     echo: bool | None = None
     prompt_embeds: _Anything = None
     suffix: _Anything = None
@@ -154,9 +156,9 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     """As in vLLM's /tokenize: one of `prompt` and `messages`."""
 
-    model: str
+    model: told.Name
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], told.entries(1, MAX_MESSAGES)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, _Anything] | None = None
 
@@ -256,7 +258,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
     check_messages(request.messages)
     check_tools(request.tools, request.tool_choice)
     check_depth(request.chat_template_kwargs, "chat_template_kwargs")
-    in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
+    in_range("max_completion_tokens", request.max_completion_tokens, 1, MAX_TOKENS)
     in_range("top_logprobs", request.top_logprobs, 0, 20)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
@@ -338,9 +340,15 @@ def checked_ids(
     return ids
 
 
+def _is_same(value: object, other: object) -> bool:
+    """In JSON, where false is not 0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
 def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
     for field, values in neutral.items():
-        if (value := getattr(request, field)) is not None and value not in values:
+        value = getattr(request, field)
+        if value is not None and not any(_is_same(value, each) for each in values):
             message = f"{field} is not supported"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     max_tokens = None if is_echo_alone(request) else request.max_tokens
@@ -349,8 +357,8 @@ def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -
     if request.prompt_logprobs and request.stream:
         message = "prompt_logprobs are not available in a stream"
         raise InvalidRequest(message, field="prompt_logprobs")
-    in_range("min_tokens", request.min_tokens, 0, 1 << 31)
-    in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, 1 << 31)
+    in_range("min_tokens", request.min_tokens, 0, MAX_TOKENS)
+    in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, MAX_TOKENS)
     check_choices(n=request.n, seed=request.seed)
     stops_of(request.stop)
     check_names(

@@ -10,16 +10,17 @@ from typing import Final
 from pdmesh.errors import InvalidRequest
 
 MAX_N: Final = 16
+MAX_TOKENS: Final = 1 << 31
 MAX_MESSAGES: Final = 2048
-_MAX_STOPS: Final = 4
-_MAX_STOP_CHARS: Final = 256
-_MAX_NAME_CHARS: Final = 256
+MAX_STOPS: Final = 4
+MAX_STOP_CHARS: Final = 256
+MAX_NAME_CHARS: Final = 256
 
 
 def check_sampling(
     *, max_tokens: int | None, temperature: float | None, top_p: float | None
 ) -> None:
-    in_range("max_tokens", max_tokens, 1, 1 << 31)
+    in_range("max_tokens", max_tokens, 1, MAX_TOKENS)
     in_range("temperature", temperature, 0, 2)
     in_range("top_p", top_p, 0, 1)
     if top_p == 0:
@@ -34,8 +35,8 @@ def check_choices(*, n: int | None, seed: int | None) -> None:
 
 def check_names(**names: str) -> None:
     for field, name in names.items():
-        if len(name) > _MAX_NAME_CHARS:
-            message = f"{field} must have at most {_MAX_NAME_CHARS} characters"
+        if len(name) > MAX_NAME_CHARS:
+            message = f"{field} must have at most {MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field=field)
     check_text(**names)
 
@@ -54,11 +55,11 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > _MAX_STOPS:
-        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings are allowed", field="stop")
-    if any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", field="stop")
+    if any(not s or len(s) > MAX_STOP_CHARS for s in stops):
         raise InvalidRequest(
-            f"a stop string must have 1 to {_MAX_STOP_CHARS} characters", field="stop"
+            f"a stop string must have 1 to {MAX_STOP_CHARS} characters", field="stop"
         )
     return stops
 

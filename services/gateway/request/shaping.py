@@ -11,9 +11,9 @@ from pdmesh.core.sampling.logit_shaping import MAX_BAD_WORDS, UNSHAPED, LogitSha
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-_MAX_WORDS: Final = 128
-_MAX_WORD_CHARS: Final = 128
-_MAX_BIAS: Final = 100.0
+MAX_WORDS: Final = 128
+MAX_WORD_CHARS: Final = 128
+MAX_BIAS: Final = 100.0
 MAX_STOP_IDS: Final = 64
 
 
@@ -94,8 +94,7 @@ def _biases(asked: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     if any(math.isnan(bias) for bias in asked.values()):
         raise InvalidRequest("logit_bias contains NaN", field="logit_bias")
     return tuple(
-        (token_id, min(max(bias, -_MAX_BIAS), _MAX_BIAS))
-        for token_id, bias in sorted(asked.items())
+        (token_id, min(max(bias, -MAX_BIAS), MAX_BIAS)) for token_id, bias in sorted(asked.items())
     )
 
 
@@ -114,10 +113,10 @@ async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
     """
     if not words:
         return ()
-    if len(words) > _MAX_WORDS:
-        raise InvalidRequest(f"at most {_MAX_WORDS} bad words are allowed", field="bad_words")
-    if any(not 0 < len(word) <= _MAX_WORD_CHARS for word in words):
-        message = f"a bad word must have 1 to {_MAX_WORD_CHARS} characters"
+    if len(words) > MAX_WORDS:
+        raise InvalidRequest(f"at most {MAX_WORDS} bad words are allowed", field="bad_words")
+    if any(not 0 < len(word) <= MAX_WORD_CHARS for word in words):
+        message = f"a bad word must have 1 to {MAX_WORD_CHARS} characters"
         raise InvalidRequest(message, field="bad_words")
     bare = [word.lstrip() for word in words]
     encoded = await tokenizer.encode_words([*bare, *(f" {word}" for word in bare)])

@@ -29,7 +29,7 @@ class Intake:
         self._frontend = frontend
         self._access = access
         self._max_body_bytes = bounds.max_body_bytes
-        self._is_strict = bounds.is_strict
+        self.is_strict = bounds.is_strict
 
     async def admit(self, exchange: HttpExchange) -> Permit:
         """Raises MeshError, before anything is read."""
@@ -48,4 +48,4 @@ class Intake:
 
     def ignored(self, exchange: HttpExchange) -> list[str] | None:
         """Where the names of unknown fields are put; None where they are refused."""
-        return None if self._is_strict else exchange.ignored_fields
+        return None if self.is_strict else exchange.ignored_fields

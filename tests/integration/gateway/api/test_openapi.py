@@ -147,6 +147,52 @@ async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.As
             check_events(answer, route.operation)
 
 
+# The greatest values also depend on the model's context, and on other fields.
+_OF_THE_CONTEXT = {"max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens"}
+
+
+def bounds_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields of a request that are a number with bounds, or nothing."""
+    kinds = {"integer", "number"}
+    found: dict[str, dict[str, Any]] = {
+        name: next((k for k in of.get("anyOf", [of]) if k.get("type") in kinds), {})
+        for name, of in schema["properties"].items()
+    }
+    return {name: kind for name, kind in found.items() if "maximum" in kind}
+
+
+@pytest.mark.parametrize(
+    ("path", "struct", "given", "num"),
+    [
+        ("/v1/chat/completions", "ChatCompletionRequest", {"messages": HELLO}, 15),
+        ("/v1/completions", "CompletionRequest", {"prompt": "abc", "echo": True}, 14),
+    ],
+)
+async def test_every_bound_in_it_is_the_one_that_is_checked(
+    http: httpx.AsyncClient, path: str, struct: str, given: dict[str, Any], num: int
+) -> None:
+    schemas = (await document_of(http))["components"]["schemas"]
+    bounded = bounds_of(schemas[struct])
+    assert len(bounded) >= num
+    for name, kind in bounded.items():
+        is_low = "minimum" in kind
+        low = kind["minimum" if is_low else "exclusiveMinimum"]
+        high = kind["maximum"]
+        wrong = [high + 1, low - 1 if is_low else low]
+        right = [low] if is_low else []
+        right += [] if name in _OF_THE_CONTEXT else [high]
+        body = {"model": "tiny", "max_tokens": 2, **given}
+        body |= {"logprobs": True} if name == "top_logprobs" else {}
+        for value in wrong:
+            answer = await http.post(path, json=body | {name: value})
+            assert answer.status_code == 400, (name, value)
+            assert answer.json()["error"]["param"] == name
+        for value in right:
+            answer = await http.post(path, json=body | {name: value})
+            asked_none = name == "truncate_prompt_tokens" and value == 0
+            assert answer.status_code == (400 if asked_none else 200), (name, answer.text)
+
+
 async def test_it_needs_no_key_and_says_what_does(http: httpx.AsyncClient) -> None:
     paths = (await document_of(http))["paths"]
     assert paths["/openapi.json"]["get"]["security"] == []

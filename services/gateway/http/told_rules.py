@@ -1,0 +1,89 @@
+"""What `/openapi.json` tells of requests beyond the types and bounds of their fields.
+
+Each rule is that of a check, for a struct whose fields depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pdmesh.services.gateway.http.body.chat_messages import (
+    CalledFunction,
+    ChatMessage,
+    ContentPart,
+    ToolCall,
+)
+from pdmesh.services.gateway.http.body.tools import FunctionDefinition, Tool
+from pdmesh.services.gateway.http.schema import TokenizeRequest
+
+# Any: JSON schemas.
+Json = dict[str, Any]
+
+_NO_NUL: Final = "^[^\\u0000]*$"
+_SOME: Final = {"not": {"type": "null"}}
+_NONE_OR_EMPTY: Final[Json] = {"enum": [None, []]}
+
+
+def _where_role_is(roles: list[str], then: Json) -> Json:
+    return {"if": {"properties": {"role": {"enum": roles}}, "required": ["role"]}, "then": then}
+
+
+_MESSAGE: Final[Json] = {
+    "allOf": [
+        _where_role_is(
+            ["system", "developer", "user", "tool"],
+            {
+                "required": ["content"],
+                "properties": {"content": _SOME, "tool_calls": _NONE_OR_EMPTY},
+            },
+        ),
+        _where_role_is(
+            ["tool"],
+            {
+                "required": ["tool_call_id"],
+                "properties": {"tool_call_id": {"type": "string", "minLength": 1}},
+            },
+        ),
+    ]
+}
+_FUNCTION: Final[Json] = {
+    "required": ["function"],
+    "properties": {"type": {"const": "function"}, "function": _SOME},
+}
+_NAMED: Final[Json] = {"properties": {"name": {"minLength": 1, "maxLength": 256}}}
+RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
+    ChatMessage: _MESSAGE,
+    ContentPart: {
+        "allOf": [{"required": ["text"], "properties": {"type": {"const": "text"}, "text": _SOME}}]
+    },
+    Tool: {"allOf": [_FUNCTION]},
+    FunctionDefinition: {"allOf": [_NAMED]},
+    CalledFunction: {"allOf": [_NAMED]},
+    ToolCall: {
+        "allOf": [
+            _FUNCTION,
+            {"required": ["id"], "properties": {"id": {"minLength": 1, "maxLength": 256}}},
+        ]
+    },
+    TokenizeRequest: {
+        "oneOf": [
+            {"required": [name], "properties": {name: _SOME, other: {"type": "null"}}}
+            for name, other in (("prompt", "messages"), ("messages", "prompt"))
+        ]
+    },
+}
+
+
+def without_nul(schema: object) -> None:
+    """Tell of each string in a schema that it has no U+0000; a string in an enum has none."""
+    if isinstance(schema, list):
+        for each in schema:
+            without_nul(each)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "string" and "enum" not in schema:
+            schema.setdefault("pattern", _NO_NUL)
+        for each in schema.values():
+            without_nul(each)

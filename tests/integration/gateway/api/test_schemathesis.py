@@ -1,0 +1,86 @@
+"""Requests made at random of `/openapi.json`, as it allows them and not: no 5xx, no answer that it
+denies, nothing taken that it forbids.
+
+Schemathesis reads the document as any client's generator would. It runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.fakes.fake_instance import FakeInstance
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+)
+SEED = 20261123
+
+
+@pytest.fixture
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
+    async with gateway_mesh(tmp_path_factory.getbasetemp(), 0, 0) as mesh:
+        for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
+            await mesh.add(FakeInstance(role, name, supports_logprobs=True))
+        yield mesh
+
+
+async def told(url: str, *options: str) -> tuple[int, str]:
+    """Schemathesis' exit status and report."""
+    command = (
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
+        *("--seed", str(SEED), "--no-color", "--checks", ",".join(CHECKS), *options),
+    )
+    hooks = {"SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=os.environ | hooks,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode or 0, output.decode()
+
+
+@pytest.mark.parametrize(
+    ("phases", "num_examples", "num_answered"),
+    [
+        ("fuzzing", 15, 10),
+        pytest.param("coverage,fuzzing", 200, 100, marks=pytest.mark.nightly),
+    ],
+)
+async def test_no_request_of_the_document_gets_what_it_does_not_tell(
+    mesh: GatewayMesh, phases: str, num_examples: int, num_answered: int
+) -> None:
+    status, report = await told(mesh.url, "--phases", phases, "-n", str(num_examples))
+    assert status == 0, report[-6000:]
+    answered = [event for event in mesh.events if type(event).__name__ == "RequestFinished"]
+    assert len(answered) >= num_answered, "most requests were refused: they show little"
+
+
+async def test_an_answer_that_the_document_denies_is_found(
+    mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control."""
+    monkeypatch.setattr("pdmesh.services.gateway.http.app._model_entry", lambda name: {"id": name})
+    status, report = await told(
+        mesh.url, "--phases", "fuzzing", "-n", "1", "--include-path", "/v1/models"
+    )
+    assert status == 1, report[-2000:]
+    assert "Response violates schema" in report
