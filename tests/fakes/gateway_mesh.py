@@ -14,7 +14,7 @@ from pdmesh.services.gateway.routing.fleet import MeshView
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
-from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool, TokenizerRules
+from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
 from tests.fakes.fake_instance import FakeInstance, reference
 from tests.fakes.memory_registry import MemoryStore, MemoryView
@@ -97,7 +97,7 @@ async def gateway_mesh(
         "instance_id": "gateway-0",
         **settings,
     }
-    tokenizers = TokenizerPool(TokenizerRules(max_chars=1 << 20))
+    tokenizers = TokenizerPool(Settings(**values).tokenizer_rules)
     await tokenizers.load_own(write_tiny_model(directory / "tiny", template, model_type))
     tokenizer = await tokenizers.get("tiny", None, list)
     mesh = GatewayMesh(Settings(**values), tokenizers, tokenizer)

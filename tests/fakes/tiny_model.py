@@ -14,12 +14,20 @@ _TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path, template: str = "", model_type: str = "") -> Path:
+_NUM_LETTERS = 90
+
+
+def write_tiny_model(
+    directory: Path, template: str = "", model_type: str = "", *, shift: int = 0
+) -> Path:
     """Token id = place of the byte in the byte-level alphabet, 256 = end of sequence.
 
-    Models that think have tokens for it, 257 and 258.
+    Models that think have tokens for it, 257 and 258. Another `shift`, another model: each id of a
+    letter means another letter.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = alphabet[:_NUM_LETTERS]
+    alphabet[:_NUM_LETTERS] = letters[shift:] + letters[:shift]
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,7 +37,8 @@ def write_tiny_model(directory: Path, template: str = "", model_type: str = "") 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (directory / "chat_template.jinja").write_text(template or _TEMPLATE)
+    source = f"[{shift}]" * bool(shift) + (template or _TEMPLATE)
+    (directory / "chat_template.jinja").write_text(source)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     config = {"vocab_size": tokenizer.get_vocab_size(), "model_type": model_type}
     (directory / "config.json").write_text(json.dumps(config))

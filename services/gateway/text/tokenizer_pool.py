@@ -62,8 +62,8 @@ class TokenizerRules:
 class TokenizerPool:
     """Models whose instances have no files of text have those of the gateway's own folder."""
 
-    def __init__(self, rules: TokenizerRules) -> None:
-        self._rules = rules
+    def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rules, self._clock = rules, clock
         self.lanes = EncodingLanes(rules.num_threads)
         self._own: TextFiles | None = None
         self._residency = Residency(rules.max_bytes)
@@ -115,7 +115,7 @@ class TokenizerPool:
     ) -> Tokenizer:
         load = self._loads.get(digest)
         if load is None:
-            now = time.monotonic()
+            now = self._clock()
             if (retry_at := self._residency.retry_at(digest, now)) is not None:
                 raise _unavailable(retry_at - now)
             load = asyncio.create_task(self._load(model, digest, sources), name="tokenizer-load")
@@ -149,7 +149,7 @@ class TokenizerPool:
                 _loads.add(1, _FAILED)
                 cause = exc.message if isinstance(exc, MeshError) else repr(exc)
                 log.warning("tokenizer.failed", model=model, reason=cause)
-                now = time.monotonic()
+                now = self._clock()
                 raise _unavailable(self._residency.failed(digest, now) - now) from None
 
     async def _loaded(self, digest: str, sources: Sequence[str]) -> Tokenizer:
