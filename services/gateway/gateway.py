@@ -21,6 +21,7 @@ from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
+from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess
@@ -134,6 +135,7 @@ class Gateway:
         await end(self._tasks)
         await self.frontend.shared.parsers.close()
         await self._access.close()
+        await self.http_app.close()
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
@@ -201,7 +203,11 @@ def _http_app(
         write_timeout_s=settings.write_timeout_s,
         is_strict=settings.strict_fields,
     )
-    return HttpApp(frontend, access, not_ready, bounds)
+    kept = KeepBounds(
+        settings.responses_ttl_s, settings.responses_max_count, settings.responses_max_bytes
+    )
+    store = ResponseStore(settings.redis_url, kept)
+    return HttpApp(frontend, access, not_ready, bounds, store)
 
 
 def _bounds(settings: Settings) -> Bounds:

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from pdmesh.config import ServiceSettings, settings_config, shared
+from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
@@ -102,6 +102,19 @@ class Settings(ServiceSettings):
         "auto",
         description="vLLM's parser of reasoning, by its name (qwen3, deepseek_r1, ...); auto: by "
         "the model's chat template; none: reasoning is text",
+    )
+    redis_url: ServerUrl = shared(
+        "redis://127.0.0.1:6379",
+        description="Redis or Valkey server that keeps responses (/v1/responses with store)",
+    )
+    responses_ttl_s: float = Field(
+        86_400.0, ge=1, description="How long a response is kept for previous_response_id"
+    )
+    responses_max_count: int = Field(
+        4096, ge=0, description="Most responses kept for a tenant, the oldest go; 0: none are kept"
+    )
+    responses_max_bytes: int = Field(
+        64 << 20, ge=65536, description="Most bytes of responses kept for a tenant"
     )
     prefill_batch: int = Field(
         0,

@@ -89,6 +89,9 @@ GATEWAY_TOKENIZER_LOADS: Final = "pdmesh.gateway.tokenizers.loads"
 GATEWAY_INCOMING: Final = "pdmesh.gateway.incoming"
 GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
 TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
+GATEWAY_RESPONSES_KEPT: Final = "pdmesh.gateway.responses.kept"
+GATEWAY_RESPONSES_EVICTED: Final = "pdmesh.gateway.responses.evicted"
+GATEWAY_RESPONSES_LOOKUPS: Final = "pdmesh.gateway.responses.lookups"
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
 # Metrics of instances.

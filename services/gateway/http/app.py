@@ -46,6 +46,8 @@ from pdmesh.services.gateway.http.format import OpenAiFormat
 from pdmesh.services.gateway.http.messages.errors import ANTHROPIC_ERRORS
 from pdmesh.services.gateway.http.messages.paths import PREFIX, MessagesPaths
 from pdmesh.services.gateway.http.openapi import document
+from pdmesh.services.gateway.http.responses.paths import ResponsesPaths
+from pdmesh.services.gateway.http.responses.store import ResponseStore
 from pdmesh.services.gateway.http.routes import (
     ASKING_ERRORS,
     TELLING_ERRORS,
@@ -81,7 +83,9 @@ class HttpApp:
         access: AccessControl,
         not_ready: Callable[[], list[str]],
         bounds: HttpBounds,
+        responses: ResponseStore,
     ) -> None:
+        self._responses = responses
         self._intake = Intake(frontend, access, bounds)
         self.body_room = self._intake.body_room
         self._frontend = frontend
@@ -98,6 +102,7 @@ class HttpApp:
     def _routes(self) -> list[HttpRoute]:
         return [
             *MessagesPaths(self._frontend, self._intake).routes(),
+            *ResponsesPaths(self._frontend, self._intake, self._responses).routes(),
             HttpRoute(
                 "POST",
                 "/v1/chat/completions",
@@ -213,6 +218,9 @@ class HttpApp:
             for exchange in [e for e in self._writing if e.blocked_since < limit]:
                 log.info("http.client_not_reading", request_id=exchange.request_id)
                 exchange.cut()
+
+    async def close(self) -> None:
+        await self._responses.close()
 
     # --- generation ------------------------------------------------------------------------------
 

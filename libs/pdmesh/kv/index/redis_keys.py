@@ -1,6 +1,7 @@
 """Every Redis key, in one place: pdmesh:v1:<noun>:<id>[:<field>].
 
-No part of a prompt is in Redis: a block's name is a keyed hash.
+The index keeps nothing of a prompt: a block's name is a keyed hash. Only responses that clients
+ask to keep hold text.
 """
 
 from __future__ import annotations
@@ -23,3 +24,18 @@ def instance_blocks(instance_id: str, tier: Tier) -> str:
 def instance_version(instance_id: str) -> str:
     """A hash with incarnation and sequence. It is missing while the blocks are being rewritten."""
     return f"{_PREFIX}:instance:{instance_id}:version"
+
+
+def kept_response(tenant: str, response_id: str) -> str:
+    """A response and its conversation, as JSON. All keys of a tenant are on one shard."""
+    return f"{_PREFIX}:response:{{{tenant}}}:{response_id}"
+
+
+def kept_expiries(tenant: str) -> str:
+    """Sorted set of the tenant's response ids by when they expire, in ms."""
+    return f"{_PREFIX}:responses:{{{tenant}}}:expiries"
+
+
+def kept_sizes(tenant: str) -> str:
+    """Hash: bytes of each response by its id, and of all of them under the empty name."""
+    return f"{_PREFIX}:responses:{{{tenant}}}:sizes"

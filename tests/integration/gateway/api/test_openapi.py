@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from pdmesh.services.gateway.http.routes import HttpRoute, Operation, plain_path
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]
 # Bodies of requests by operation, or paths. Each must be answered, and as the document says.
@@ -34,6 +36,10 @@ SAMPLES: dict[str, list[Any]] = {
         {"model": "tiny", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 2},
         {"model": "tiny", "prompt": "abc", "max_tokens": 3, "prompt_logprobs": 0, "n": 2},
     ],
+    "post_v1_responses": [{"model": "tiny", "input": "x", "max_output_tokens": 3}],
+    "get_v1_responses_by_response": ["/v1/responses/{kept}"],
+    "get_v1_responses_by_response_input_items": ["/v1/responses/{kept}/input_items"],
+    "delete_v1_responses_by_response": ["/v1/responses/{kept}"],
     "post_v1_messages": [{"model": "tiny", "messages": HELLO, "max_tokens": 3}],
     "post_v1_messages_count_tokens": [{"model": "tiny", "messages": HELLO}],
     "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
@@ -47,12 +53,15 @@ SAMPLES: dict[str, list[Any]] = {
 
 
 @pytest.fixture
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    """A prefill and a decode that give log probabilities."""
-    async with gateway_mesh(tmp_path_factory.getbasetemp(), 0, 0) as mesh:
+async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
+    """A prefill and a decode that give log probabilities, and a store of responses."""
+    valkey = servers.valkey(tmp_path)
+    await valkey.start()
+    async with gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh:
         for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
             await mesh.add(FakeInstance(role, name, supports_logprobs=True))
         yield mesh
+    valkey.close()
 
 
 @pytest.fixture
@@ -107,7 +116,7 @@ async def test_every_operation_answers_as_it_says(
 async def check_answers(http: httpx.AsyncClient, route: HttpRoute, sample: Any) -> None:
     operation = route.operation
     if isinstance(sample, str):
-        answer = await http.request(route.method, sample)
+        answer = await http.request(route.method, sample.format(kept=await kept_id(http)))
     else:
         answer = await http.request(route.method, route.path, json=sample)
     assert answer.status_code == 200, answer.text
@@ -120,6 +129,11 @@ async def check_answers(http: httpx.AsyncClient, route: HttpRoute, sample: Any) 
         answer = await http.request(route.method, route.path, content=b"{")
         assert answer.status_code == 400
         msgspec.json.decode(answer.content, type=operation.fails)
+
+
+async def kept_id(http: httpx.AsyncClient) -> str:
+    answer = await http.post("/v1/responses", json={"model": "tiny", "input": "x"})
+    return str(answer.json()["id"])
 
 
 def check_events(answer: httpx.Response, operation: Operation) -> None:

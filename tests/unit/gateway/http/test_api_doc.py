@@ -9,6 +9,7 @@ import pytest
 from pdmesh.services.gateway.http import schema as openai_schema
 from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
 from pdmesh.services.gateway.http.messages.schema import MessagesRequest
+from pdmesh.services.gateway.http.responses.schema import InputItem, ResponsesRequest
 from pdmesh.services.gateway.http.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -29,7 +30,7 @@ def test_every_http_field_is_in_the_page(struct: type) -> None:
     assert [f for f in fields if f"`{f}`" not in _TEXT] == []
 
 
-@pytest.mark.parametrize("struct", [MessagesRequest])
+@pytest.mark.parametrize("struct", [MessagesRequest, ResponsesRequest, InputItem])
 def test_every_field_of_the_other_formats_is_in_their_page(struct: type) -> None:
     fields: tuple[str, ...] = struct.__struct_fields__  # type: ignore[attr-defined]  # msgspec's
     assert [f for f in fields if f"`{f}`" not in _OTHER_FORMATS] == []

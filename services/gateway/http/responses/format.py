@@ -1,0 +1,169 @@
+"""Writes responses, whole or as events with sequence numbers in the documented order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from pdmesh.errors import MeshError
+from pdmesh.services.gateway.http.exchange import HttpExchange
+from pdmesh.services.gateway.http.logprobs import LogprobWriter
+from pdmesh.services.gateway.http.responses.output import OutputItems
+from pdmesh.services.gateway.http.responses.schema import ResponsesRequest
+from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
+from pdmesh.services.gateway.request.frontend import Call
+from pdmesh.services.gateway.text.choice_text import TextDelta
+
+_encode: Final = msgspec.json.encode
+
+# Any: JSON objects on their way out.
+Json = dict[str, Any]
+Keep = Callable[[Json], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesFormat:
+    """`keep` keeps a response that has ended and says whether it is kept; None: nobody asked."""
+
+    request: ResponsesRequest
+    exchange: HttpExchange
+    keep: Keep | None
+
+    def stream(self, call: Call) -> ResponseWriter:
+        writer = ResponseWriter(call, self)
+        # An error in the middle ends the stream with an event of the response.
+        self.exchange.errors = replace(self.exchange.errors, event=writer.failed)
+        return writer
+
+    async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
+        (delta,) = deltas
+        writer = ResponseWriter(call, self, tells=False)
+        if delta.num_logprobs <= MAX_LOGPROBS_HERE:
+            writer.chunk(delta)
+        else:
+            await asyncio.to_thread(writer.chunk, delta)
+        return _encode(await writer.ended())
+
+
+class ResponseWriter:
+    """The events of one streamed response, and the response that they make."""
+
+    def __init__(self, call: Call, written: ResponsesFormat, *, tells: bool = True) -> None:
+        self._call = call
+        self._keep = written.keep
+        self._response = _begun(call, written.request, is_kept=written.keep is not None)
+        self._items = OutputItems(self._response["id"], tells=tells)
+        self._logprobs: LogprobWriter | None = None
+        if call.spec.sampling.num_logprobs is not None:
+            prompt = call.generations[0].prompt.tokens
+            self._logprobs = LogprobWriter(call.spec.tokenizer, prompt)
+
+    def opening(self) -> bytes:
+        begun = {"response": self._response}
+        return b"".join(
+            self._items.event(name, begun) for name in ("response.created", "response.in_progress")
+        )
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        logprobs: list[Json] = []
+        if self._logprobs is not None:
+            logprobs = self._logprobs.chat(delta.logprobs)["content"]
+        parts: list[bytes] = []
+        if delta.text or logprobs:
+            parts.append(self._items.text(delta.text, logprobs))
+        if delta.is_last:
+            parts.append(self._last(delta))
+        return b"".join(parts)
+
+    def _last(self, delta: TextDelta) -> bytes:
+        status = "incomplete" if delta.finish_reason == "length" else "completed"
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response["status"] = status
+        closed = self._items.close(status)
+        if not self._items.items:  # clients expect some
+            closed = self._items.text("", []) + self._items.close(status)
+        return closed
+
+    async def closing(self) -> bytes:
+        response = await self.ended()
+        return self._items.event(f"response.{response['status']}", {"response": response})
+
+    async def ended(self) -> Json:
+        """The response, kept if it is asked for."""
+        response = self._response
+        response["completed_at"] = int(time.time())
+        response["output"] = self._items.items
+        response["usage"] = _usage(self._call)
+        if self._keep is not None:
+            response["store"] = await self._keep(response)
+        return response
+
+    def failed(self, error: MeshError) -> bytes:
+        closed = self._items.close("incomplete")
+        self._response |= {
+            "status": "failed",
+            "error": {"code": error.reason.lower(), "message": error.message},
+            "output": self._items.items,
+            "usage": _usage(self._call),
+            "store": False,
+        }
+        return closed + self._items.event("response.failed", {"response": self._response})
+
+
+def response_id_of(request_id: str) -> str:
+    return "resp_" + request_id.removeprefix("req-")
+
+
+def _begun(call: Call, request: ResponsesRequest, *, is_kept: bool) -> Json:
+    sampling = call.spec.sampling
+    text = request.text
+    reasoning = request.reasoning
+    return {
+        "id": response_id_of(call.request_id),
+        "object": "response",
+        "created_at": call.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": call.spec.model,
+        "output": [],
+        "usage": None,
+        "store": is_kept,
+        "previous_response_id": request.previous_response_id,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "service_tier": "default",
+        "temperature": sampling.temperature,
+        "text": {"format": (text.format if text else None) or {"type": "text"}},
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+    }
+
+
+def _usage(call: Call) -> Json:
+    prompt, output = call.num_prompt_tokens, call.num_completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {
+            "cached_tokens": call.num_cached_tokens, "cache_write_tokens": 0,
+        },
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + output,
+    }  # fmt: skip

@@ -1,0 +1,92 @@
+"""What is kept of a response: itself, and the conversation that one after it continues."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pdmesh.errors import MeshError
+from pdmesh.services.gateway.http.responses.schema import InputItem, ItemPart
+from pdmesh.services.gateway.http.responses.store import ResponseStore
+
+_ID: Final = re.compile(r"resp_[0-9a-f]{24}")
+_encode: Final = msgspec.json.encode
+
+# Any: a JSON object on its way out.
+Json = dict[str, Any]
+
+
+class ResponseNotFound(MeshError):
+    grpc_code, http_status, default_reason = "NOT_FOUND", 404, "RESPONSE_NOT_FOUND"
+
+
+class KeptResponse(msgspec.Struct):
+    """`input`: the items before its output, those of responses before it as well."""
+
+    response: msgspec.Raw
+    input: list[msgspec.Raw]
+    output: list[msgspec.Raw]
+
+
+_kept: Final = msgspec.json.Decoder(KeptResponse)
+_item: Final = msgspec.json.Decoder(InputItem)
+
+
+def items_of(kept: KeptResponse) -> list[InputItem]:
+    """The conversation up to the end of the response."""
+    return [_item.decode(raw) for raw in (*kept.input, *kept.output)]
+
+
+def record_of(items: Sequence[InputItem], response: Json) -> bytes:
+    return _encode({"response": response, "input": items, "output": response["output"]})
+
+
+async def load_kept(
+    store: ResponseStore, tenant: str, response_id: str, field: str | None = None
+) -> KeptResponse:
+    """Raises ResponseNotFound, Unavailable."""
+    found = None
+    if store.keeps and _ID.fullmatch(response_id):
+        found = await store.load(tenant, response_id)
+    if found is None:
+        raise not_found(field)
+    return _kept.decode(found)
+
+
+async def forget_kept(store: ResponseStore, tenant: str, response_id: str) -> None:
+    """Raises ResponseNotFound, Unavailable."""
+    is_asked = store.keeps and _ID.fullmatch(response_id)
+    if not (is_asked and await store.forget(tenant, response_id)):
+        raise not_found()
+
+
+def not_found(field: str | None = None) -> ResponseNotFound:
+    return ResponseNotFound("no such response is kept", field=field)
+
+
+def input_items(asked: str | Sequence[InputItem]) -> list[InputItem]:
+    """The items of a request as they are kept: each with an id, messages with parts."""
+    if isinstance(asked, str):
+        asked = [InputItem(type="message", role="user", content=asked)]
+    return [_as_kept(item) for item in asked]
+
+
+def _as_kept(item: InputItem) -> InputItem:
+    kind, content = item.type or "message", item.content
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item.role == "assistant" else "input_text"
+        content = [ItemPart(type=part, text=content)]
+    given = item.id or f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}"
+    return msgspec.structs.replace(item, type=kind, id=given, content=content)
+
+
+_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}

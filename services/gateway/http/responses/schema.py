@@ -1,0 +1,200 @@
+"""The requests of OpenAI's Responses API that we take, as typed structs.
+
+What would change the answer and cannot be had is refused; what has no effect here is known and
+accepted. What becomes a chat is checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.body.json_body import decoded
+from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.http.schema import ReasoningEffort
+from pdmesh.services.gateway.request.bounds import in_range
+
+_MAX_METADATA: Final = 16
+_MAX_KEY_CHARS: Final = 64
+_MAX_VALUE_CHARS: Final = 512
+
+# Any: these hold anything that a client sends, and are accepted without effect or refused.
+_Anything = Any
+
+
+class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A piece of an item's content: which fields it has depends on its type."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: _Anything = None
+    logprobs: _Anything = None
+    image_url: _Anything = None
+    file_id: _Anything = None
+    file_data: _Anything = None
+    file_url: _Anything = None
+    filename: _Anything = None
+    detail: _Anything = None
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What was said, called or found: which fields it has depends on its type."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ItemPart] | None = None
+    phase: str | None = None
+    summary: list[ItemPart] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[ItemPart] | None = None
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Only functions, which the client runs, are served: the others are known by their type."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, _Anything] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: _Anything = None
+    server_label: str | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: dict[str, _Anything] | None = None
+    verbosity: _Anything = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Reasoning is shown as it is: summaries are not made."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's fields, then vLLM's, then pdmesh's own."""
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: bool | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: _Anything = None
+    prompt_cache_options: _Anything = None
+    service_tier: str | None = None
+    prompt: _Anything = None
+    conversation: _Anything = None
+    moderation: _Anything = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: _Anything = None
+    chat_template_kwargs: dict[str, _Anything] | None = None
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    chat_id: str = ""
+    scenario: str = ""
+
+
+# The values of unsupported fields that ask for nothing. None always does.
+UNSUPPORTED_IN_RESPONSES: Final[Mapping[str, tuple[object, ...]]] = {
+    "background": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt": (),
+    "conversation": (),
+    "moderation": (),
+}
+NESTED_IN_ITEMS: Final[Nested] = {
+    InputItem: {"content": ItemPart, "summary": ItemPart, "output": ItemPart}
+}
+_NESTED: Final[Nested] = {
+    **NESTED_IN_ITEMS,
+    ResponsesRequest: {
+        "input": InputItem,
+        "tools": ResponseTool,
+        "tool_choice": ChosenTool,
+        "text": TextConfig,
+        "reasoning": ReasoningConfig,
+        "stream_options": ResponseStreamOptions,
+    },
+}
+_decoder: Final = msgspec.json.Decoder(ResponsesRequest)
+
+
+def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesRequest:
+    """Raises InvalidRequest with the field.
+
+    An unknown field is refused, or added to `ignored` by its path.
+    """
+    request = decoded(_decoder, _NESTED, body, ignored)
+    for field, values in UNSUPPORTED_IN_RESPONSES.items():
+        if (value := getattr(request, field)) is not None and value not in values:
+            raise unsupported(field)
+    in_range("max_output_tokens", request.max_output_tokens, 1, 1 << 31)
+    _check_metadata(request.metadata or {})
+    return request
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """It is kept and sent back."""
+    if len(metadata) > _MAX_METADATA:
+        raise InvalidRequest(f"at most {_MAX_METADATA} pairs of metadata", field="metadata")
+    for key, value in metadata.items():
+        if len(key) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
+            message = f"metadata: a key has at most {_MAX_KEY_CHARS}, a value {_MAX_VALUE_CHARS} "
+            raise InvalidRequest(f"{message}characters", field="metadata")
+
+
+def unsupported(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)

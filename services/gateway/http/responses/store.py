@@ -1,0 +1,157 @@
+"""Keeps responses in Redis, each under its tenant, for a time and within bounds.
+
+Keeping one is an offer: a response that cannot be kept is answered all the same. To look one up
+raises Unavailable while Redis is away. Each call ends within a second; after a failure, for a
+moment, nothing is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from pdmesh.errors import Unavailable
+from pdmesh.kv.index import redis_keys as keys
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+_TIMEOUT_S: Final = 1.0
+_AWAY_S: Final = 1.0
+_MAX_CONNECTIONS: Final = 16
+_HERE: Final = Path(__file__).parent
+
+_kept = metrics.counter(
+    names.GATEWAY_RESPONSES_KEPT, "Responses to keep, by outcome: kept, too_large, away"
+)
+_evicted = metrics.counter(
+    names.GATEWAY_RESPONSES_EVICTED, "Responses that made room for newer ones of their tenant"
+)
+_lookups = metrics.counter(
+    names.GATEWAY_RESPONSES_LOOKUPS, "Kept responses asked for, by outcome: found, missing, away"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBounds:
+    """`max_count` and `max_bytes` are those of one tenant. Nothing is kept with a count of 0."""
+
+    ttl_s: float
+    max_count: int
+    max_bytes: int
+
+
+class ResponseStore:
+    """It connects when it is first used."""
+
+    def __init__(self, url: str, bounds: KeepBounds) -> None:
+        self._url = url
+        self._bounds = bounds
+        # Any: redis-py's generic client and scripts.
+        self._redis: Any = None
+        self._keep: Any = None
+        self._forget: Any = None
+        self._away_until = 0.0
+
+    @property
+    def keeps(self) -> bool:
+        return self._bounds.max_count > 0
+
+    async def keep(self, tenant: str, response_id: str, record: bytes) -> bool:
+        """Whether it is kept."""
+        if len(record) > self._bounds.max_bytes:
+            _kept.add(1, {"outcome": "too_large"})
+            return False
+        bounds = self._bounds
+        limits = (round(bounds.ttl_s * 1000), bounds.max_count, bounds.max_bytes)
+        args = (response_id, record, *limits, keys.kept_response(tenant, ""))
+        try:
+            async with self._answering():
+                num_evicted = await self._keep(_keys(tenant, response_id), args)
+        except Unavailable as exc:
+            log.warning("response.not_kept", response_id=response_id, reason=exc.message)
+            _kept.add(1, {"outcome": "away"})
+            return False
+        _kept.add(1, {"outcome": "kept"})
+        _evicted.add(num_evicted)
+        return True
+
+    async def load(self, tenant: str, response_id: str) -> bytes | None:
+        """None if it is not there: never kept, forgotten, or another tenant's.
+
+        Raises Unavailable.
+        """
+        async with self._counted(), self._answering():
+            found = await self._redis.get(keys.kept_response(tenant, response_id))
+        _lookups.add(1, {"outcome": "missing" if found is None else "found"})
+        return None if found is None else bytes(found)
+
+    async def forget(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there. Raises Unavailable."""
+        async with self._counted(), self._answering():
+            found = bool(await self._forget(_keys(tenant, response_id), (response_id,)))
+        _lookups.add(1, {"outcome": "found" if found else "missing"})
+        return found
+
+    async def close(self) -> None:
+        if self._redis is not None:
+            with contextlib.suppress(Exception):  # it may be away
+                await self._redis.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except Unavailable:
+            _lookups.add(1, {"outcome": "away"})
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        if time.monotonic() < self._away_until:
+            raise Unavailable("the store of responses does not answer")
+        from redis.exceptions import RedisError  # a gateway that keeps nothing does without it
+
+        self._connect()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                yield
+        except (RedisError, OSError, TimeoutError) as exc:
+            self._away_until = time.monotonic() + _AWAY_S
+            log.warning("responses.store_away", reason=str(exc) or type(exc).__name__)
+            raise Unavailable("the store of responses does not answer") from exc
+
+    def _connect(self) -> None:
+        if self._redis is not None:
+            return
+        from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        pool = BlockingConnectionPool.from_url(
+            self._url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=_TIMEOUT_S,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            client_name="pdmesh-gateway",
+        )
+        self._redis = Redis.from_pool(pool)
+        self._keep = self._redis.register_script((_HERE / "keep_response.lua").read_text())
+        self._forget = self._redis.register_script((_HERE / "forget_response.lua").read_text())
+
+
+def _keys(tenant: str, response_id: str) -> tuple[str, str, str]:
+    return (
+        keys.kept_response(tenant, response_id),
+        keys.kept_expiries(tenant),
+        keys.kept_sizes(tenant),
+    )
