@@ -28,16 +28,16 @@ help: ## list the targets
 # --- run it ---
 up: setup-$(ENGINE) ## set up and start the dev mesh; ENGINE=sim needs neither torch nor vLLM; ARGS="--decode 2"
 	@$(BIN)/pdmesh up --engine $(ENGINE) $(ARGS)
-down: ## stop it
+down: ## stop the dev mesh
 	@if [ -x $(BIN)/pdmesh ]; then $(BIN)/pdmesh down; else echo "no mesh is running here"; fi
-status: $(DONE)/base ## what runs, and how busy it is
+status: $(DONE)/base ## show what runs, and how busy it is
 	@$(BIN)/pdmesh status
 
 # --- set it up ---
-setup: setup-dev setup-$(ENGINE) ## .venv with everything for development, pinned and hashed
-setup-sim: $(DONE)/base ## what a mesh on sim needs, alone
-setup-dev: $(DONE)/dev ## that, and what the tests and checks need
-setup-vllm: $(DONE)/vllm ## what a mesh on vLLM needs, alone
+setup: setup-dev setup-$(ENGINE) ## make .venv with everything for development, pinned and hashed
+setup-sim: $(DONE)/base ## install only what a mesh on sim needs
+setup-dev: $(DONE)/dev ## install what a mesh on sim, the tests and the checks need
+setup-vllm: $(DONE)/vllm ## install only what a mesh on vLLM needs
 
 $(DONE)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
@@ -65,31 +65,31 @@ model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
 # --- prove it ---
 test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS goes to pytest
 	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose $(ARGS)
-unit: $(DONE)/dev ## the fast ones alone
+unit: $(DONE)/dev ## only the fast tests
 	@$(PYTEST) tests/unit tests/property $(ARGS)
-kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## the GPU kernels: in Triton's interpreter, and compiled for a GPU that need not be there
+kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU
 	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
 
 .cache/triton: requirements/triton.txt # not in .venv, where torch and vLLM would find it and act as with a GPU
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $< && touch $@
 
-e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
+e2e: $(DONE)/dev $(DONE)/vllm model ## test the real model through the whole mesh
 	@$(PYTEST) tests/e2e $(ARGS)
-chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders under load, I1-I9 after each; CHAOS_S=600 for ten, CHAOS_SEED=n again
+chaos: $(DONE)/dev ## two minutes of random faults and orders under load, with a check of I1-I9 after each step; CHAOS_S=600 runs ten minutes, CHAOS_SEED=n repeats a run
 	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s --basetemp=.cache/chaos tests/chaos/test_nemesis.py $(ARGS)
-faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
+faults: $(DONE)/dev ## test each fault by itself: kill, freeze and cut off every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
-compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
+compose-test: $(DONE)/dev ## run and test the docker compose cluster; starts a container engine if none runs
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
-kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## the kill matrix, and its table in docs/kill-matrix.md
-kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## the faults of KV beside their bounds, and their table
+kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## run the kill matrix and write its table in docs/kill-matrix.md
+kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_source_exclusions.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## run the faults of KV and write their table in docs/kill-matrix.md
 kill-matrix kv-faults: $(DONE)/dev
 	@rm -rf .cache/$@ && mkdir -p .cache/$@
 	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md
 
-check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names, docs, generated code
+check: $(DONE)/dev proto-check ## check format, lint, types, imports, rooms and names, docs, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -98,12 +98,12 @@ check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names,
 	$(BIN)/python -m tools.docs_check
 	$(BIN)/python -m tools.request_states --check docs/request-states.md
 
-format: $(DONE)/dev ## format and mend what ruff can mend
+format: $(DONE)/dev ## format, and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 FUZZ_TARGETS ?= kv_wire http json grpc yaml
-fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## all that a stranger may send, against atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
+fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## fuzz everything that a stranger may send with atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
 
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	@mkdir -p .cache/fuzz-corpus/$*
@@ -116,11 +116,11 @@ $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	@.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
 	@touch $@
 
-bench: $(DONE)/dev ## measure: NAME=overhead, ... (no NAME: the list); ARGS goes to it, TRACES=FOLDER has public traces
+bench: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
 	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
 
 # --- generated files, committed ---
-proto: $(DONE)/dev ## buf lint, then generate libs/pdmesh/{v1,events}
+proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events}
 	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
 	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
@@ -129,21 +129,21 @@ proto-check: proto ## fail if the generated code is not what proto/ says
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
-docs: $(DONE)/dev ## the generated pages: docs/coverage.md from the last results, the others from the code
+docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code
 	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
 	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
 	@$(BIN)/python -m tools.request_states docs/request-states.md
 
-coverage-results: $(DONE)/dev ## take over what tests did when make ran them with RESULTS=FOLDER; commit what it changes
+coverage-results: $(DONE)/dev ## add the results of tests that make ran with RESULTS=FOLDER; commit the changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)
-docs-check: docs ## fail if the generated pages are not what the code says
+docs-check: docs ## fail if the generated pages differ from the code
 	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
-lock: $(DONE)/dev ## pin all packages anew (slow)
+lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
 	@deploy/docker/lock-images deploy/docker/images.env
 
-clean: ## remove everything that was made here, the model and .venv too
+clean: ## remove everything that make created, including the model and .venv
 	@$(MAKE) down
 	rm -rf $(VENV) .pdmesh .cache build dist *.egg-info libs/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
