@@ -1,4 +1,4 @@
-"""Settings: where a value may come from, and what is said about a bad one."""
+"""Settings: where a value may come from, and the message for a bad value."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_services_own_name_wins_over_the_plain_one(monkeypatch: pytest.Monke
 def test_what_belongs_to_one_process_does_not_answer_to_the_plain_name(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One PDMESH_GRPC_PORT for all services would give them all the same port."""
+    """One PDMESH_GRPC_PORT for all services would give all of them the same port."""
     monkeypatch.setenv(f"PDMESH_{field}", "9")
     assert str(getattr(Settings.load(), field.lower())) != "9"
 
@@ -101,8 +101,8 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_address_that_cannot_be_read_is_a_line_without_its_password(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """Found: NATS's client raised in the midst of the start, and the log said what the password
-    begins with.
+    """NATS's client once raised in the middle of the start, and the log showed how the password
+    begins.
     """
     monkeypatch.setenv("PDMESH_NATS_URL", url)
     with pytest.raises(BadSetting, match=r"^PDMESH_NATS_URL: not of the form") as raised:

@@ -1,5 +1,5 @@
-"""What a caller sent may be in an error's text, never at any length: it goes out over HTTP, gRPC,
-logs and events.
+"""An error's text may quote what a caller sent, but only a bounded part: it goes out over HTTP,
+gRPC, logs and events.
 """
 
 from __future__ import annotations

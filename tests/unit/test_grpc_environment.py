@@ -1,6 +1,4 @@
-"""gRPC reads its environment when it is imported, and says nothing if what was set came too
-late.
-"""
+"""gRPC reads its environment when it is imported, and ignores variables that are set later."""
 
 from __future__ import annotations
 

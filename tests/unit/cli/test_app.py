@@ -1,4 +1,4 @@
-"""The commands' own logic: what is parsed, what is shown, what is said when it fails."""
+"""The commands' own logic: what they parse, what they show, and what they say when they fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def gateway(answer: Answer) -> Iterator[str]:
-    """An HTTP server that answers one question as told."""
+    """An HTTP server that gives one answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -169,7 +169,7 @@ def test_a_state_directory_that_is_a_file_is_named(
 def test_a_diff_that_cannot_be_made_is_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As diff(1) and kubectl: 0 same, 1 differs, more than 1 an error."""
+    """The exit codes are those of diff(1) and kubectl: 0 equal, 1 different, above 1 an error."""
     (tmp_path / "groups.yaml").write_text("groups: {}")
     for file, said in (("missing.yaml", "No such file"), ("groups.yaml", "no mesh is running")):
         with pytest.raises(SystemExit) as ended:
@@ -261,8 +261,8 @@ def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
 def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said "mesh: ready", with exit code 0 if the other NATS answered, and named the processes
-    of this one.
+    """The command once said "mesh: ready", with exit code 0, if the other NATS answered, and listed
+    the processes of the local mesh.
     """
     monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
     monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
@@ -316,7 +316,7 @@ def test_a_path_that_cannot_be_is_one_clear_line(
 def test_a_file_without_an_end_is_read_no_further_than_any_may_be(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was read until the machine had no memory left."""
+    """Such a file was once read until the machine had no memory left."""
     source = io.StringIO("#" * (texts.MAX_BYTES + 2))
     monkeypatch.setattr(Path, "open", lambda *_, **__: source)
     with pytest.raises(SystemExit) as ended:
@@ -337,7 +337,7 @@ def test_a_stdin_that_is_closed_is_one_clear_line(
 
 
 def test_an_answer_without_a_reader_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `>&-`: Python then has no stdout at all."""
+    """With `>&-`, for example, Python has no stdout at all."""
     monkeypatch.setattr(sys, "stdout", None)
     with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(SystemExit) as ended:
         app.main(["chat", "hi", "--url", url])
@@ -583,7 +583,7 @@ def test_a_key_may_be_the_first_thing_that_a_state_directory_holds(tmp_path: Pat
 def test_every_command_takes_the_address_of_nats_from_the_environment(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds a password, which a command line shows to everybody on the machine."""
+    """The address holds a password, and a command line shows it to everybody on the machine."""
     monkeypatch.setenv("PDMESH_NATS_URL", "nats://user:password@there:4222")
     assert app.build_parser().parse_args(words).nats_url == "nats://user:password@there:4222"
     here = [*words, "--nats-url", "nats://here:4222"]

@@ -20,7 +20,7 @@ from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services
 
 
 async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
-    """Both would listen there, and every other call reach the wrong one."""
+    """Both would listen there, and every other call would reach the wrong one."""
     with PortReservation("127.0.0.1", 0) as free:
         port = free.port
     spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
@@ -161,7 +161,7 @@ def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
 def test_a_launcher_that_cannot_say_why_it_ended_does_not_end_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk its words go nowhere: `up --detach` returned 1 and said nothing."""
+    """On a full disk the launcher's log is lost: `up --detach` once returned 1 and said nothing."""
     ends = "import os; os.kill(os.getpid(), 9)"
     options = app.build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
     with (tmp_path / "log").open("w+") as lines:

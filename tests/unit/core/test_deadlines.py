@@ -1,4 +1,4 @@
-"""The order of the mesh's deadlines, and that every default is the table's."""
+"""The order of the mesh's deadlines; every default comes from the table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_side_that_knows_most_reports_first() -> None:
 
 
 def test_a_sender_keeps_the_bytes_for_as_long_as_a_receiver_may_want_them() -> None:
-    waits = 2 * d.TRANSFER_TIMEOUT_S  # for its turn, and for the bytes
+    waits = 2 * d.TRANSFER_TIMEOUT_S  # it waits for its turn, and for the bytes
     assert waits + d.STOP_S < d.TICKET_LEASE_S
     assert d.TICKET_LEASE_S / d.RENEWALS_PER_LEASE < d.TRANSFER_TIMEOUT_S, "renewed in each wait"
     assert 10 * waits <= d.MAX_LEASES * d.TICKET_LEASE_S
@@ -47,7 +47,7 @@ def test_news_comes_several_times_within_the_silence_that_it_prevents() -> None:
 
 
 def default(kind: Any, name: str) -> object:
-    """Of a setting, or of a field of a dataclass."""
+    """The default of a setting, or of a dataclass's field."""
     if issubclass(kind, InstanceSettings | GatewaySettings):
         return kind.model_fields[name].default
     return next(field.default for field in fields(kind) if field.name == name)

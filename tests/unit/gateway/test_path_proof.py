@@ -1,4 +1,4 @@
-"""Which ways a gateway tries before it says that it is ready, and what proves one."""
+"""Which paths a gateway tries before it says that it is ready, and what proves a path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_where_no_pair_is_each_does_both() -> None:
 
 
 class Ways:
-    """What comes of each try, in turn."""
+    """The outcome of each try, in turn."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes, self.tried = list(outcomes), list[tuple[str, str]]()
@@ -100,7 +100,7 @@ async def test_one_way_is_enough_and_a_failure_changes_the_way(
 async def test_a_mesh_that_is_full_of_others_requests_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a gateway that is started anew under overload would never get ready."""
+    """Otherwise a gateway that restarts under overload would never become ready."""
     ways = Ways(*[CanaryRefused()] * path_proof._MAX_REFUSALS)
     assert (await proof_of(monkeypatch, ways)).is_given
     assert not ways.outcomes
@@ -109,9 +109,7 @@ async def test_a_mesh_that_is_full_of_others_requests_works(
 async def test_a_way_that_fails_takes_back_its_own_refusals_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One broken instance in a mesh that is full kept each gateway that was started from getting
-    ready.
-    """
+    """In a full mesh, one broken instance once kept each new gateway from becoming ready."""
     full, broken = CanaryRefused(), CanaryFailed("UNAVAILABLE")
     most = path_proof._MAX_REFUSALS
     ways = Ways(full, *[full, full] * 5, broken, *[full, broken] * (most - 6))

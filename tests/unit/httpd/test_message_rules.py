@@ -1,4 +1,4 @@
-"""What RFC 9112 wants refused and the parser lets pass."""
+"""Messages that RFC 9112 wants refused and that the parser lets pass."""
 
 from __future__ import annotations
 

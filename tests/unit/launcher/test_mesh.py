@@ -55,7 +55,7 @@ def test_a_state_directory_is_its_owners_and_one_that_was_there_before_is_left_a
 def test_a_launcher_that_has_not_written_itself_down_is_not_taken_for_its_predecessor(
     tmp_path: Path,
 ) -> None:
-    """`down` would name, or signal, a process that is gone, or whoever has its number now."""
+    """Otherwise `down` would signal a process that is gone, or another that has its pid now."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with state.lock(tmp_path) as file:

@@ -1,4 +1,4 @@
-"""Every process is given the time its own drain takes before it is killed."""
+"""Every process gets the time that its own drain takes before it is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.services.prefill.settings import Settings as PrefillSettings
 
 @pytest.mark.fault("F10")
 def test_a_process_that_drains_is_killed_only_after_its_drain_and_its_last_words() -> None:
-    """Killed earlier, a gateway's streams end without the error event that tells the client why."""
+    """If a gateway is killed earlier, its streams end without the error event that says why."""
     assert STOP_GRACE_S[StopOrder.GATEWAY] >= GatewaySettings().drain_s + 2
     for settings in (PrefillSettings(), DecodeSettings()):
         assert STOP_GRACE_S[StopOrder.INSTANCE] >= settings.drain_s + 2

@@ -1,4 +1,4 @@
-"""What `make bench NAME=handover` says of its samples."""
+"""What `make bench NAME=handover` reports about its samples."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WAYS = {"local": 20.0, "whole": 60.0, "per_layer": 30.0, "nixl": 40.0}
 
 
 def run(rounds: int = 2, **gaps_ms: float) -> Run:
-    """Token 1 after 100 ms in every way, 40 ms later with NixlConnector's; a slower round has the
-    same ratios.
+    """Token 1 comes after 100 ms in every variant, and 40 ms later with NixlConnector. A slower
+    round has the same ratios.
     """
     samples = [
         Sample(number, 128, way,

@@ -1,5 +1,5 @@
-"""The sweep over sizes of block: what a block's control cost, its utilisation and its bars are read
-off.
+"""The sweep over block sizes: how the cost of control, the utilisation and the bars follow
+from it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def rows_of(number: int, prompt: Prompt, total_ms: Mapping[str, float]) -> list[
 
 
 def run_of(acked_ms: Mapping[Prompt, float]) -> BlockFigures:
-    """One round in which the wire takes 10 ms, as does block-free."""
+    """One round in which the wire takes 10 ms, and so does the block-free transfer."""
     prompts = (*SWEEP, SMOLLM2)
     rows = [r for p in prompts for r in rows_of(1, p, {cases.BLOCKS_ACKED: acked_ms.get(p, 100.0)})]
     return BlockFigures(rows)
 
 
 def rising(factor: float) -> BlockFigures:
-    """Each size of block takes `factor` of the time of the one before."""
+    """Each block size takes `factor` times as long as the previous size."""
     return run_of({prompt: 1000 * factor**i for i, prompt in enumerate(SWEEP)})
 
 
 def test_smollm2s_block_is_k_and_v_of_sixteen_tokens_of_a_layer() -> None:
-    """30 layers, 3 heads of KV, 64 numbers of 16 bits each: its config.json."""
+    """Its config.json has 30 layers, 3 KV heads, and 64 numbers of 16 bits each."""
     assert SMOLLM2.paging == Paging(30, 2 * 16 * 3 * 64 * 2)
     assert SMOLLM2.num_blocks == 30 * 1024 // 16
 
@@ -63,7 +63,7 @@ def test_what_a_block_costs_beside_its_bytes_is_control() -> None:
     figures = BlockFigures(rows)
     assert figures.control_us("tcp", prompt).low == pytest.approx(100e3 / prompt.num_blocks)
     assert figures.control_us("tcp", prompt).high == pytest.approx(200e3 / prompt.num_blocks)
-    # the second round was twice as slow in all: its share of the wire is the same
+    # all of the second round was twice as slow, so its share of the wire is the same
     share = figures.utilisation("tcp", prompt, cases.BLOCKS_ACKED)
     assert (share.low, share.high) == pytest.approx((10 / 110, 10 / 110))
 
@@ -91,7 +91,9 @@ def test_a_command_reaches_a_worker_with_its_paging() -> None:
 
 
 def test_a_cache_has_blocks_of_its_own_size() -> None:
-    """Its largest prompt need not be whole blocks: another shape's may be larger."""
+    """Its largest prompt need not be a whole number of blocks, for another shape's may be
+    larger.
+    """
     cache = PagedCache(MIB, 1, Paging(3, 12 << 10))
     ids = cache.take(3 * (12 << 10) * 5)
     blocks = cache.blocks(ids)

@@ -1,4 +1,4 @@
-"""The terms of Phi out of a page of metrics, and what they promise of another split."""
+"""The terms of Phi from a page of metrics, and what they predict for another split."""
 
 from __future__ import annotations
 

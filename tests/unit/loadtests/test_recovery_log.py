@@ -1,4 +1,4 @@
-"""The timeline of one repair, out of what a mesh said meanwhile."""
+"""The timeline of one repair, from what a mesh reported meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = Header(publisher_id="x", incarnation=1, sequence=1)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the log takes for the time; one number, to be changed."""
+    """The time that the log reads: one number, which a test changes."""
     now = [100.0]
     monkeypatch.setattr("loadtests.faults.recovery_log.time.monotonic", lambda: now[0])
     return now
@@ -40,7 +40,7 @@ def step(instance_id: str, name: str) -> Message:
 async def test_each_step_is_the_first_event_that_tells_of_it(clock: list[float]) -> None:
     log = EventLog()
     await log.on_health(said(HealthChanged(header=HEADER, instance_id="v", to_health="dead")))
-    clock[0] = 110.0  # all before is of an earlier fault
+    clock[0] = 110.0  # everything earlier belongs to an earlier fault
     for handler, message in (
         (log.on_node,
             NodeReported(header=HEADER, devices=[NodeReported.DeviceStatus(device="v", level=3)])),

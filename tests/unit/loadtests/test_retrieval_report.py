@@ -1,4 +1,4 @@
-"""What `make bench NAME=retrieval` says of its rounds."""
+"""What `make bench NAME=retrieval` reports about its rounds."""
 
 from __future__ import annotations
 

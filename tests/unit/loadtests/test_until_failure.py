@@ -1,4 +1,4 @@
-"""The ramp of users: up by half until a request fails, then back to the last good number."""
+"""The ramp of users goes up by half until a request fails, then back to the last good number."""
 
 from __future__ import annotations
 

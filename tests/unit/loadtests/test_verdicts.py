@@ -1,4 +1,4 @@
-"""Who is best at what, in words."""
+"""Which policy is best at what, in words."""
 
 from __future__ import annotations
 

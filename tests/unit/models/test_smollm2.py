@@ -13,7 +13,7 @@ from pdmesh.models import smollm2
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as `prepare` leaves it, with small files for the big ones."""
+    """A directory as `prepare` leaves it, with small files in place of the big ones."""
 
     def convert(_: Path, target: Path) -> None:
         (target / "model.safetensors").write_bytes(b"weights")

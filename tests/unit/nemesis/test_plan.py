@@ -1,4 +1,4 @@
-"""The nemesis's plan: a seed repeats it, every kind of fault comes, and no step goes beyond what
+"""The nemesis's plan: its seed repeats it, it has every kind of fault, and no step goes beyond what
 the mesh promises to survive.
 """
 
@@ -73,7 +73,7 @@ def test_what_it_applies_is_valid_and_leaves_room_for_a_new_release() -> None:
 
 
 def test_a_short_run_meets_every_kind_of_fault() -> None:
-    """Two minutes are ten steps and more; a bag is twenty-one faults."""
+    """Two minutes have more than ten steps; a bag has twenty-one faults."""
     kinds = {(type(f), f.target.rstrip("-0123456789")) for step in plan(1, 14) for f in step.faults}
     assert {kind.__name__ for kind, _ in kinds} == {
         "Signal", "Freeze", "Outage", "Cut", "Slow", "DeviceFault",

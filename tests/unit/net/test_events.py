@@ -25,7 +25,7 @@ from pdmesh.v1.common_pb2 import Usage
 
 
 class Wire:
-    """A bus that keeps what was published."""
+    """A bus that keeps all published messages."""
 
     is_connected = True
 

@@ -1,4 +1,4 @@
-"""The beats of a process: the first at once, the others at their period."""
+"""The heartbeats of a process: the first at once, the others at their period."""
 
 from __future__ import annotations
 

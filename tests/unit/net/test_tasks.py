@@ -11,7 +11,7 @@ from pdmesh.net.tasks import end, together, watched
 
 
 async def stubborn(num_swallowed: int, ended: asyncio.Event) -> None:
-    """As nats-py on Python 3.11: a cancellation that meets a result is lost."""
+    """A task like nats-py's on Python 3.11: a cancellation that meets a result is lost."""
     try:
         for _ in range(num_swallowed):
             with contextlib.suppress(asyncio.CancelledError):
@@ -52,8 +52,8 @@ async def test_the_failure_of_one_ends_the_others_and_is_raised() -> None:
 
 
 async def test_a_task_cancelled_from_elsewhere_has_failed() -> None:
-    """grpc.aio cancels whoever reads from a channel that is closed: the others must not go on as if
-    nothing were.
+    """grpc.aio cancels the reader of a closed channel, and the other tasks must not go on as if
+    nothing had happened.
     """
     ended = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What becomes of log lines that cannot be written."""
+"""What happens to log lines that cannot be written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pdmesh.telemetry.logs import SteadyStream
 
 
 class Disk(io.StringIO):
-    """Room for so many characters more; what is over is cut off, as a file system does."""
+    """A file with room for a number of characters; the rest is cut off, as on a full file
+    system.
+    """
 
     room = 1_000
 

@@ -1,4 +1,4 @@
-"""A late timer is told apart: what the process did to itself, and what the machine did."""
+"""For a late timer, the process's own part is told apart from the machine's part."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ print(metrics.render().decode())
 
 
 def test_a_counter_sums_by_its_labels_in_any_order_and_goes_on_after_a_scrape() -> None:
-    """In a process of its own, since a process has one meter provider."""
+    """It runs in its own process, since a process has only one meter provider."""
     command = [sys.executable, "-c", _PROGRAM]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
@@ -53,7 +53,7 @@ meters.shutdown()
 
 
 def test_every_kind_of_metric_reaches_a_collector() -> None:
-    """One yes or no among them was enough for the exporter to send nothing at all."""
+    """A single boolean among them once made the exporter send nothing at all."""
     collector = OtlpCollector()
     try:
         command = [sys.executable, "-W", "error", "-c", _EXPORT, collector.endpoint]

@@ -30,7 +30,7 @@ def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
 def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_others_say(
     flags: str, is_recorded: bool
 ) -> None:
-    """A root span of the SDK sets the random flag too: its children were lost."""
+    """A root span of the SDK sets the random flag, too, and its children were once lost."""
     assert (traces.sampled_context(PARENT[:-2] + flags) is not None) == is_recorded
 
 

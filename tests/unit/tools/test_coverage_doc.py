@@ -1,4 +1,4 @@
-"""docs/coverage.md says of each number what tests did, not what their marks claim."""
+"""docs/coverage.md shows for each number what tests did, not what their marks claim."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NO_REASONS: dict[str, str] = {}
 
 
 def junit(folder: Path, day: str, *cases: str) -> Path:
-    """One file of a suite that ran on that day."""
+    """The JUnit file of a suite that ran on `day`."""
     suite = f'<testsuite timestamp="{day}T01:02:03">{"".join(cases)}</testsuite>'
     (folder / f"{day}-{len(list(folder.iterdir()))}.xml").write_text(suite)
     return folder
 
 
 def case(where: str, number: str, did: str = "") -> str:
-    """A test of `tests/<where>`; `did` is skipped, failure or error, else it passed."""
+    """A test of `tests/<where>`; `did` is skipped, failure or error, or empty if it passed."""
     properties = f'<properties><property name="proves" value="{number}"/></properties>'
     inside = properties + (f"<{did}/>" if did else "")
     return f'<testcase classname="tests.{where}.test_x" name="test_{number}">{inside}</testcase>'

@@ -1,4 +1,4 @@
-"""The check of the docs finds what it is there for, and nothing in the docs as they are."""
+"""The check of the docs finds each kind of fault, and no fault in the present docs."""
 
 from __future__ import annotations
 

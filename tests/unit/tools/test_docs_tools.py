@@ -1,4 +1,4 @@
-"""The generators of docs read the source right."""
+"""The generators of docs read the source correctly."""
 
 from __future__ import annotations
 

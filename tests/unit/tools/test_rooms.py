@@ -1,4 +1,4 @@
-"""The check of the tree finds what it is there for, and nothing in the tree as it is."""
+"""The check of the tree finds each kind of fault, and no fault in the present tree."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ HASH = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 
 @pytest.fixture
 def asked_of_pip(tmp_path: Path) -> Path:
-    """A virtual environment whose pip notes what it is asked, and fails offline; the disk has room,
-    and libnuma is there.
+    """A virtual environment whose pip records its arguments and fails as if offline. The disk has
+    room, and libnuma is there.
     """
     script(
         tmp_path / "venv/bin/python",
@@ -93,7 +93,7 @@ case "$*" in *--no-index*) exit 1;; esac""",
 
 
 def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path) -> None:
-    """Two indexes of which either might have it would let a stranger's package of that name in."""
+    """With two indexes, a stranger's package of the same name could be installed."""
     path = f"{asked_of_pip / 'bin'}:{os.environ['PATH']}"
     done = run(
         _ROOT / "requirements/install.sh", asked_of_pip / "venv", "vllm",
@@ -115,7 +115,7 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
 
 
 def test_every_package_that_is_installed_has_a_hash() -> None:
-    """Also those of the environments that make fuzz and the images have."""
+    """This includes packages of the environments that `make fuzz` and the images have."""
     for name in ("base", "dev", "vllm", "torch", "model", "fuzz"):
         text = (_ROOT / f"requirements/{name}.txt").read_text()
         pinned = [
@@ -135,7 +135,7 @@ def test_every_package_that_is_installed_has_a_hash() -> None:
         assert "--require-hashes" in line or "--no-index" in line, (file, line)
 
 
-# Where the name that is imported is not that of the package.
+# Modules whose import name differs from the package's name.
 PACKAGES = {
     "google": "protobuf",
     "grpc": "grpcio",
@@ -151,7 +151,7 @@ PACKAGES = {
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-# Of a machine with a GPU: its driver's, and what torch's CUDA build brings.
+# Only on a machine with a GPU: its driver's module, and what torch's CUDA build brings.
 OF_A_GPU = {"pynvml", "triton"}
 
 

@@ -1,4 +1,4 @@
-"""Which models there are, and which model and scenario a request's names mean."""
+"""Which models there are, and which model and scenario the names in a request mean."""
 
 from __future__ import annotations
 

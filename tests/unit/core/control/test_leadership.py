@@ -19,7 +19,7 @@ def test_a_leader_that_cannot_renew_stops_at_two_thirds_of_its_lease() -> None:
     state = Leadership(lease_s=3.0)
     state.won(revision=10, asked_at=0.0)
     assert state.is_leader(1.9)
-    assert not state.is_leader(2.1)  # also before any tick: a paused process wakes up as none
+    assert not state.is_leader(2.1)  # even before any tick: a paused process wakes up without it
     assert state.tick(2.1)
     assert not state.tick(2.2)
 
@@ -46,8 +46,8 @@ def test_epochs_grow_although_the_store_was_wiped_and_counts_anew() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> None:
-    """The store was wiped and the master restarted before an instance's record was there to tell it
-    of the old epochs.
+    """The store was wiped and the master restarted, and only then an instance's record told the
+    master of the old epochs.
     """
     state = Leadership(lease_s=3.0)
     assert state.won(revision=1, asked_at=0.0) == 1
@@ -60,8 +60,8 @@ def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> No
 
 @pytest.mark.fault("F21")
 def test_a_standby_does_not_take_a_lease_that_a_wiped_store_has_forgotten() -> None:
-    """Its leader notices at its next renewal only: until then both would lead, each above the
-    other's epoch again and again.
+    """The leader notices only at its next renewal. Until then both would lead, and raise their
+    epochs above each other's again and again.
     """
     state = Leadership(lease_s=3.0)
     assert state.may_win(0.0), "nobody was ever heard of"
@@ -93,9 +93,7 @@ def test_an_older_epoch_is_refused_while_a_newer_one_is_heard() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ever() -> None:
-    """NATS lost its store and the masters were restarted: no process is left that knows the high
-    epoch.
-    """
+    """NATS lost its store and the masters were restarted, so no process knows the high epoch."""
     fence = EpochFence()
     assert fence.admit(90_000, now=0.0)
     assert not fence.admit(1, now=3.0)
@@ -104,7 +102,7 @@ def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ev
 
 
 class SlowBucket(MemoryBucket):
-    """What is written arrives; from the second write on its answer does not come."""
+    """All writes arrive, but from the second on their answers do not come."""
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
         revision = await super().put(key, value, last)
@@ -115,8 +113,8 @@ class SlowBucket(MemoryBucket):
 
 @pytest.mark.fault("F11")
 async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up() -> None:
-    """Its own renewal made the revision that it knew an old one: the standby waited for all of the
-    lease.
+    """Its own renewal had outdated the revision that it knew, so giving up failed, and the standby
+    waited for the whole lease.
     """
     server: Any = SimpleNamespace(client=SimpleNamespace(jetstream=lambda **_: None))
     election = LeaderElection(server, "master", "a", 1, 30.0, lambda *_: None)
@@ -125,7 +123,7 @@ async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up
     election._bucket = bucket  # type: ignore[assignment]  # a fake
     election.start()
     await until(lambda: election.is_leader)
-    bucket.watches[0].open()  # which asks for a renewal at once
+    bucket.watches[0].open()  # this causes a renewal at once
     await until(lambda: bucket.revision == 2)
     await election.stop()
     assert bucket.entries["master"].value is None

@@ -1,6 +1,4 @@
-"""Adjustments: what plans have changed of the desired state, for as long as it asks for the
-same.
-"""
+"""Adjustments: what plans have changed, as long as the desired state asks for the same counts."""
 
 from __future__ import annotations
 

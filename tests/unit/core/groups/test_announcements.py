@@ -1,4 +1,4 @@
-"""Groups as they are announced: each change of their members, once."""
+"""Groups are announced at each change of their members, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wanted of groups: role specs, counts, and how many instances a scenario must keep."""
+"""The wanted groups: role specs, counts, and how many instances a scenario must keep."""
 
 from __future__ import annotations
 

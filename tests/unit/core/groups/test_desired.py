@@ -1,4 +1,4 @@
-"""The desired state: what a file says, what is wrong with one and where, what two differ in."""
+"""The desired state: what a file says, which problems it has and where, how two files differ."""
 
 from __future__ import annotations
 

@@ -43,10 +43,11 @@ def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
 def test_a_ratio_changes_one_instance_at_a_time_whatever_an_operator_asks_for_at_once(
     num_spare: int,
 ) -> None:
-    """From 4:2 to 2:4. With a spare instance none is missed; without one, one is on its way.
+    """The ratio goes from 4:2 to 2:4. With a spare instance, none is missing meanwhile; without
+    one, at most one is missing.
 
-    Draining takes a moment and loading takes minutes: if each left when the one before was blank,
-    half of the group would load at a time.
+    Draining takes a moment and loading takes minutes. If each instance left as soon as the last one
+    was blank, half of the group would be loading at the same time.
     """
     begin, end = (Desired(groups={"chat": Group("default", *n)}) for n in ((4, 2), (2, 4)))
     world = World(begin, num=6 + num_spare)

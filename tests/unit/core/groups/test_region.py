@@ -26,7 +26,7 @@ pytestmark = pytest.mark.req("S58")
 
 
 def world_of(text: str, **num: int) -> World:
-    """So many instances in each region: eu-0, us-0 and so on."""
+    """A world with `num` instances in each region: eu-0, us-0 and so on."""
     world = World(read(text), num=0)
     for region, count in num.items():
         for i in range(count):
@@ -58,7 +58,7 @@ def test_a_group_goes_to_its_failover_when_its_region_is_lost_and_back_when_that
     for i in range(3):
         start(world, f"eu-{i}")
     world.settle()
-    assert regions(world) == {"us"}  # three are not all of it
+    assert regions(world) == {"us"}  # three instances are not the whole group
     world.steps.clear()
     start(world, "eu-3")
     world.settle()
@@ -96,8 +96,8 @@ def test_a_group_that_may_be_anywhere_is_in_one_region_and_stays_while_it_serves
 
 
 def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
-    """What it was given kills each that takes it: a set-up that fails, not a region that is
-    gone.
+    """An assignment kills each instance that takes it: that is a failed set-up, not a lost
+    region.
     """
     text = (
         "scenarios: {default: {allow_single: true}}\ngroups:\n  chat: {prefill: 1, decode: 1, "
@@ -130,8 +130,8 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 @pytest.mark.req("S13")
 @pytest.mark.parametrize("num_rounds", [3, 20])  # only its decodes are ready; all of it serves
 def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_rounds: int) -> None:
-    """Its instances are there already, but their KV may leave the region: others have to take their
-    places.
+    """Its instances are in that region already, but their KV may leave the region. So other
+    instances must take their places.
     """
     world = world_of(SINGLE + HOME_AND_FAILOVER, eu=5, us=5)
     world.settle()
@@ -145,7 +145,7 @@ def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_r
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
     assert {world.records[i].kv_region for i in world.given} == {"us"}
-    # Nor is it set up elsewhere while room is made.
+    # It is not set up elsewhere, either, while room is made.
     assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"us"}
 
 
@@ -221,8 +221,8 @@ def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
 
 @pytest.mark.req("S11")
 def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
-    """So another group of eu cannot take it, and eu's groups find their failover when eu is
-    lost.
+    """So another group of eu cannot take these instances, and if eu is lost, its groups find their
+    failover.
     """
     text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
     desired = read(text)

@@ -20,7 +20,7 @@ from pdmesh.core.model import (
 
 
 class CountingPlan(dict[str, Assignment]):
-    """Says how many of its instances were looked at by going over it."""
+    """A plan that counts how many of its instances a loop has looked at."""
 
     num_looks = 0
 

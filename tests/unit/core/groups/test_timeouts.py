@@ -1,4 +1,4 @@
-"""When an instance takes too long with a stage, and who is to blame."""
+"""When an instance takes too long for a stage, and which instance is to blame."""
 
 from __future__ import annotations
 

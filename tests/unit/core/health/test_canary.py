@@ -1,4 +1,4 @@
-"""Whom the canary tries next, and what its failures say (S34)."""
+"""Which instance the canary tries next, and what its failures say (S34)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = [P0, P1, D0, D1]
 
 
 def rota() -> CanaryRota:
-    """That has seen everybody at time 0."""
+    """A rota that has seen all instances at time 0."""
     rota = CanaryRota(period_s=30.0)
     assert rota.next(ALL, 0.0) is None, "nobody is tried the moment it is there"
     return rota

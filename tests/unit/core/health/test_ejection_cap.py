@@ -1,4 +1,4 @@
-"""The caps on ejections: the health-monitor's of a group and role, the leader's of the fleet."""
+"""The caps on ejections: the health-monitor's for a group and role, the leader's for the fleet."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_fault_that_is_held_back_ejects_nothing() -> None:
 
 
 def test_a_fifth_is_ejected_at_most_and_what_is_over_is_told_once() -> None:
-    cap, out = FleetEjectionCap(), {"i9": CORDONED}  # an operator's does not count
+    cap, out = FleetEjectionCap(), {"i9": CORDONED}  # an operator's cordon does not count
     faults = fleet(10, i0=fault(Level.LOST), i1=fault(Level.LOST), i2=fault(Level.LOST))
     ruled = cap.rule(faults, out)
     assert list(ruled.taken_out) == ["i0", "i1"]
@@ -83,7 +83,7 @@ def test_an_overruled_fault_ejects_again_only_once_it_was_judged_anew() -> None:
     assert cap.rule(fleet(1, i0=old), {}).taken_out, "the operator's word was for that time"
 
 
-# --- of one group and role -----------------------------------------------------------------------
+# --- the cap of one group and role ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)

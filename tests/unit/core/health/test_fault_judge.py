@@ -1,4 +1,4 @@
-"""Suspicion is not guilt: proofs, quorums, hysteresis, the cap, panic, and what outlives an
+"""Suspicion is not proof: proofs, quorums, hysteresis, the cap, panic, and what outlives an
 incarnation (S33, S34).
 """
 
@@ -110,7 +110,7 @@ def test_two_signals_of_one_source_are_one_suspicion(judge: FaultJudge) -> None:
 
 
 def test_the_level_is_what_a_quorum_stands_for(judge: FaultJudge) -> None:
-    """One source says node, another process: both say that it is at least the process."""
+    """One source says node, the other says process: both mean at least the process."""
     seen(judge, "d0", "d1")
     tell(judge, "d0", CANARY, Signal("device", "DEVICE_HOT", Level.NODE))
     tick(judge, 0.0)
@@ -174,7 +174,7 @@ def test_a_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
 
 
 def test_who_restarts_counts_as_out(judge: FaultJudge) -> None:
-    """Else a judge that is wrong would walk through the group, one restart after the other."""
+    """Otherwise a wrong judge would walk through the group, one restart after the other."""
     seen(judge, "d0", "d1", "d2")
     tell(judge, "d0", HANGS)
     tick(judge, 0.0)
@@ -187,8 +187,8 @@ def test_who_restarts_counts_as_out(judge: FaultJudge) -> None:
 
 
 def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge) -> None:
-    """They were given requests back, which fail for certain: their fault was proven while the
-    others were well.
+    """These instances once got requests back, which fail for certain: their faults were proven
+    while the others were well.
     """
     for group in range(5):
         judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)
@@ -202,7 +202,7 @@ def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge)
     tick(judge, 2.0)
     for at in (13.0, 80.0):
         tick(judge, at)
-    tell(judge, "d0", LOST, at=100.0)  # it was well, and falls sick with the others
+    tell(judge, "d0", LOST, at=100.0)  # it was well until now, and fails with the others
     assert levels(tick(judge, 100.0)) == {"d0": (Level.LOST, PANIC)}
 
 
@@ -224,7 +224,7 @@ def test_what_an_operator_says_is_well_is_judged_by_what_is_told_from_now_on(
     tell(judge, "d0", LOST, incarnation=4, at=401.0)
     tick(judge, 401.0)
     judge.handle(Healed("d0"), 402.0)
-    (again,) = tick(judge, 402.0)  # its device says so still
+    (again,) = tick(judge, 402.0)  # its device still reports the fault
     assert (again.level, again.since) == (Level.LOST, 402.0)
 
 

@@ -90,9 +90,9 @@ def test_a_new_incarnation_replaces_the_old_one_which_never_revives(
 def test_a_worker_cut_off_from_the_bus_is_back_when_it_registers_again(
     tracker: HealthTracker,
 ) -> None:
-    """It never died: its lease ended behind a partition.
+    """The worker never died: its lease ended behind a partition.
 
-    Waiting for a restart would lose it for good (I8).
+    If it had to restart first, it would be lost for good (I8).
     """
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)
     tracker.handle(RecordVanished("p0", is_lease_end=True), now=3.0)
@@ -111,7 +111,7 @@ def test_no_process_is_judged_while_the_bus_is_away_nor_right_after(tracker: Hea
 
 
 def test_a_pause_of_the_monitor_itself_makes_no_process_dead(tracker: HealthTracker) -> None:
-    """SIGSTOP for a minute: its first tick comes before the heartbeats that waited in the
+    """After a SIGSTOP of a minute, its first tick comes before the heartbeats that wait in the
     socket.
     """
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)

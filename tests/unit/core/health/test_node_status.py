@@ -1,5 +1,5 @@
-"""The node's status: worst of all sources, one file that is whole or nothing, and what follows for
-an instance (S33).
+"""The node's status: the worst over all sources, a file that is whole or does not count, and the
+signals for an instance (S33).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_whole_file_is_read_as_it_was_written() -> None:
 
 @given(st.integers(0, len(dump(STATUS)) - 3), st.sampled_from(["cut", "flip"]))
 def test_a_file_that_is_not_whole_is_no_status(at: int, how: str) -> None:
-    """Cut anywhere, or with any character changed; white space between the tokens means nothing."""
+    """The file is cut anywhere, or any character is changed; only white space does not matter."""
     text = dump(STATUS)
     torn = (
         text[:at]
@@ -119,8 +119,8 @@ def test_a_device_file_that_cannot_be_read_is_unknown_and_never_well(tmp_path: P
 
 
 class FakeNvml(SimpleNamespace):
-    """pynvml's functions over a table of devices; a number instead of an answer is the error it
-    raises.
+    """pynvml's functions over a table of devices; a number in place of an answer is an error to
+    raise.
     """
 
     class NVMLError(Exception):

@@ -1,4 +1,4 @@
-"""What an instance's counters say against it, and when they say nothing (S34)."""
+"""Which of an instance's counters speak against it, and when they say nothing (S34)."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_answer_is_never_reserved_beyond_the_context() -> None:
     "too_long",
     [
         ask(1, num_tokens=1024),  # no room for token 1
-        ask(1, Work.DECODE, 1023),  # none for token 2
+        ask(1, Work.DECODE, 1023),  # no room for token 2
         ask(1, num_tokens=513),  # nine blocks do not fit the arena
     ],
 )

@@ -1,4 +1,4 @@
-"""An arena at its bounds; the property test tries any order of reserving and freeing."""
+"""An arena at its bounds; the property test reserves and frees in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed; one that is slow, or was paused with us, is not given up."""
+"""An engine that hangs is noticed; an engine that is slow or was paused is not given up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
 
 
 def test_a_step_of_any_length_is_no_silence_while_its_layers_are_computed() -> None:
-    """A ping is answered between two steps: one of 100 s leaves it out for 100 s."""
+    """A ping is answered between two steps, so a step of 100 s leaves it unanswered for 100 s."""
     engine = watch()
     for now in range(101):
         engine.handle(WorkSeen(), float(now))

@@ -108,7 +108,9 @@ def test_a_master_that_was_followed_by_another_is_not_heeded() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_master_that_knows_less_of_the_role_than_was_loaded_is_heeded() -> None:
-    """Assignments are lost with their bucket, and written again from what the records say."""
+    """Assignments were lost with their bucket and written again from the records, which say
+    less.
+    """
     one = InstanceLife(INCARNATION)
     role_spec = replace(ROLE_SPECS[0], model="m", options=(("num_slots", "4"),))
     one.handle(life.Assigned(Assignment(INCARNATION, 1, 1, Stage.SERVE, role_spec)), 0)

@@ -1,5 +1,5 @@
-"""Tokens are proposed where checking them is nearly free, and not where it costs as much as drawing
-them.
+"""Tokens are proposed where checking them is nearly free, and not where a check costs as much as a
+draw.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_the_schedule_covers_every_batch_and_proposes_less_the_larger_it_is(
 def decode_s(law: Law, batch: int, num_proposed: int, acceptance: float) -> float:
     """Virtual seconds per token of a full batch.
 
-    A proposed token is computed as one of a prompt is, beside the one that is drawn.
+    A proposed token is computed like a prompt's token, beside the token that is drawn.
     """
     rng, drawn, seconds = random.Random(batch), 0, 0.0
     for _ in range(100):
@@ -89,11 +89,11 @@ def test_a_small_model_on_a_cpu_proposes_none_in_large_batches() -> None:
     assert Speculation(4, 0.05, CPU_COST).num_proposed(1) == 0
 
 
-# --- what was checked drives what is proposed -----------------------------------------------------
+# --- the checks decide how many tokens are proposed -----------------------------------------------
 
 
 class Writing:
-    """A decode at a full batch whose proposals are right with the chance `acceptance`."""
+    """A decode with a full batch, whose proposals are right with probability `acceptance`."""
 
     def __init__(self, law: Law, batch: int, acceptance: float, seed: int = 1) -> None:
         self.law, self.batch, self.acceptance = law, batch, acceptance
@@ -133,19 +133,19 @@ def adaptive_of(law: Law, batch: int, assumed: float, most: int = 4) -> Adaptive
 def test_whatever_a_setting_says_no_text_is_slowed_by_three_percent(
     batch: int, assumed: float, acceptance: float
 ) -> None:
-    """The acceptance that was set is a guess; code is repeated, and a poem is not."""
+    """The configured acceptance is a guess: code repeats itself, and a poem does not."""
     writing = Writing(SMOLLM2_CPU, batch, acceptance)
     writing.run(adaptive_of(SMOLLM2_CPU, batch, 0.0, most=0), 20)
     off = writing.tokens_per_s
     adaptive = adaptive_of(SMOLLM2_CPU, batch, assumed)
-    writing.run(adaptive, 40 + 3000 // batch)  # learns
+    writing.run(adaptive, 40 + 3000 // batch)  # it learns the text
     writing.run(adaptive, 40 + 3000 // batch)
     assert writing.tokens_per_s >= 0.97 * off
 
 
 @pytest.mark.req("S118")
 def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None:
-    """The reference of the test above: without measuring, the loss is there to be seen."""
+    """The control of the test above: without measuring, text is slowed."""
     assumed = Speculation(4, 0.9, SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0))
     count = assumed.num_proposed(16)
     assert count > 0
@@ -155,7 +155,7 @@ def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None
 
 @pytest.mark.req("S118")
 def test_proposals_follow_the_text_off_and_on_again() -> None:
-    """What is off is tried now and then, or it would stay off for ever."""
+    """When proposals are off, one is tried now and then, or they would stay off for ever."""
     adaptive, writing = adaptive_of(SMOLLM2_CPU, 1, 0.6), Writing(SMOLLM2_CPU, 1, 0.9)
     shares = []
     for writing.acceptance in (0.9, 0.0, 0.9):
@@ -173,7 +173,7 @@ def test_proposals_follow_the_text_off_and_on_again() -> None:
 def test_the_acceptance_is_that_of_what_was_checked(
     acceptance: float, assumed: float, seed: int
 ) -> None:
-    """A proposal of four of which none is right has told of one token, not of four."""
+    """A proposal of four tokens whose first is wrong says something about one token, not four."""
     adaptive, rng = AdaptiveSpeculation(Speculation(4, assumed, 0.01), 8), random.Random(seed)
     for _ in range(500):
         num_right = 0

@@ -1,4 +1,4 @@
-"""What a cron expression means: when it fires next, and which ones are refused."""
+"""What a cron expression means: when it fires next, and which expressions are refused."""
 
 from __future__ import annotations
 

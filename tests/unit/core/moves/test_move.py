@@ -1,4 +1,4 @@
-"""Single moves: the groups after them, and every reason for which one is refused."""
+"""Single moves: the groups after them, and every reason to refuse one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_survivors_carry_what_the_one_that_leaves_carried() -> None:
 
 @pytest.mark.req("S28")
 def test_a_move_that_would_overload_the_survivors_is_refused() -> None:
-    """dynamo#9294 went to and fro between 2 and 1 because it looked at the load before the move."""
+    """dynamo#9294 oscillated between 2 and 1 because it looked at the load before the move."""
     busy = {**GROUPS, "chat-1": replace(GROUPS["chat-1"], decode_busy=0.6)}
     assert refusal(to_prefill("chat-1"), busy, MAX_BUSY) == "1 decode of chat-1 would be 120% busy"
     assert refusal(to_prefill("chat-1"), busy, MAX_BUSY, is_forced=True) is None

@@ -1,4 +1,4 @@
-"""The plan runner: one move of a scenario at a time, and how a plan ends."""
+"""The plan runner makes one move of a scenario at a time, and ends plans."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_ticking_more_often_fires_no_more() -> None:
 
 @pytest.mark.req("S11")
 def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
-    """A thousand of them would take the leader's loop a tenth of each second."""
+    """Otherwise a thousand schedules would take a tenth of the leader's loop."""
     asked: list[float] = []
 
     class Counted(Cron):
@@ -80,8 +80,8 @@ def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
 
 
 def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
-    """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of
-    late with a margin says.
+    """Set-ups take ten minutes. With the margin for the slowest recent one, the reclaim begins a
+    quarter of an hour early.
     """
     night = [entry(ScheduleAction.LEND, "0 22 * * *"), entry(ScheduleAction.RECLAIM, "0 7 * * *")]
     schedule = Schedule(night)
@@ -126,8 +126,8 @@ def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_bey
 
 
 def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
-    """A machine without a battery boots, or a time server lies: what fired then would be in the way
-    until that year.
+    """A machine without a battery boots, or a time server is wrong. What fired then would block the
+    schedule until that year.
     """
     schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
@@ -163,8 +163,8 @@ def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past
 
 @pytest.mark.req("S21")
 def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> None:
-    """It is 06:56, and the groups are to be back at 7: the lead is five minutes, and there are
-    four.
+    """It is 06:56, and the groups must be back at 7. The lead is five minutes, but four are
+    left.
     """
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
@@ -182,7 +182,7 @@ def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> 
 def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
-    schedule.set_up_took("chat", 1200.0)  # it is to begin half an hour before
+    schedule.set_up_took("chat", 1200.0)  # so it must begin half an hour early
     (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
     assert due.plan is not None
     assert due.late_s == 1740

@@ -1,4 +1,4 @@
-"""What the fleet hears of its instances, in any order."""
+"""What the fleet learns of its instances, in any order."""
 
 from __future__ import annotations
 

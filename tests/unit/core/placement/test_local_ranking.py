@@ -1,4 +1,6 @@
-"""Whom a gateway names without a master: by region, its own open legs and its own order (S42)."""
+"""Which instances a gateway names without a master, by region, own open legs and own order
+(S42).
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def test_those_with_the_fewest_open_legs_come_first_whatever_opened_and_closed(
 
 
 def test_gateways_that_rank_alone_do_not_all_begin_with_the_same_one() -> None:
-    """Each order is its gateway's own, and stays the same: two hundred gateways begin with all of
-    them.
+    """Each gateway has its own fixed order, so of two hundred gateways some begin with each
+    instance.
     """
     firsts = Counter[str]()
     for number in range(200):
@@ -80,7 +82,7 @@ def test_gateways_that_rank_alone_do_not_all_begin_with_the_same_one() -> None:
     ("scenario", "expected"), [("", "p-any p-plain"), ("chat", "p-any p-chat"), ("x", "p-any")]
 )
 def test_a_request_stays_in_its_scenario(scenario: str, expected: str) -> None:
-    """No scenario is the one called default, not the instances of all."""
+    """A request without a scenario belongs to `default`, and does not get instances of others."""
     made = LocalRanking()
     serves = {"any": "", "chat": "chat", "plain": "default"}
     made.see(instance(f"{r}-{name}", scenario=s) for r in "pd" for name, s in serves.items())

@@ -1,4 +1,4 @@
-"""Placement: filter, score, pick, and what it remembers until loads tell."""
+"""Placement: filter, score, pick, and the bookings that it keeps until load reports come."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_
 
 @pytest.mark.fault("F23", "F24", "F34")
 def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
-    """Those whose link is slow or cut compute both phases; a prefill whose KV came wrong everywhere
-    computes nothing.
+    """Instances whose link is slow or cut compute both phases. A prefill whose KV was corrupt at
+    all decodes computes nothing.
     """
     avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
     plan = planned(excluding(decode_0=avoided, decode_1=avoided), QUERY)
@@ -189,8 +189,8 @@ def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> N
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_request_of_one_scenario_is_planned_on_a_group_of_another(policy: str) -> None:
-    """Six scenarios of two services with two groups each; whatever they share of their prompts, and
-    though one is full.
+    """Six scenarios of two services have two groups each. This holds whatever prefixes their
+    prompts share, and even if a group is full.
     """
     names = [f"{service}-{n}" for service in ("assistant", "coder") for n in range(3)]
     members = [

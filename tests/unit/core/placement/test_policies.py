@@ -24,8 +24,8 @@ def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
 
 @pytest.mark.req("S107")
 def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
-    """latency: fixed by what the predictor was taught: 1 ms per computed token; prefill-0 must wait
-    320 ms more.
+    """The predictor was taught a latency of 1 ms per computed token, and prefill-0 must wait 320 ms
+    more.
     """
     placement = make(*pair(fetches_from_peers=True))
     fit = placement.fleet.predictor.fit("f/prefill")
@@ -51,13 +51,13 @@ def test_the_remote_term_favours_no_instance_that_has_the_prefix_already() -> No
     assert isinstance(plan, Plan)
     assert plan.prefills[0].instance_id == "prefill-1"
     first, second = (c.score for c in plan.prefills)
-    assert first - second == pytest.approx(0.5)  # alpha - beta: the latency of both is the same
+    assert first - second == pytest.approx(0.5)  # alpha - beta, for both have the same latency
 
 
 @pytest.mark.req("S77", "S107")
 def test_what_a_peer_can_give_decides_for_the_idle_instance() -> None:
-    """The holder has 300 ms of work before this; to compute what it holds would take 576 ms
-    elsewhere, to fetch it nothing.
+    """The holder has 300 ms of other work. Elsewhere, computing the blocks that it holds would take
+    576 ms, and fetching them takes no time.
     """
 
     def first(fetches: bool, peers: PeerRuns) -> str:
@@ -115,7 +115,7 @@ def test_a_decode_without_room_is_asked_only_if_none_has_room() -> None:
 
 @pytest.mark.req("S108")
 def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
-    """70 % load, every request with the same prefix; whoever served it holds it from then on."""
+    """At 70 % load, every request has the same prefix; an instance that served one holds it."""
     prefills = [identity(f"prefill-{i}", Role.PREFILL, num_slots=4) for i in range(4)]
     placement = make(*prefills, identity("decode-0", Role.DECODE, num_slots=999), seed=3)
     index, served = PrefixIndex(), Counter[str]()

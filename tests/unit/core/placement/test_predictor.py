@@ -1,4 +1,4 @@
-"""The prefill predictor: learns a law, follows its changes, stays bounded."""
+"""The prefill predictor learns a law, follows its changes, and stays bounded."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_it_follows_an_instance_that_became_half_as_fast() -> None:
 
 
 def test_the_same_prompt_for_ever_does_not_make_it_forget_how_to_be_certain() -> None:
-    """One length only: four of five directions are never excited, and forgetting alone would blow
-    them up.
+    """With one length, four of five directions are never excited, and plain forgetting would make
+    their uncertainty explode.
     """
     fit = PrefillFit()
     for _ in range(20_000):

@@ -14,14 +14,14 @@ from tests.support.placements import QUERY, load, make, pair, planned
 
 
 def test_what_was_dispatched_counts_until_a_later_report_includes_it() -> None:
-    """Reports are 20 ms old; without the credit a burst would all go to one instance."""
+    """Reports are 20 ms old; without the bookings, a whole burst would go to one instance."""
     placement = make(*pair())
     first = [planned(placement, QUERY, now=0.0).prefills[0].instance_id for _ in range(16)]
     assert Counter(first) == {"prefill-0": 8, "prefill-1": 8}
     prefill = placement.fleet.instances["prefill-0"]
     placement.fleet.handle(load("prefill-0", used=3), now=0.01)
     assert prefill.used_slots() == 3 + 8
-    planned(placement, QUERY, now=5.0)  # nobody ever named them
+    planned(placement, QUERY, now=5.0)  # no report ever named the earlier ones
     assert placement.fleet.instances["prefill-1"].used_slots() <= 1
 
 

@@ -1,5 +1,5 @@
-"""The ratio loop: three triggers, one kind of plan; single moves; what does harm is undone; every
-decision has its inputs.
+"""The ratio loop has three triggers and one kind of plan. It makes single moves, undoes harmful
+ones, and shows the inputs of every decision.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WINDOW_S = 10.0
 
 @dataclass
 class Loop:
-    """Controller and runner as a shell joins them; each move takes a minute and is made."""
+    """Controller and runner, joined as in a shell; each move takes a minute and succeeds."""
 
     groups: dict[str, GroupShape] = field(default_factory=lambda: {"g0": GROUP})
     num_blank: int = 0
@@ -102,7 +102,9 @@ class Loop:
 
 @pytest.mark.req("S29")
 def test_each_of_hundreds_of_scenarios_is_remembered_until_it_has_no_groups() -> None:
-    """Beyond 256 each one was forgotten before its next window, and nothing was ever found."""
+    """With more than 256 scenarios, each was once forgotten before its next window, so nothing was
+    ever found.
+    """
     controller, names = RatioController(), [f"s{i}" for i in range(300)]
     planned = set()
     for window in [CALM] * 10 + [LONGER] * 3:

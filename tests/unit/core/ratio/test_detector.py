@@ -62,7 +62,7 @@ def test_a_change_shorter_than_the_windows_that_must_agree_says_nothing() -> Non
 @pytest.mark.req("S29")
 @pytest.mark.parametrize("seed", range(20))
 def test_an_hour_of_noise_finds_nothing(seed: int) -> None:
-    """Windows of 10 s whose means move by 7 % (one sigma) each on its own."""
+    """The windows have 10 s, and each of their means varies independently by 7 % (one sigma)."""
     rng = random.Random(seed)
     noisy = [
         replace(CALM, t_p_s=0.5 * rng.gauss(1, 0.07), t_d_s=2.0 * rng.gauss(1, 0.07))
@@ -84,9 +84,9 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
 
 
 def test_what_got_better_for_good_becomes_the_reference() -> None:
-    """Night: short queues.
+    """At night, queues are short.
 
-    The morning's answers are slow against the night's, not against yesterday's evening.
+    The morning's answers are slow compared with the night's, not with yesterday evening's.
     """
     detector = learnt(replace(CALM, t_d_s=4.0))
     limits = detector.limits

@@ -1,5 +1,5 @@
-"""The performance model: the paper's numbers, and the best integer split found by formula is the
-best of all.
+"""The performance model gives the paper's numbers, and its best split is the best of all integer
+splits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner: the cheapest move that helps, and the moves from one split to another."""
+"""The planner finds the cheapest move that helps, and the moves from one split to another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
 
 
 def test_a_role_change_that_would_only_turn_the_bottleneck_round_is_no_candidate() -> None:
-    """2 decodes at 60 % leave one at 120 %: the shortage would be theirs."""
+    """Two decodes at 60 % would leave one at 120 %: then decodes would be short."""
     choice = next_move(
         P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
     )
@@ -69,7 +69,7 @@ def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None
 
 @pytest.mark.req("S58")
 def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
-    """The other region's group has room, and blank instances: neither can help here."""
+    """The other region has a group with room, and blank instances. Neither can help here."""
     short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
     idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
     near = replace(idle, group_id="c", region="eu", num_blank=0)

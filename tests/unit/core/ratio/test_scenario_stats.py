@@ -1,4 +1,4 @@
-"""Scenario numbers: means, rates and the terms of Phi, apart by scenario and bounded."""
+"""Scenario numbers: means, rates and the terms of Phi, separate for each scenario and bounded."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_the_terms_of_phi_are_those_of_the_formula() -> None:
 
 @pytest.mark.req("S2")
 def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
-    """Twenty requests for two decode slots: nineteen more seconds of waiting say nothing of how
-    many a slot carries.
+    """Twenty requests ask for two decode slots. Nineteen more seconds of waiting say nothing about
+    a slot's capacity.
     """
     scenarios = Scenarios()
     scenarios.handle(replace(REQUEST, decode_queue_s=19.0, e2e_s=20.8), now=0.0)
@@ -63,8 +63,8 @@ def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
 
 @pytest.mark.req("S2")
 def test_refused_requests_came_too() -> None:
-    """I_t is what arrives: under overload Phi is bounded by the instances, not by what they
-    happened to answer.
+    """I_t counts arrivals: under overload, Phi is bounded by the instances, not by how many
+    requests they answered.
     """
     scenarios = Scenarios()
     scenarios.unanswered("chat", now=0.0)

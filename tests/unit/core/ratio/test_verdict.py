@@ -1,4 +1,4 @@
-"""The verdict on a ratio move: what is harm, what is none, and how long the next one must wait."""
+"""The verdict on a ratio move: what counts as harm, and how long the next move must wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_move_is_turned_back_for_harm_that_was_seen() -> None:
     ("pace", "harm"), [(9.0, "answers fell from 10 to 9 per s"), (9.8, ""), (12.0, "")]
 )
 def test_where_requests_wait_only_the_pace_of_answers_judges(pace: float, harm: str) -> None:
-    """The backlog grows while the move is made: E2E and success get worse whatever it does."""
+    """The backlog grows while the move is made, so E2E and success get worse with any move."""
     worse = replace(FULL, queue_s=20.0, success_share=0.5, answered_per_s=pace)
     assert verdict(FULL, worse).harm == harm
 
@@ -86,7 +86,7 @@ def test_roles_that_alternate_wait_longer_each_time_and_a_calm_time_ends_that() 
     assert not cooldown.covers(D, 0.0)
     cooldown.kept(P, now=100.0)
     assert cooldown.covers(D, 299.0)
-    cooldown.kept(P, now=300.0)  # the same role again: no swing
+    cooldown.kept(P, now=300.0)  # the same role again: the roles do not alternate
     assert not cooldown.covers(D, 400.0)
     cooldown.kept(D, now=400.0 + 301.0)
     assert not cooldown.covers(P, 801.0)

@@ -1,4 +1,4 @@
-"""Queue lengths that flow to the gateways, and what a gateway makes of them."""
+"""Queue lengths that gateways hear, and how a gateway uses them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_rate_is_looked_up_now_and_then_and_an_unknown_one_is_said_to_be_unk
 
 
 def test_unserved_names_cost_served_scenarios_no_look() -> None:
-    """A client chooses them: 256 of them made the master forget the rates that it knew."""
+    """Clients choose the names: 256 unserved ones once made the master forget the known rates."""
     asked: list[str] = []
 
     def rate(scenario: str, now: float) -> float:

@@ -1,5 +1,5 @@
-"""A request whose KV is handed on per layer: the decode chosen at Accepted, in each phase in which
-something goes wrong.
+"""A request whose KV is handed on per layer to the decode chosen at Accepted, with faults in each
+phase.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ pytestmark = pytest.mark.req("S48", "S51")
 P0, P1 = (Candidate(f"p{i}", 1, "g") for i in range(2))
 D0, D1 = (Candidate(f"d{i}", 1, "g") for i in range(2))
 TICKET = TicketHeld("t1", 10.0)
-PREFILL, DECODE, NEXT = 1, 2, 3  # keys, in the order in which they are given
+PREFILL, DECODE, NEXT = 1, 2, 3  # the keys of the legs, in order
 LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3)
 
 
 class Life:
-    """A request of 100 prompt tokens that p0 has accepted per layer at time 0, so that it is
-    offered to d0.
+    """A request of 100 prompt tokens that p0 has accepted per layer at time 0. Then it is offered
+    to d0.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def test_the_decode_that_waits_goes_on_from_token_1() -> None:
 
 @pytest.mark.fault("F3")
 def test_a_prefill_that_dies_when_all_its_kv_was_sent_is_not_replaced() -> None:
-    """Its death is heard before the decode's word that it has the KV."""
+    """The message of its death comes before the decode's message that it has the KV."""
     life = Life()
     life.say(LegAccepted(DECODE))
     life.first_token()
@@ -168,8 +168,8 @@ def test_when_all_decodes_refuse_the_kv_is_handed_on_whole() -> None:
 
 @pytest.mark.fault("F6", "F11")
 def test_the_only_decodes_are_not_planned_again_once_they_cannot_be_reached() -> None:
-    """Before the master knows that they are dead, each plan would name them again, until no
-    migration is left.
+    """Until the master knows that they are dead, each plan would name them again, and use up all
+    migrations.
     """
     life = Life()
     life.say(LegRejected(DECODE, is_final=True))
@@ -251,8 +251,8 @@ def test_a_decode_that_does_not_answer_is_given_up_and_prefill_goes_on() -> None
 
 @pytest.mark.fault("F4")
 def test_a_prefill_whose_engine_hangs_is_left_with_its_decode() -> None:
-    """Its process answers keepalives, so the session stays: only the silence of its engine
-    tells.
+    """Its process answers keepalives, so the session stays. Only the silence of its engine shows
+    the fault.
     """
     life = Life()
     life.say(LegAccepted(DECODE))

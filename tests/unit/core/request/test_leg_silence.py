@@ -1,4 +1,4 @@
-"""When an accepted leg is held for dead: its engine stands still, or has computed past it, but
+"""When an accepted leg counts as dead: when its engine stands still or has passed it over, but
 never for being slow.
 """
 
@@ -40,8 +40,8 @@ def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
 
 
 def test_a_short_prompt_waits_for_the_long_ones_that_were_admitted_before_it() -> None:
-    """Of 3,900, 3,900, 3,300 and 20 tokens the last takes 278 s on a slow engine; its own would
-    take half a second.
+    """The prompts have 3,900, 3,900, 3,300 and 20 tokens. On a slow engine the last one takes 278
+    s; by itself it would take half a second.
     """
     driven = accepted(ttft_s=0.5, stall_s=5.0)
     to_compute = 3900 + 3900 + 3300 + 20
@@ -62,7 +62,7 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
     driven = accepted(ttft_s=ttft_s, stall_s=5.0)
     assert driven.request.wake_at == 5.0
     driven.now = 5.0
-    for _ in range(2):  # it says the same again: that is no sign
+    for _ in range(2):  # a repeated report is not a sign of work
         driven.feed(EngineWorked(driven.key, 3.0, 512, 4000))
     assert driven.feed(Tick()) == []
     assert driven.request.wake_at == 8.0
@@ -72,8 +72,8 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
 
 
 def test_a_leg_that_is_computed_past_is_left() -> None:
-    """The engine works on, but has forgotten this leg: twice what all open legs could take is done,
-    and no token of it.
+    """The engine works, but has forgotten this leg: it has computed twice what all open legs could
+    take, and no token of this leg.
     """
     driven = accepted(stall_s=5.0)
     num_open = 1000
@@ -87,7 +87,7 @@ def test_a_leg_that_is_computed_past_is_left() -> None:
 
 
 def test_a_decode_waits_while_its_engine_computes_anothers_prompt() -> None:
-    """Fusion: a long step stands between two tokens of a stream."""
+    """In fusion, a long step may come between two tokens of a stream."""
     driven = Driven(stall_s=5.0)
     driven.decode(num_tokens=1)
     for number in range(1, 4):
@@ -126,7 +126,7 @@ PREFILL, DECODE = Candidate("p0", 1, "g"), Candidate("d0", 1, "g")
 
 
 def handed_on(stall_s: float) -> tuple[Driven, int]:
-    """A decode has accepted at time 0 and has no KV yet; its key."""
+    """A request, and the key of its decode leg, accepted at time 0 and without KV yet."""
     driven = Driven(stall_s=stall_s)
     driven.feed(PlanReceived(driven.plan, [PREFILL], [DECODE]))
     driven.feed(LegAccepted(driven.key))
@@ -138,8 +138,8 @@ def handed_on(stall_s: float) -> tuple[Driven, int]:
 
 
 def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
-    """4.4 s in the queue, 4.4 s of its own pull, 4.4 s until a step has a place for it, and an
-    engine that is idle.
+    """It takes 4.4 s in the queue, 4.4 s for its pull, and 4.4 s until a step has a place for it.
+    The engine is idle meanwhile.
     """
     driven, key = handed_on(stall_s=5.0)
     for event in (
@@ -160,7 +160,7 @@ def test_a_stage_that_is_said_again_and_again_hides_no_hung_engine(stage: KvStag
     for now in (1.0, 3.0, 5.0):
         driven.now = now
         assert driven.feed(KvAdvanced(key, stage)) == []
-        driven.feed(KvAdvanced(key, KvStage.PULLING))  # late news of an earlier stage
+        driven.feed(KvAdvanced(key, KvStage.PULLING))  # a late message of an earlier stage
     assert driven.request.wake_at == 6.0
     driven.now = 6.0
     assert driven.feed(Tick())[-1] == AskPlan(2, 1, ("d0",))
@@ -176,7 +176,7 @@ def test_no_stage_is_left_once_the_kv_is_there() -> None:
 
 
 def test_the_turn_counts_from_there_what_the_engine_computed_past_the_leg() -> None:
-    """While the leg waited for its KV it had no turn to be passed over at."""
+    """While the leg waited for its KV, it had no turn, so the engine could not pass it over."""
     driven, key = handed_on(stall_s=5.0)
     driven.feed(EngineWorked(key, 0.0, 0, 100))
     driven.now = 4.0

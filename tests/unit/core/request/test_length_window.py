@@ -1,4 +1,4 @@
-"""Prompts of similar length share a batch, and nobody waits without end for one of its length."""
+"""Prompts of similar length share a batch, and none waits without end for others of its length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_of_a_longer_queue_those_go_that_waste_least_and_the_window_follows_the_
 
 @pytest.mark.req("S90")
 def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
-    """Half chats, half documents: in order every batch holds both."""
+    """The queue is half chats, half documents; in its order, every batch would hold both."""
     rng = random.Random(1)
     lengths = [rng.choice((rng.randint(50, 150), rng.randint(800, 1200))) for _ in range(400)]
 
@@ -71,8 +71,8 @@ def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
 def test_no_request_begins_much_later_than_in_order(
     lengths: list[int], dp_size: int, max_passed: int, newcomers: int
 ) -> None:
-    """Whatever comes behind: one who has k before it goes with batch k / dp_size + max_passed + 1
-    at the latest.
+    """Whatever comes later, a request with k ahead of it goes with batch k / dp_size + max_passed +
+    1 at the latest.
     """
     window = LengthWindow(dp_size, max_passed)
     queue, num_known = places(*lengths), len(lengths)
@@ -121,8 +121,8 @@ def test_fewer_than_a_batch_wait_for_room_but_for_no_others() -> None:
 
 @pytest.mark.req("S90")
 def test_how_often_a_waiter_was_passed_over_is_known_though_tenants_take_turns() -> None:
-    """Two tenants flood with short prompts; each batch of one must not begin the other's count
-    anew.
+    """Two tenants flood the room with short prompts. A batch of one tenant must not reset the
+    counts of the other.
     """
     room: WaitingRoom[str] = WaitingRoom(64, window=LengthWindow(2, max_passed=3))
     room.join("long", ["p"], 0.0, Claim("one"), 9000)

@@ -1,6 +1,6 @@
-"""What one request does that no module of its own decides; `test_transitions.py` has the table.
+"""What one request does, as far as no other module decides it; `test_transitions.py` has the table.
 
-`tests/property/request/test_request_machine.py` has any order of events.
+`tests/property/request/test_request_machine.py` tries any order of events.
 """
 
 from __future__ import annotations

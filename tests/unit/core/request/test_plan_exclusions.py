@@ -1,5 +1,5 @@
-"""An instance that a request would not fit is asked no more; the others are, and a stream is not
-ended for it.
+"""An instance that is too small for a request is not asked again. The others are asked, and a
+stream does not end because of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def too_long(driven: Driven) -> None:
 
 @pytest.mark.fault("F7")
 def test_a_stream_that_moves_goes_on_where_it_fits() -> None:
-    """The prompt has grown by what was emitted: some that would have taken it then cannot now."""
+    """The prompt has grown by the emitted tokens, so some instances can no longer take it."""
     driven = Driven()
     driven.decode(num_tokens=40)
     driven.feed(LegLost(driven.key))
@@ -51,7 +51,7 @@ def test_a_stream_that_fits_no_instance_now_waits_for_those_that_may_return() ->
     driven.offer()
     for _ in FUSIONS[1:]:
         too_long(driven)
-    for _ in range(2):  # nobody else is there, nor is the one that was lost
+    for _ in range(2):  # no other instance is there, and the lost one is gone
         driven.feed(PlanReceived(driven.plan, [], []))
     assert driven.request.phase is RequestPhase.WAITING_PLAN
     driven.now = driven.request.wake_at
@@ -93,8 +93,8 @@ def test_a_prompt_that_fits_no_instance_is_the_clients_error_at_once() -> None:
 
 @pytest.mark.fault("F7")
 def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_again() -> None:
-    """They drain, or are gone and still registered: each plan names them, and each answer comes at
-    once.
+    """The others drain, or are gone but still registered. Each plan names them, and each refusal
+    comes at once.
     """
     driven = Driven()
     driven.offer()

@@ -1,4 +1,4 @@
-"""What instances died of is remembered, for a while, and within bounds (F38)."""
+"""Prompts that instances died of are remembered for a while and within bounds (F38)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_two_deaths_make_a_poison_for_ten_minutes() -> None:
 
 @pytest.mark.fault("F38")
 def test_one_death_that_many_saw_is_one() -> None:
-    """Two choices of a call, or two clients with one prompt, on the decode that died; a restart of
-    it is another death.
+    """Two choices of a call, or two clients with one prompt, were on the decode that died. If the
+    decode dies again after its restart, that is another death.
     """
     book = PoisonBook()
     for now in range(5):

@@ -1,4 +1,4 @@
-"""How long a request may wait for its first token, and what it is told when that was too short."""
+"""How long a request may wait for its first token, and the answer when that time runs out."""
 
 from __future__ import annotations
 

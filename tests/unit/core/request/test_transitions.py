@@ -1,6 +1,6 @@
 """The table of phases and events holds for any order of events.
 
-None leads elsewhere, a late one changes nothing, and an impossible one raises.
+No event leads to another phase, a late event changes nothing, and an impossible event raises.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DECODES = [Candidate(f"d{i}", 1, "g") for i in range(2)]
 LOST = InstanceLost("scripted")
 FUSION = Candidate("f0", 1, "g", is_local=True)
 IDS = [c.instance_id for c in (*PREFILLS, *DECODES, FUSION)]
-# How often: more where little but the usual is possible.
+# The share of usual events: larger where little else is possible.
 USUAL = {
     RequestPhase.PLANNING: 0.9,
     RequestPhase.PREFILL_OFFERED: 0.75,
@@ -64,7 +64,7 @@ Step = tuple[RequestPhase, type, RequestPhase]
 
 
 class Walk:
-    """A request that is told anything, most often of the legs that it has, in any order."""
+    """A request that gets any events in any order, most of them about the legs that it has."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -129,7 +129,7 @@ class Walk:
         return type(event) in IMPOSSIBLE[phase]
 
     def any_event(self) -> Event:
-        """The usual one, one that the table lists for the phase, or any at all."""
+        """The usual event, an event that the table lists for the phase, or any event."""
         pick, phase = self.random.choice, self.request.phase
         chance = self.random.random()
         if chance < USUAL.get(phase, 0.5) and (due := self.usual()) is not None:
@@ -144,7 +144,7 @@ class Walk:
         return TicketHeld(f"t{self.num_tickets}", 5.0)
 
     def usual(self) -> Event | None:
-        """What most often comes next."""
+        """The event that most often comes next."""
         pick, request = self.random.choice, self.request
         key = self.keys[-1] if self.keys else 0
         match request.phase:

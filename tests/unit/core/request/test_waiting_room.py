@@ -1,6 +1,6 @@
 """The waiting room calls by priority, turn and deadline, and a flood keeps only itself out.
 
-`tests/property/request/test_waiting_room.py` has any order of joins, calls and leaves.
+`tests/property/request/test_waiting_room.py` tries any order of joins, calls and leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bounds of what a request may do to logits."""
+"""The bounds on how a request may shape logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gateways share a tenant's day; the property test tries whole fleets of them."""
+"""How gateways share a tenant's daily tokens; the property test tries whole fleets of gateways."""
 
 from __future__ import annotations
 

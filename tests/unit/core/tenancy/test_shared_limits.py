@@ -22,7 +22,7 @@ WIDE, NARROW = (Tenant("acme", TenantLimits(max_concurrent=most)) for most in (1
 
 
 def two_that_share(tenant: Tenant) -> tuple[Gateway, Gateway]:
-    """The second has the upper half of the parts."""
+    """Two gateways; the second holds the upper half of the parts."""
     store = Store()
     a, b = (Gateway(name, tenant, store) for name in ("a", "b"))
     a.parts.alive = b.parts.alive = ("a", "b")

@@ -1,5 +1,5 @@
-"""For how long instances were used, and for whom: no second is lost or charged twice, whoever leads
-(S22).
+"""How long instances were used, and for which account: no second is lost or charged twice,
+whichever master leads (S22).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_each_count_holds_until_the_next_look() -> None:
     book.look({CHAT: 4, NOTES: 1}, now=10.0)
     book.look({CHAT: 2}, now=15.0)
     assert seconds(book, 18.0) == {CHAT: 4 * 5 + 2 * 3, NOTES: 5}
-    assert seconds(book, 18.0) == {CHAT: 26, NOTES: 5}  # who asks changes nothing
+    assert seconds(book, 18.0) == {CHAT: 26, NOTES: 5}  # asking changes nothing
     assert [u.num_instances for u in book.used(18.0)] == [2, 0]
 
 
@@ -91,7 +91,7 @@ def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_le
 
     lent = {"night": Adjustment(2, 1, (2, 1), "training")}
     world.desired, world.num_lent = adjusted(desired, lent), num_lent(desired, lent)
-    world.round()  # they drain: their pool has nothing yet but what was free
+    world.round()  # they drain: their pool has only the instances that were free
     training = Account("assistant", "chat", "night", "training")
     assert accounts_of(world.observe(), desired, lent) == {DAY: 4, NIGHT: 3, training: 1}
     world.settle()
@@ -101,8 +101,8 @@ def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_le
 
 
 class Site:
-    """As much of a GroupReconciler as the usage loop looks at, over a world of pure instances and a
-    bucket in memory.
+    """The part of a GroupReconciler that the usage loop reads, over a world of simulated instances
+    and a bucket in memory.
     """
 
     def __init__(self) -> None:
@@ -122,11 +122,11 @@ class Site:
 
     @property
     def version(self) -> object:
-        """The one that is applied."""
+        """The applied version."""
         return self.world.version or None
 
     def new_loop(self) -> UsageLoop:
-        """Of a process that knows nothing."""
+        """A usage loop, as in a process that knows nothing yet."""
         store = UsageStore(self.bucket)  # type: ignore[arg-type]  # a fake
         return UsageLoop(
             self,  # type: ignore[arg-type]  # what is read of it
@@ -137,7 +137,7 @@ class Site:
         )
 
     async def pass_s(self, seconds: int) -> None:
-        """A second at a time, with a round of the usage loop in each."""
+        """Let time pass second by second, with a round of the usage loop in each."""
         for _ in range(seconds):
             self.now, self.wall = self.now + 1, self.wall + 1
             self.world.now += 1
@@ -158,7 +158,7 @@ async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> 
     site.loop = site.new_loop()
     with pytest.raises(Unavailable):
         site.loop.message()
-    site.now, site.wall = 7000.0, site.wall + 5  # another machine's clock, and nobody led for 5 s
+    site.now, site.wall = 7000.0, site.wall + 5  # another machine's clock; no leader for 5 s
     site.observed = site.world.observe()
     await site.loop.round()
     assert site.charged() == {"day": 100, "night": 75, "free": 25}
@@ -167,7 +167,7 @@ async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> 
     with pytest.raises(Unavailable):
         await site.pass_s(11)
     site.bucket.come_back(is_wiped=True)
-    with contextlib.suppress(VersionConflict):  # its revision was of the bucket before
+    with contextlib.suppress(VersionConflict):  # its revision is from the wiped bucket
         await site.pass_s(1)
     await site.pass_s(1)
     num = round((site.now - 7000) * 4)
@@ -195,7 +195,7 @@ async def test_one_that_ceases_to_lead_writes_nothing_more() -> None:
         site.loop.message()
     site.leads = True
     await site.pass_s(1)
-    assert site.charged()["day"] == 4 * 31  # this process led, and leads again: all is still there
+    assert site.charged()["day"] == 4 * 31  # it led before and leads again: it still has all
 
 
 async def test_the_book_is_shown_in_seconds_and_hours() -> None:

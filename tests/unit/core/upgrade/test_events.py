@@ -1,4 +1,4 @@
-"""What an upgrade sees of groups: which one only lacks instances, and which ones serve."""
+"""What an upgrade sees of groups: which only lack instances, and which serve."""
 
 from __future__ import annotations
 

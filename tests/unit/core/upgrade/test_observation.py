@@ -19,7 +19,7 @@ from pdmesh.core.upgrade.observation import Surroundings, observe
 
 
 class Counting(dict[str, Group]):
-    """Says how many of its values were looked at."""
+    """A dict that counts how many of its values were read."""
 
     num_looks = 0
 

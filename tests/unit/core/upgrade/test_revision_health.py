@@ -1,4 +1,4 @@
-"""Whether a revision answers as well as the one before."""
+"""Whether a new revision answers as well as the old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad upgrades: what turns them back, and how the groups and the desired state go back (S24)."""
+"""Bad upgrades: what rolls them back, and how the groups and the desired state go back (S24)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("is_sick", [True, False])
 def test_a_canary_that_goes_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
-    """It is ready until it has heard that it is to leave: as one group among the others it would
-    get more than its share was.
+    """It is ready until it learns that it must leave. As an ordinary group it would get more than
+    its share.
     """
     world = settled()
     world.apply(released("2"), canary_share=0.1)

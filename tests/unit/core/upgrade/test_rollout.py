@@ -1,4 +1,4 @@
-"""Rolling upgrades: one group after another, each after the last proved itself (S24)."""
+"""Rolling upgrades: one group after another, each after the last one has proved itself (S24)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itse
 
 @pytest.mark.req("S24")
 def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
-    """Nobody misses a revision that never came up: the mended one need not wait for it."""
+    """No request needs a revision that never served, so the repaired one need not wait for it."""
     world = World(released("1"), num=16)
     play(world, 30, fails=lambda revision: revision == OLD)
     world.apply(released("2"))

@@ -1,4 +1,4 @@
-"""A round of one upgrade: what a changed group is given, and what people are told."""
+"""A round of one upgrade: what a changed group gets, and what people see."""
 
 from __future__ import annotations
 

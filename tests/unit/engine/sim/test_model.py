@@ -103,7 +103,7 @@ def running(leg: int, prompt: list[int], first: int, sampling: Sampling) -> Runn
 
 
 def test_a_batch_draws_for_each_what_the_reference_draws_for_it_alone() -> None:
-    """Sequences of different length join and leave at different steps."""
+    """Sequences of different lengths join and leave at different steps."""
     batch = DecodeBatch(MODEL, 8)
     samplings = [Sampling(max_tokens=3 + 5 * n, temperature=n % 2, seed=n) for n in range(6)]
     prompts = [prompt_of(10 + 9 * n, seed=n) for n in range(6)]
@@ -169,7 +169,9 @@ def test_a_stop_token_of_the_client_ends_the_text() -> None:
 
 
 def test_going_on_from_emitted_tokens_gives_the_same_text() -> None:
-    """What a migration does: the new prompt is the old one and what the client has."""
+    """A migration does this: the new prompt is the old prompt and the tokens that the client
+    has.
+    """
     prompt = prompt_of(30)
     whole, _ = sim_reference(prompt, Sampling(max_tokens=40), PARAMS)
     for cut in (1, 17, 39):

@@ -1,5 +1,5 @@
-"""The sim engine's pulls without a transport: what is under way, what waits, and what is said of
-either.
+"""The sim engine's pulls without a transport: which run, which wait, and what is reported about
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Agent:
 
 
 class Half:
-    """A decode half whose pulls are all from one sender."""
+    """A decode half that pulls only from one sender."""
 
     def __init__(self, max_pulls: int) -> None:
         params = SimParams(block_size=4)
@@ -89,7 +89,7 @@ async def half() -> AsyncIterator[Half]:
 async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of_them_begins(
     half: Half,
 ) -> None:
-    """The end of the long one makes room for the short one, whose time is over too.
+    """The end of the long pull makes room for the short one, whose time is over, too.
 
     Nothing of this is the source's fault.
     """

@@ -1,4 +1,4 @@
-"""What vLLM is told, and what makes two engines able to exchange blocks."""
+"""The arguments that vLLM gets, and when two engines may exchange blocks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
 
 
 def test_engines_draw_without_a_seed_each_its_own_way() -> None:
-    """From one beginning, a decode would draw token 2 with the noise of token 1."""
+    """With equal seeds, a decode would draw token 2 with the noise of token 1."""
     lives = [CPU, replace(CPU, instance_id="decode-0"), replace(CPU, incarnation=2)]
     assert len({engine_seed(life) for life in lives}) == len(lives)
     assert engine_seed(CPU) == engine_seed(replace(CPU)), "all ranks of one have the same"
@@ -135,9 +135,7 @@ async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() ->
 
 @pytest.mark.fault("F27")
 async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() -> None:
-    """No TicketClosed follows it, so the host gives the staging range back when it reads the
-    end.
-    """
+    """No TicketClosed follows it, so the host frees the staging range when it reads the end."""
     ends: list[Output] = [
         Prefilled(1, 7, None, 0, FinishReason.LENGTH),
         Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),

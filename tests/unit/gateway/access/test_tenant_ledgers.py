@@ -16,7 +16,7 @@ pytestmark = pytest.mark.req("S97")
 
 
 class FreezingBucket:
-    """It takes writes until it is frozen, and answers none after that."""
+    """It takes writes until it is frozen, and then answers no more."""
 
     def __init__(self) -> None:
         self.is_frozen = False
@@ -48,13 +48,13 @@ async def test_a_frozen_nats_does_not_hold_up_the_end_tenant_by_tenant() -> None
     for tenant in known.values():
         assert await ledgers.more(tenant)
     bucket.is_frozen = True
-    async with asyncio.timeout(60):  # it would never end
+    async with asyncio.timeout(60):  # with the bug, this never ended
         await ledgers.close()
     assert len(bucket.waiting) == len(known), "all of them are asked at once"
 
 
 async def test_tokens_that_were_leased_and_not_granted_are_given_back_at_the_end() -> None:
-    """Of a tenant that has no parts, either."""
+    """This holds even for a tenant that has no parts."""
     tenant = Tenant("acme", TenantLimits(tokens_per_day=3200))
     bucket, tenants = FreezingBucket(), Tenants(num_parts)
     ledgers = TenantLedgers(bucket, "g0/1", tenants, lambda: {"acme": tenant})

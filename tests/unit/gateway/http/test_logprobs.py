@@ -1,5 +1,5 @@
-"""Log probabilities spell each token with its own bytes, hold the one that was drawn, and say where
-it stands.
+"""Log probabilities spell each token with its own bytes, include the drawn token, and say where it
+stands.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def drawn(token_id: int, *top: tuple[int, float], logprob: float = -3.0) -> Toke
 
 
 def tokens_of(name: str, text: str) -> list[int]:
-    """Every character over one token for each of its bytes, but for what is a piece."""
+    """Tokens for the text: one per byte, except where the vocabulary has a longer piece."""
     if name == "byte level":
         return list(BYTE_LEVEL.encode(text).ids)
     return [len(PIECES) + byte for byte in text.encode()]
@@ -63,7 +63,9 @@ def test_a_piece_keeps_its_space(name: str) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 2, 3])
 def test_the_token_drawn_is_always_there(num_top: int) -> None:
-    """As at vLLM's and OpenAI's: `logprobs` + 1 entries, if it is none of the likeliest."""
+    """As with vLLM and OpenAI, there are `logprobs` + 1 entries if it is not among the
+    likeliest.
+    """
     of = tokenizer("byte level")
     ids = tokens_of("byte level", "abcd")
     likeliest = [(i, -0.1 * (at + 1)) for at, i in enumerate(ids[:num_top])]

@@ -1,4 +1,4 @@
-"""Paths find their handlers, by method, with what their parameters hold."""
+"""Paths find their handlers by method, with the values of their parameters."""
 
 from __future__ import annotations
 

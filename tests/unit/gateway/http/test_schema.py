@@ -1,4 +1,4 @@
-"""Requests we refuse name the field; neutral values of what we do not support pass."""
+"""Refusals name the field; neutral values of unsupported fields pass."""
 
 from __future__ import annotations
 

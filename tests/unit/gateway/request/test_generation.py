@@ -33,7 +33,7 @@ TICKET = TicketHeld("t1", 10.0, Ticket(ticket_id="t1"))
 
 
 class Instance:
-    """A session that notes what is sent, in one list for all instances."""
+    """A session that records what is sent, in one list for all instances."""
 
     worked = None
 

@@ -1,4 +1,4 @@
-"""What a request says of itself to the master."""
+"""What a request tells the master about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream whose tokens come fast is written to at most once in an interval; a slow one is never
+"""A stream with fast tokens is written to at most once per interval; a slow stream is never
 delayed.
 """
 
@@ -59,7 +59,7 @@ async def test_an_end_is_told_at_once_though_tokens_are_held_back() -> None:
 
 
 async def test_a_token_after_the_interval_is_not_delayed() -> None:
-    """It wakes the writer in the same turn of the loop; a timer would need one of its own."""
+    """It wakes the writer in the same turn of the loop; a timer would need another turn."""
     call = call_with(interval_s=0.5)
     call.on_tokens()
     assert await woken_within(call, 60.0)

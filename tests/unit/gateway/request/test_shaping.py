@@ -43,7 +43,9 @@ async def test_biases_are_cut_and_sorted(tokenizer: Tokenizer) -> None:
 async def test_bad_words_are_forbidden_at_a_beginning_and_after_a_space(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a space only where that makes another first token, and as many."""
+    """A word counts after a space only if that changes its first token and not the number of
+    tokens.
+    """
     ids = {"ab": [1], " ab": [2], "c": [3], " c": [9, 3], "d": [4], " d": [4]}
 
     async def encode_words(words: Sequence[str]) -> list[array[int]]:

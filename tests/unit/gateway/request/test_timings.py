@@ -20,7 +20,7 @@ PREFILL, DECODE, PREFILL_2, DECODE_2 = 1, 2, 3, 4  # keys of legs
 
 
 def noted(*events: tuple[float, Event], kv_transfer_us: int = 0) -> Timings:
-    """A decode is offered the request right before the first that is heard of it."""
+    """The timings; each decode is offered the request just before its first event."""
     timings = Timings()
     timings.kv_transfer_us = kv_transfer_us
     offered = 0
@@ -57,8 +57,8 @@ def test_a_decode_that_accepted_before_token_1_caused_no_wait() -> None:
 
 
 def test_a_second_prefill_is_not_taken_for_a_decode() -> None:
-    """The first prefill died with its KV before a decode accepted it; the wait for one begins anew
-    with the next token.
+    """The first prefill died with its KV before a decode accepted it. The wait for a decode begins
+    anew with the next token.
     """
     again = FirstToken(PREFILL_2, 8, None, TICKET, 0)
     timings = noted(

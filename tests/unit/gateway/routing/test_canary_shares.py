@@ -29,7 +29,7 @@ BOTH = (ROLE_PREFILL, ROLE_DECODE)
 
 
 class Site:
-    """Two pairs of group `a`, and those of the canary that a test asks for; a gateway's fleet that
+    """Two pairs of group `a`, and the canary's instances that a test asks for. A gateway's fleet
     follows the record of upgrades.
     """
 
@@ -75,7 +75,7 @@ async def test_a_canary_gets_its_share_and_nothing_while_it_leaves() -> None:
     await site.write(Upgrade(scenario="chat", back="version 2: chat-0: sick"))
     assert site.share() == 0.0
     await site.write(Upgrade(scenario="other", canary_share=0.5))
-    assert site.ask() == "a"  # no shares of this scenario: whoever has fewest open legs
+    assert site.ask() == "a"  # the scenario has no shares: the fewest open legs decide
 
 
 async def test_the_last_word_stands_while_the_store_is_away() -> None:

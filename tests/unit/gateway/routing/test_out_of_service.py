@@ -1,4 +1,4 @@
-"""A gateway that ranks by itself heeds cordons and faults as the boards in the registry say them
+"""A gateway that ranks by itself follows cordons and faults from the boards in the registry
 (S42).
 """
 
@@ -71,7 +71,7 @@ async def test_a_cordoned_instance_gets_nothing_though_it_says_that_it_is_ready(
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "p-1 d-0 d-1"
-    assert site.fleet.candidate("p-0", 1, Wanted("m")) is None  # nor by an older plan
+    assert site.fleet.candidate("p-0", 1, Wanted("m")) is None  # not even by an older plan
     await site.cordon("p-1", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "d-0 d-1"  # both phases, rather than a cordoned one
     await site.cordon("d-0", LEAVE_MODE_AT_ONCE)
@@ -90,14 +90,14 @@ async def test_a_leaving_instance_gets_what_no_other_can_take() -> None:
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     assert (
         site.fleet.candidate("d-0", 1, Wanted("m")) is not None
-    )  # the master may plan it until its substitute is there
+    )  # the master may still plan it until its substitute is there
 
 
 @pytest.mark.parametrize(
     ("level", "incarnation", "held_back", "expected"),
     [
         (Level.PROCESS, 1, "", "p-1 d-0 d-1"),
-        (Level.PROCESS, 2, "", "p-0 p-1 d-0 d-1"),  # of another life
+        (Level.PROCESS, 2, "", "p-0 p-1 d-0 d-1"),  # of another incarnation
         (Level.PROCESS, 1, "cap", "p-0 p-1 d-0 d-1"),
         (Level.TRANSIENT, 1, "", "p-0 p-1 d-0 d-1"),
     ],

@@ -1,4 +1,4 @@
-"""Where a gateway sends requests among regions while no master answers."""
+"""To which region a gateway sends requests while no master answers."""
 
 from __future__ import annotations
 

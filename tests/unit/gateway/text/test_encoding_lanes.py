@@ -1,4 +1,4 @@
-"""Text waits for a thread: in batches, bounded, and the short never behind the long."""
+"""Text waits for a thread in bounded batches, and short text never waits behind long text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ LONG = "x" * 70_000
 
 
 class Encoder:
-    """Token = length of the text; blocks on request; remembers its batches."""
+    """An encoder whose token is the text's length. It blocks on request and remembers its
+    batches.
+    """
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Prompts of conversations with tools equal those of plain vLLM's renderer.
 
-Each template takes another way through tools, calls and results, as those of real models do.
+Each template handles tools, calls and results in another way, as templates of real models do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fakes.tiny_model import write_tiny_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
 
 # As Hermes and Qwen: tools as JSON lines, text only, results gathered under one user.
 HERMES: Final = """
@@ -93,7 +93,7 @@ MISTRAL: Final = """
 {%- else %}[{{ message['role'] }}]{{ message['content'] }}
 {%- if message['name'] %} {{ message['name'] }}{% endif %}
 {%- endif %}{% endfor %}{{ user_messages | length }}"""
-# As DeepSeek and Qwen 3: what was thought before the last question is left out.
+# As DeepSeek and Qwen 3: reasoning before the last question is left out.
 THINKING: Final = """
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
@@ -254,6 +254,6 @@ def test_a_prompt_equals_plain_vllms(model_dir: Path, family: str, case: str) ->
         return
     expected = of_vllm(model_dir, TEMPLATES[family], body)
     if (family, case) == ("llama", "a developer among systems"):
-        # Plain vLLM gives the merged text to a template that reads parts only, which loses it.
+        # Plain vLLM gives the merged text to a template that reads only parts, which loses it.
         expected = expected.replace("<system>", "<system>A\n\nB\nC")
     assert tokenizer.render_chat(conversation_of(request)) == expected

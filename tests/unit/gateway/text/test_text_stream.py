@@ -1,5 +1,5 @@
-"""Text from tokens as they come: what they add to the prompt's, whole characters only, and nothing
-lost at the end.
+"""Text from tokens as they come: what they add to the prompt's text, in whole characters, with
+nothing lost at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def stream_after(name: str, prompt: Sequence[int], stops: tuple[str, ...] = ()) 
 
 
 def streamed(name: str, prompt: Sequence[int], tokens: Sequence[int], sizes: Sequence[int]) -> str:
-    """As pieces of these sizes, then all the rest."""
+    """The text of the tokens in pieces of these sizes, then the rest at once."""
     stream, shown, rest = stream_after(name, prompt), "", list(tokens)
     for size in sizes:
         shown, rest = shown + stream.feed(rest[:size]), rest[size:]
@@ -60,7 +60,7 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
     def check(before: list[list[int]], after: list[list[int]], sizes: list[int]) -> None:
         prompt, tokens = flat(before), flat(after)
         base, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
-        if whole.startswith(base):  # but for a decoder that also changes what stands before
+        if whole.startswith(base):  # a decoder may also change the text before
             assert streamed(name, prompt, tokens, sizes) == whole[len(base) :]
 
     check()
@@ -68,7 +68,7 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_says_what_plain_vllm_says(name: str) -> None:
-    """vLLM's detokenizer is this class of the library, begun with the prompt's tokens."""
+    """vLLM's detokenizer is this class of the library, started with the prompt's tokens."""
     tokenizer = TOKENIZERS[name]
 
     @given(before=units(name), after=units(name))
@@ -84,7 +84,7 @@ def test_a_stream_says_what_plain_vllm_says(name: str) -> None:
 @pytest.mark.fault("F32")
 @pytest.mark.parametrize("name", NAMES)
 def test_any_tokens_in_any_pieces_give_one_text(name: str) -> None:
-    """Broken bytes as well: a model may draw them."""
+    """The tokens include broken bytes, which a model may draw."""
     any_ids = st.lists(st.integers(0, TOKENIZERS[name].get_vocab_size() - 1), max_size=30)
     ids_of = any_ids if name == "byte level" else any_ids | broken_bytes()
 
@@ -130,7 +130,7 @@ def test_an_answer_may_complete_the_character_the_prompt_ended_in(name: str) -> 
 
 
 def test_tokens_without_a_text_are_not_decoded_again_with_each_that_follows() -> None:
-    """An answer that ignores its end may be nothing but ends."""
+    """An answer that ignores EOS may consist only of EOS tokens."""
     tokenizer = TOKENIZERS["llama"]
     lengths: list[int] = []
 
@@ -164,7 +164,7 @@ def test_any_chunking_gives_the_same_text_and_never_half_a_character(seed: int) 
 def test_whole_characters_before_an_incomplete_one_are_shown_at_the_end(
     stops: tuple[str, ...],
 ) -> None:
-    """A stream cut by max_tokens in the middle of a character, whose first half came with a
+    """max_tokens cuts the stream in the middle of a character whose first half came with a
     space.
     """
     size = BYTE_LEVEL.get_vocab_size()

@@ -86,7 +86,7 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [3, [3, 4]])
 def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path, named: object) -> None:
-    """A generation_config that names the base model's end alone does not take the chat's away."""
+    """A generation_config that names only the base model's EOS does not remove the chat's EOS."""
     write_tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))

@@ -1,4 +1,4 @@
-"""Artefacts of a model for one role: what is built is what is loaded, and nothing else is."""
+"""Artefacts of a model for one role: only what was built is loaded."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def cached_settings(cache: Path) -> Settings:
 async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     damage: Callable[[Path], None], model_dir: Path, tmp_path: Path
 ) -> None:
-    """A copy that a power cut left half-written has the name of a whole one: no later load would
-    get past it.
+    """A copy that a power cut left half written has the name of a whole copy, so every later load
+    would fail on it.
     """
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
@@ -172,7 +172,7 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
 async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
     is_elsewhere: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the artefact if the role spec names another folder."""
+    """If the role spec names another folder, these are not the artefact's digests."""
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     asked: list[EngineSettings] = []
 

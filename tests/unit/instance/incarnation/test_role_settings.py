@@ -1,4 +1,4 @@
-"""What the settings of an instance become in its role."""
+"""How an instance's role changes its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.instance.incarnation.role_settings import capacity_of
 from pdmesh.instance.settings import InstanceSettings
 
 INFO = EngineInfo("sim", "m", "f", 64, 1000, 4096, 2048)
-ENGINE: Any = None  # not asked
+ENGINE: Any = None  # not used
 
 
 @pytest.mark.req("S40", "S53")
@@ -21,7 +21,7 @@ ENGINE: Any = None  # not asked
     ("role", "num_waiting"), [(Role.PREFILL, 0), (Role.FUSION, 0), (Role.DECODE, 3)]
 )
 def test_a_decode_alone_takes_more_than_its_slots(role: Role, num_waiting: int) -> None:
-    """What would wait at a prefill is refused: another may be idle."""
+    """A prompt that would have to wait at a prefill is refused: another prefill may be idle."""
     settings = InstanceSettings(num_slots=4, max_waiting=3)
     capacity = capacity_of(settings, role, BuiltEngine(ENGINE, 1 << 20, 1 << 20), INFO)
     assert (capacity.num_slots, capacity.max_waiting) == (4, num_waiting)

@@ -1,4 +1,4 @@
-"""Failures as events: none waits for the bus, and their number is bounded."""
+"""Failures as events: reporting one never waits for the bus, and their number is bounded."""
 
 from __future__ import annotations
 

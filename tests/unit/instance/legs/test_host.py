@@ -1,4 +1,4 @@
-"""What an instance's host makes of its engine's outputs when a gateway gives a leg up at the same
+"""How an instance's host handles its engine's outputs when a gateway gives a leg up at the same
 time.
 """
 
@@ -34,8 +34,8 @@ from pdmesh.v1 import instance_service_pb2 as pb
 
 
 class EndedEngine:
-    """Its job has ended by itself, and the host has not read that yet: there is nothing left to
-    abort.
+    """An engine whose job has ended by itself. The host has not read that yet, and there is nothing
+    left to abort.
     """
 
     def __init__(self, end: Output) -> None:
@@ -106,8 +106,8 @@ def prefill(key: int, max_tokens: int = 1) -> pb.Command:
     ],
 )
 async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Output) -> None:
-    """The end waits to be read when the abort comes; neither says a word about the staging range
-    after that.
+    """The job's end has not been read when the abort comes. After both, no output mentions the
+    staging range.
     """
     host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
     outbox = host.open("gateway-0")
@@ -135,9 +135,7 @@ def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost
 
 @pytest.mark.fault("F39")
 def test_who_holds_a_ticket_can_guess_no_other() -> None:
-    """A ticket is all that it takes to pull a prompt's KV: its id has 128 bits that no other one
-    has.
-    """
+    """A ticket is enough to pull a prompt's KV, so its id has 128 random bits."""
     engine = EndedEngine(Failed(1, "", ""))
     tickets = tickets_of(make_host(engine), engine, 16)
     assert len(tickets) == 16

@@ -9,7 +9,7 @@ from pdmesh.instance.legs.load_book import MAX_NAMED, Computed, LoadBook
 
 @pytest.mark.req("S93", "S107")
 def test_a_prompt_is_timed_from_when_it_could_begin() -> None:
-    """Two prompts in the lane: the second one's time begins when the first one's ends."""
+    """Two prompts are in the lane: the second one's time begins when the first one's ends."""
     book = LoadBook()
     book.admitted(1, "a", 100, now=1.0)
     book.admitted(2, "b", 200, now=1.1)
@@ -28,7 +28,7 @@ def test_prompts_of_one_step_and_those_given_up_are_named_without_a_time() -> No
     book.computed(1, 0, now=1.0)
     book.computed(2, 0, now=1.0)
     book.ended(3)
-    book.ended(1)  # every leg ends: that says nothing new
+    book.ended(1)  # every leg ends: this adds nothing
     assert [(c.request_id, c.seconds) for c in book.take()[1]] == [
         ("a", 1.0),
         ("b", 0.0),

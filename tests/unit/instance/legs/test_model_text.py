@@ -1,4 +1,4 @@
-"""An instance gives its model's files of text to gateways, over gRPC and within bounds."""
+"""An instance gives its model's text files to gateways, over gRPC and within bounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What bounds an early decode's pull at the host of its instance: nothing before its turn, and then
-a pull's time.
+"""What bounds an early decode's pull at its instance's host: nothing before its turn, and a pull's
+time after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PULL_S = 0.05
 
 
 class ToldEngine:
-    """It says what a test makes it say."""
+    """An engine that puts out what a test tells it to."""
 
     def __init__(self) -> None:
         self.say: asyncio.Queue[list[Output]] = asyncio.Queue()
@@ -130,8 +130,8 @@ async def running() -> AsyncIterator[Site]:
 
 
 async def test_an_early_pull_has_its_time_from_its_turn_on_and_none_once_it_has_arrived() -> None:
-    """Of three that were joined one after the other, the first has no turn yet and the second all
-    of its KV.
+    """Three legs were joined one after the other. The first has no turn yet, and the second has all
+    its KV.
     """
     async with running() as site:
         for key in (1, 2, 3):
@@ -160,7 +160,7 @@ async def test_a_pull_whose_turn_comes_before_prefill_is_done_has_its_time_from_
 
 
 async def test_a_turn_that_was_waited_for_is_told_and_so_is_the_acceptance() -> None:
-    """An older gateway knows no stages: what it waits for is the acceptance."""
+    """An older gateway knows no stages, and waits for the acceptance."""
     async with running() as site:
         site.start(1, is_early=False)
         await site.engine.say.put([KvPulling(1)])

@@ -1,5 +1,5 @@
-"""Every bit of every control message of a pull, changed on the way: no request ever gets another's
-KV (F34).
+"""Each bit of each control message of a pull is changed on the way, and no request ever gets
+another's KV (F34).
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from tests.fakes.kv.pair import (
 
 LAYOUT = KvLayout(num_layers=1, num_blocks=1, block_bytes=64)
 SIZE = LAYOUT.total_bytes
-# One bit apart, as are their attempts' pulls.
+# The names differ in one bit, and so do the pulls.
 DATA = {name: pattern(SIZE, seed) for seed, name in enumerate(("t", "u"))}
 
 
 @dataclass
 class Flip:
-    """Changes one bit of the message that is sent as number `message`, of both directions
-    together.
-    """
+    """Changes one bit of message number `message`, counted over both directions."""
 
     message: int
     bit: int
@@ -79,8 +77,8 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 @pytest.mark.fault("F34")
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
     async with kv_pair(MemoryTransport) as pair:
-        await _pull_both(pair, Flip(-1, 0))  # connects
-        for message in range(6):  # two of PULL, META and ACK each
+        await _pull_both(pair, Flip(-1, 0))  # so that they are connected
+        for message in range(6):  # two each of PULL, META and ACK
             bit, flip = 0, Flip(message, 0)
             await _pull_both(pair, flip)
             while flip.has_hit:
@@ -92,8 +90,8 @@ async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> 
 
 @pytest.mark.fault("F34")
 async def test_a_sound_answer_to_another_pull_is_refused() -> None:
-    """As a sender gives that mixed two pulls up: seal and checksums are right, and the bytes
-    another's.
+    """A sender that mixes two pulls up gives such an answer: seal and checksums are right, but the
+    bytes belong to another pull.
     """
     async with kv_pair(MemoryTransport) as pair:
         await _pull_both(pair, Flip(-1, 0))

@@ -1,5 +1,5 @@
-"""Pulls that are given up, or lose their peer, in the moment when nobody looks: no landing range
-may be lost (S49).
+"""Pulls that are given up, or lose their peer, at the worst moment: no landing range may be lost
+(S49).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LANDING = ArenaRange(4096, LAYOUT.total_bytes)
 
 
 class DyingPeerTransport(MemoryTransport):
-    """Whoever it connects to dies right after the handshake."""
+    """Each peer that it connects to dies right after the handshake."""
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
         connection = await super().connect(address, timeout_s)
@@ -54,8 +54,8 @@ class DyingPeerTransport(MemoryTransport):
 
 @pytest.mark.fault("F2")
 async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once() -> None:
-    """Its end is told before the puller, who waited for the connection, runs again: nothing would
-    ever end the pull.
+    """The peer's end is reported before the pull, which waited for the connection, runs again. So
+    nothing would ever end the pull.
     """
     async with kv_pair(DyingPeerTransport) as pair:
         pair.stage(LAYOUT, lease_s=30)
@@ -68,7 +68,7 @@ async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once()
 
 
 class InstantAgent(KvAgent):
-    """Its pulls succeed at once; `at_end` is called as they do."""
+    """An agent whose pulls succeed at once; `at_end` is called when they do."""
 
     at_end: Callable[[], None] = staticmethod(lambda: None)
 
@@ -78,7 +78,7 @@ class InstantAgent(KvAgent):
 
 
 class Events(list[AgentEvent]):
-    """What the agent said, for another thread to wait for."""
+    """The agent's events; another thread can wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_pull_cancelled_before_its_thread_got_to_it_gives_its_landing_back() -
 
 @pytest.mark.fault("F27")
 def test_a_pull_cancelled_as_it_succeeds_gives_its_landing_back() -> None:
-    """The bytes are the caller's by then, and the caller has turned away."""
+    """The bytes are the caller's by then, but the caller no longer wants them."""
     events = Events()
     with agent_thread(events) as (thread, agent):
         has_pull = threading.Event()
@@ -181,9 +181,7 @@ BAD_TICKETS = {
 
 @pytest.mark.parametrize("field", BAD_TICKETS)
 async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: str) -> None:
-    """The caller's range is the agent's until it says otherwise, whatever is wrong: it must
-    say so.
-    """
+    """The range is the agent's until the agent gives it back, so it must do so after any error."""
     async with kv_pair(MemoryTransport) as pair:
         ticket = dataclasses.replace(ticket_for(pair.address, LAYOUT), **BAD_TICKETS[field])  # type: ignore[arg-type]
         with pytest.raises(KvTransferFailed, match=field) as caught:
@@ -202,7 +200,7 @@ async def test_a_landing_outside_the_arena_is_given_back_too() -> None:
 
 
 async def test_a_ticket_with_too_long_a_name_is_neither_kept_nor_staged() -> None:
-    """Its renewals could not be written, and would fail the tick that all other leases hang on."""
+    """Its renewals could not be encoded, and would fail the tick that renews all other leases."""
     async with kv_pair(MemoryTransport) as pair:
         ticket = ticket_for(pair.address, LAYOUT, "x" * 129)
         with pytest.raises(KvTransferFailed, match="ticket_id"):
@@ -228,7 +226,9 @@ async def test_a_fetch_that_cannot_be_asked_for_frees_its_targets() -> None:
 
 
 def test_what_is_asked_of_an_agent_that_has_ended_fails_and_is_given_back() -> None:
-    """As while an engine stops: whoever asks waits for its answer, and then for its range."""
+    """This happens while an engine stops: the caller waits for an answer, and then for its
+    range.
+    """
     events, freed = Events(), threading.Event()
     with agent_thread(events) as (thread, _):
         thread.close()
@@ -251,7 +251,7 @@ LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are made and compar
 async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
     monkeypatch: pytest.MonkeyPatch, layout: KvLayout
 ) -> None:
-    """As when no thread can be started any more."""
+    """An example is that no thread can be started any more."""
 
     def broken(*_: object) -> bytes:
         raise MemoryError("no room")
@@ -290,7 +290,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
 
 
 async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases end, deadlines pass and connections of frozen peers are cut by ticks alone."""
+    """Only ticks end leases, enforce deadlines and cut connections of frozen peers."""
     async with kv_pair(MemoryTransport) as pair:
         pair.stage(LAYOUT, lease_s=0.2)
         ticks: list[bool] = []
@@ -326,7 +326,7 @@ async def test_a_message_that_meets_a_bug_costs_its_connection_and_no_other(
 
 @pytest.mark.req("S49")
 async def test_a_connection_in_use_is_not_dropped_for_another() -> None:
-    """In use is also one that a lease is renewed over, and one that somebody waits to pull on."""
+    """A connection is also in use if a lease is renewed over it, or if a pull waits for it."""
     async with kv_pair(MemoryTransport) as pair:
         pair.stage(LAYOUT)
         receiver = pair.receiver
@@ -378,7 +378,7 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
 
 
 class SlowToConnect(MemoryTransport):
-    """Connections open when `may_connect` is set."""
+    """A transport whose connections open only when `may_connect` is set."""
 
     may_connect: asyncio.Event
 
@@ -397,8 +397,8 @@ class SlowToConnect(MemoryTransport):
 async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects(
     opens: bool,
 ) -> None:
-    """From then on silence is a fault, wherever the pull is: here the peer is cut off as it is
-    connected to.
+    """Once prefill is done, silence is a fault at any stage of the pull. Here the peer is cut off
+    while the connection opens.
     """
     async with kv_pair(SlowToConnect) as pair:
         transport = pair.receiver_transport
@@ -409,7 +409,7 @@ async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects
         pair.receiver.expect("t", 0.05)
         if opens:
             pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
-            transport.may_connect.set()  # and nothing comes of it
+            transport.may_connect.set()  # but nothing comes over the connection
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pull, 60)
         assert caught.value.reason == PullFailure.TIMEOUT
@@ -419,8 +419,8 @@ async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects
 
 
 async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> None:
-    """Both were posted to the agent's loop, the pull as a task whose first step comes after the
-    news.
+    """Both were posted to the agent's loop, but the pull's task makes its first step after the
+    message.
     """
     async with kv_pair(MemoryTransport) as pair:
         pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)

@@ -12,7 +12,7 @@ from pdmesh.kv.index.snapshot_sources import _gather
 
 
 class Closed:
-    """A stream whose channel is closed: grpc.aio raises CancelledError in who reads it."""
+    """A stream whose channel is closed: grpc.aio raises CancelledError in its reader."""
 
     async def __aiter__(self) -> AsyncIterator[None]:
         raise asyncio.CancelledError

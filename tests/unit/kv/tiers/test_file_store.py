@@ -1,5 +1,5 @@
-"""The file store: what is acknowledged is there whole, or found bad and removed; never half, never
-somebody else's.
+"""The file store: an acknowledged block is there whole, or found bad and removed. It is never half
+there, and never another's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def put(store: FileStore, key: int, owner: bytes = OWNER, position: int = 0) -> 
 
 
 def get(store: FileStore, key: int, owner: bytes = OWNER) -> bool:
-    """Whether the block is there and good; if so, it must be the right one."""
+    """Whether the block is there and good; if so, it must have the right bytes."""
     out: ByteArray = np.zeros(BLOCK, np.uint8)
     try:
         found = store.get(name_of(key), owner, out) is not None
@@ -178,7 +178,7 @@ for key in range(1, 100):
 def test_a_writer_killed_at_any_point_leaves_whole_blocks_or_none(
     make: Make, tmp_path: Path, clock: Clock, point: str
 ) -> None:
-    """Every block that was acknowledged is there, and the one under way is not there in part."""
+    """Every acknowledged block is there, and the block that was being written is not half there."""
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path), f"{point}=sigkill@4"],
         capture_output=True,
@@ -233,8 +233,8 @@ def test_kept_blocks_stay_whichever_instance_evicts(make: Make, clock: Clock) ->
 @pytest.mark.req("S96")
 @pytest.mark.parametrize("writes_ahead", [False, True])
 def test_what_is_kept_never_fills_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
-    """By pins of several models, by pins that were removed while nobody was there to hear it, or by
-    a clock that ran a year ahead.
+    """Files may be kept by pins of several models, by pins that were removed while no instance ran,
+    or by a clock that was a year ahead.
     """
     store = make(quota=8 * FILE)
     true_time = clock.now
@@ -268,7 +268,7 @@ def test_an_owner_beyond_its_share_is_evicted_first(make: Make, clock: Clock) ->
 
 @pytest.mark.req("S105")
 def test_files_of_other_models_count_and_go_too(make: Make, clock: Clock) -> None:
-    """After an upgrade the old model's blocks are of no use to anybody, but they fill the disk."""
+    """After an upgrade, the old model's blocks are of no use, but they fill the disk."""
     old, new = make(model="old", quota=4 * FILE), make(quota=4 * FILE)
     for key in range(4):
         put(old, key)
@@ -313,7 +313,7 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(
 
 @dataclass
 class SmallDisk:
-    """A disk that is full when so many bytes are in a directory, whatever the quota."""
+    """A disk that is full at a number of bytes in a directory, whatever the quota."""
 
     folder: Path
     num_bytes: int
@@ -383,7 +383,7 @@ def test_where_others_take_what_gets_free_the_store_is_not_emptied_for_nothing(
 
 @pytest.mark.fault("F33")
 def test_several_writers_keep_one_quota_together(tmp_path: Path) -> None:
-    """Each filled the quota for itself: four reached 3.9 times of it."""
+    """Each writer once filled the quota by itself: four writers reached 3.9 times the quota."""
     child = (
         "import sys, time; from pathlib import Path; import numpy as np\n"
         "from pdmesh.kv.tiers.file_format import checksum_of, identity_of\n"
@@ -424,7 +424,7 @@ def test_a_count_that_was_lost_or_is_wrong_is_made_anew(make: Make, tmp_path: Pa
     assert put(again, 5)
     assert again.bytes_used == 6 * FILE
     for path in files(tmp_path):
-        path.unlink()  # by somebody who counts nothing
+        path.unlink()  # removed from outside, without counting
     for key in range(10, 20):
         assert put(again, key)
     assert again.bytes_used == 10 * FILE
@@ -441,7 +441,7 @@ def test_a_stored_file_knows_its_owner_and_name(make: Make) -> None:
 def test_hosts_with_the_same_process_ids_write_under_different_names(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they share is the directory: in containers every writer may be process 1."""
+    """The hosts share the directory, and in containers every writer may be process 1."""
     names: list[str] = []
     rename = Path.rename
 

@@ -1,5 +1,5 @@
-"""A disk that does not answer at all: no request waits for it, nothing gathers behind it, and no
-process is held by it (F33).
+"""A disk that does not answer at all: no request waits for it, no calls pile up behind it, and it
+keeps no process from ending (F33).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HANG_S = 1.0
 
 
 class HangingStore(FileStore):
-    """As on a file server that went away: a call does not return before it is back."""
+    """A store as on a file server that went away: no call returns until the server is back."""
 
     def __init__(self, answers: threading.Event, store: FileStore) -> None:
         self.__dict__ = store.__dict__
@@ -168,7 +168,9 @@ async def test_a_bug_in_the_store_costs_one_block_and_not_the_writer(tmp_path: P
 
 @pytest.mark.fault("F33")
 async def test_what_takes_long_and_gets_on_does_not_hang(tmp_path: Path) -> None:
-    """Counting a large directory takes longer than any call may hang."""
+    """Counting a large directory may take longer than the time after which a call counts as
+    hanging.
+    """
     r = rig(tmp_path)
     steps = threading.Semaphore(0)
     has_begun = threading.Event()
@@ -195,8 +197,8 @@ async def test_what_takes_long_and_gets_on_does_not_hang(tmp_path: Path) -> None
 
 @pytest.mark.fault("F33")
 def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
-    """Its block is a pipe that nobody writes to: opening it takes for ever, as on a file server
-    that is gone.
+    """Its block is a pipe without a writer: opening it takes for ever, as on a file server that is
+    gone.
     """
     script = textwrap.dedent(
         f"""

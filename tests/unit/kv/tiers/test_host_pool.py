@@ -73,8 +73,8 @@ def read_some(pool: HostPool, wrong: list[str], seed: int) -> None:
 
 @pytest.mark.req("S78")
 def test_readers_and_writers_of_several_threads_never_see_a_changed_block() -> None:
-    """Four slots for sixteen blocks: every put evicts, and a pinned block must stay whole while
-    others are replaced.
+    """There are four slots for sixteen blocks, so every put evicts. A pinned block must stay whole
+    while others are replaced.
     """
     pool, wrong, is_over = HostPool(4 * SLOT_BYTES, BLOCK_BYTES), list[str](), threading.Event()
     writers = [threading.Thread(target=put_some, args=(pool, is_over, n)) for n in range(2)]

@@ -1,6 +1,4 @@
-"""The tiers together: a block that is in one of them is served from there, whole, in bounded time,
-or not at all.
-"""
+"""The tiers together: a block in any tier is served whole and in bounded time, or not at all."""
 
 from __future__ import annotations
 
@@ -77,9 +75,9 @@ async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.req("S77")
 async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
-    """The engine said that it holds three blocks.
+    """The engine has reported that it holds three blocks.
 
-    Its news may be old; what the pool has of them is pinned at no cost.
+    That report may be old, and pinning those that the pool has costs nothing.
     """
     async with running(tmp_path) as r:
         await written(r, CHAIN)
@@ -106,8 +104,8 @@ async def test_the_file_store_serves_and_promotes_to_the_pool(tmp_path: Path) ->
 
 @pytest.mark.req("S78", "S105")
 async def test_a_pinned_block_has_a_file_that_lives_as_long_as_the_pin(tmp_path: Path) -> None:
-    """Whether it was pinned before it was stored or after; and it is a file like any other once it
-    is not.
+    """The block may be pinned before it is stored or after. When the pin ends, its file is like any
+    other.
     """
 
     def until_of(r: Rig, name: bytes) -> float:
@@ -157,7 +155,7 @@ async def test_each_block_comes_from_the_fastest_tier_that_has_it(tmp_path: Path
     async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
         fill(r.pool, CHAIN[:2])
-        r.stack.costs.loaded(Tier.FILE, 1, 5.0)  # slow lately
+        r.stack.costs.loaded(Tier.FILE, 1, 5.0)  # the file tier was slow recently
         lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)
         check(lease, CHAIN, [Tier.HOST] * 2 + [Tier.PEER] * 2 + [Tier.FILE] * 2)
         lease.close()
@@ -165,7 +163,7 @@ async def test_each_block_comes_from_the_fastest_tier_that_has_it(tmp_path: Path
 
 @pytest.mark.req("S106")
 async def test_the_tiers_are_asked_at_the_same_time(tmp_path: Path) -> None:
-    """Neither answers before the other has been asked."""
+    """Neither tier answers until the other has been asked."""
     peer = FakePeer(CHAIN[:2])
     both = threading.Barrier(2)
     async with running(tmp_path, peers=peer) as r:
@@ -323,7 +321,7 @@ async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
             lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
             check(lease, CHAIN, [Tier.FILE] * 2 + [Tier.HOST] * 4)
             lease.close()
-        await until(lambda: not r.files._readers.num_open)  # else it would have hung for so long
+        await until(lambda: not r.files._readers.num_open)  # or it would count as hanging
         r.clock.skipped_s += 1.0  # the probe's interval
         r.stack.stored(CHAIN[4:5], 4)
         await until(lambda: r.files.state is DiskState.OK)
@@ -371,8 +369,8 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
 
 @pytest.mark.req("S96")
 async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Path) -> None:
-    """They are read once and then served from memory: by their last use alone they would be the
-    first to go.
+    """These files are read once, and then memory serves the blocks. By their last use only, they
+    would be evicted first.
     """
     async with running(tmp_path, num_slots=32) as r:
         fill(r.pool, CHAIN)
@@ -394,8 +392,8 @@ async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Pa
 async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
     tmp_path: Path, num_requests: int
 ) -> None:
-    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests go
-    away.
+    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests are
+    aborted.
     """
     rng = random.Random(5)
     prompts = [names_of(*(100 * family + n for n in range(12))) for family in range(12)]
@@ -430,8 +428,8 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
 
 
 async def test_a_cancelled_question_about_peers_cancels_nothing_else(tmp_path: Path) -> None:
-    """As when the channel to the index is closed under it: the request would never be heard of
-    again.
+    """This happens when the channel to the index is closed during the question. Otherwise the
+    request would be lost.
     """
 
     async def find(*_: object) -> Any:

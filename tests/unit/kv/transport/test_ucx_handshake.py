@@ -1,5 +1,5 @@
-"""Addresses and the two messages that open a connection: what is changed in any bit, or was made
-with another key, is nothing.
+"""Addresses and the two messages that open a connection: a message with any changed bit, or made
+with another key, is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_no_changed_character_of_an_address_reaches_ucx() -> None:
         for other in "Aaf0-_.x":
             with contextlib.suppress(
                 ValueError
-            ):  # or it says the same, as bits behind the last byte do
+            ):  # bits behind the last byte may change: they mean nothing
                 changed = text[:at] + other + text[at + 1 :]
                 assert handshake.parse_address(changed) == address
 

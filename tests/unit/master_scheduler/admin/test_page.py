@@ -1,5 +1,5 @@
-"""The operators' page: AdminService as JSON over HTTP, with the same checks, and nothing for other
-sites' pages.
+"""The operators' page: AdminService as JSON over HTTP, with the same checks, and closed to pages of
+other sites.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
 async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_token(
     site: Site, headers: dict[str, str], client: str, url: str, says: str
 ) -> None:
-    """A page of another site in the operator's browser, also by a name that leads here (DNS
-    rebinding).
+    """The page may be of another site in the operator's browser, or have a name that leads here
+    (DNS rebinding).
     """
     async with browser(site, client=client, url=url) as each:
         status, answer = await ask(

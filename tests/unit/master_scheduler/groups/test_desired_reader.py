@@ -1,4 +1,4 @@
-"""A large desired state: it is read beside the loop, and nobody looks at all groups for each
+"""A large desired state is read beside the loop, and no code looks at all groups for each
 scenario.
 """
 
@@ -44,7 +44,9 @@ async def site() -> AsyncIterator[Site]:
 
 
 class Turns:
-    """How often the loop woke somebody who sleeps for a moment, during each piece of work."""
+    """How often the loop turned during each piece of work, counted by a task that sleeps
+    briefly.
+    """
 
     def __init__(self) -> None:
         self.num: dict[str, int] = {}
@@ -66,7 +68,7 @@ class Turns:
 async def test_the_loop_turns_while_a_large_file_is_compared_applied_and_read(
     site: Site,
 ) -> None:
-    """4,096 groups took 4 s on the loop, and the leader lost its lease."""
+    """4,096 groups once took 4 s on the loop, and the leader lost its lease."""
     turns = Turns()
     diff_request, apply_request = (
         pb.DiffDesiredRequest(text=LARGE),
@@ -75,7 +77,7 @@ async def test_the_loop_turns_while_a_large_file_is_compared_applied_and_read(
     diff = await turns.during("diff", site.ask("DiffDesired", diff_request))
     assert len(diff.changes) > NUM
     await turns.during("apply", site.ask("ApplyDesired", apply_request))
-    assert site.loop.current is None  # not read yet: nobody acts on what was before
+    assert site.loop.current is None  # not read yet: nothing acts on the earlier version
     await turns.during("read", site.loop.round())
     assert site.loop.current is not None
     assert len(site.loop.current[0].groups) == NUM
@@ -108,7 +110,7 @@ async def test_few_texts_are_worked_on_at_once_and_the_next_ones_are_refused(sit
 def test_of_too_long_a_list_no_more_is_parsed_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A megabyte of list took 15 s and the master with it."""
+    """A list of a megabyte once took 15 s, and the master died of it."""
     num_parsed = 0
     parse = yaml.parse
 

@@ -1,5 +1,5 @@
-"""The shell of the group controller: when it may decide, what it puts back, and whom it keeps
-out.
+"""The shell of the group controller: when it may decide, what it restores, and which instances it
+keeps out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which:
     getattr(site, which).is_up = False
     await site.loop.round()
     assert site.loop.paused
-    assert site.loop.current is None  # plans wait too
+    assert site.loop.current is None  # plans wait, too
     assert not site.stages()
     getattr(site, which).is_up = True
     await site.loop.round()
@@ -93,7 +93,7 @@ async def test_where_nothing_was_ever_applied_an_outage_is_over_when_it_is_over(
     assert site.loop.paused == "the view of the instances out of service is not current"
     site.out_of_service_bucket.come_back()
     await site.loop.round()
-    assert site.loop.paused  # the server answers, but what stands there has not been read yet
+    assert site.loop.paused  # the server answers, but its content has not been read yet
     site.reopen()
     await site.loop.round()
     assert not site.loop.paused
@@ -118,15 +118,15 @@ async def test_a_wiped_desired_state_and_wiped_cordons_are_written_back(site: Si
     await site.loop.round()
     assert await site.store.version() == before
     assert list(site.stored_out_of_service()) == ["p-0"]
-    await site.start()  # and whoever comes next knows them
+    await site.start()  # and the next leader knows them
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
 async def test_what_a_leader_wrote_counts_before_the_store_tells_it(site: Site) -> None:
-    """Else what it decides next would rest on what it has just changed."""
+    """Otherwise its next decision would rest on a state that it has just changed."""
     await site.start()
     for watch in site.desired_bucket.watches:
-        watch.is_live = False  # what it is told comes later
+        watch.is_live = False  # the watch delivers later
     book = site.view.desired
     await book.apply(CHAT, expected_version=None, author="ann", reason="")
     await book.adjust(pb.Adjustments(epoch=1, fired={"night": 7.0}))
@@ -135,7 +135,7 @@ async def test_what_a_leader_wrote_counts_before_the_store_tells_it(site: Site) 
     assert (site.view.version.version, site.view.version.text) == (1, CHAT)
     assert site.view.fired == {"night": 7.0}
     assert list(site.view.upgrades) == ["default"]
-    await book.adjust(pb.Adjustments(epoch=1))  # compared with the own write, not with nothing
+    await book.adjust(pb.Adjustments(epoch=1))  # compared with our own write
     for watch in site.desired_bucket.watches:
         watch.open()
     assert site.view.version.text == CHAT
@@ -148,7 +148,7 @@ async def test_what_was_written_after_a_wipe_is_not_overwritten_by_what_was_befo
     await serving(site)
     site.desired_bucket.come_back(is_wiped=True)
     view = site.view.desired
-    await site.apply(UNREADABLE)  # by another, before the watch is open again
+    await site.apply(UNREADABLE)  # by another process, before the watch is open again
     view.missing.add("current")
     await view.restore()
     found = await site.store.version()
@@ -176,7 +176,7 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
 async def test_of_two_masters_that_change_an_entry_one_is_told(site: Site) -> None:
     await serving(site)
     late = site.out_of_service_bucket.watches[0]
-    late.is_live = False  # what it was told is old
+    late.is_live = False  # its view is old
     await site.out_of_service_bucket.put(
         "p-0", b'{"instanceId": "p-0", "mode": "LEAVE_MODE_AT_ONCE"}'
     )
@@ -229,14 +229,14 @@ async def test_only_instances_can_be_cordoned(site: Site) -> None:
 
 
 async def test_faults_eject_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
-    """A sensor that is wrong everywhere, one instance after the other, never trips a rule that
-    looks at one moment.
+    """A sensor that goes wrong at one instance after the other never triggers a rule that looks
+    only at one moment.
     """
     for i in range(10):
         site.add(f"p-{i}", ROLE_PREFILL, "chat")
     await site.apply(CHAT)
     await site.start()
-    await site.cordon("p-9", LEAVE_MODE_AT_ONCE)  # an operator's does not count
+    await site.cordon("p-9", LEAVE_MODE_AT_ONCE)  # an operator's cordon does not count
     for i in range(9):
         site.break_(f"p-{i}", Level.LOST)
         await site.loop.round()

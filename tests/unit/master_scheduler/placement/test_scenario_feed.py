@@ -1,4 +1,4 @@
-"""The master reads what gateways write of a finished request."""
+"""The master reads what gateways report about a finished request."""
 
 from __future__ import annotations
 

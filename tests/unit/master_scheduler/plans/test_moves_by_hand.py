@@ -1,5 +1,5 @@
-"""A ratio that an operator or a profile changes: the same plan of checked single moves as the
-monitor's, and what was decided is shown.
+"""A ratio that an operator or a profile changes: the plan consists of checked single moves, like
+the monitor's, and its decisions are shown.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
     assert "b_p/T_p 0.333/s, b_d/T_d 1/s" in told.reason
     assert [g.num_prefill for g in told.groups] == [2, 2]
     with pytest.raises(CannotMove, match="has not looked"):
-        site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)  # of an epoch that it has not seen
+        site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)  # with an epoch that it has not seen
 
 
 @pytest.mark.req("S27")

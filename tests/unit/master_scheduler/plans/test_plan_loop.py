@@ -1,5 +1,5 @@
-"""Plans made true: a schedule lends a group at night and takes it back, one move at a time, over
-the real controller.
+"""Plans are carried out: a schedule lends a group at night and takes it back, one move at a time,
+with the real controller.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ DESIRED = Desired(
 
 
 class Site:
-    """As much of a GroupReconciler and its view as the plan loop uses, over a world of pure
+    """The part of a GroupReconciler and its view that the plan loop uses, over simulated
     instances.
     """
 
@@ -83,13 +83,13 @@ class Site:
         )  # fmt: skip
 
     def elect(self) -> None:
-        """Another master leads: it knows what the registry knows."""
+        """Another master leads from now on; it knows what the registry knows."""
         self.world.elect()
         self.loop = self.new_loop()
 
     @property
     def view(self) -> SimpleNamespace:
-        """As much of a ClusterView as is read; the site is its book of the desired state."""
+        """The part of a ClusterView that is read; the site is its book of the desired state."""
         return SimpleNamespace(
             fleet=self.fleet,
             desired=self,
@@ -123,7 +123,7 @@ class Site:
         return Round(self.world.observe()).num_blanks(racks)
 
     def settle(self) -> None:
-        """The groups' controller does what shall be; loads are heard."""
+        """Let the group controller reach the desired state, and report loads."""
         known = adjustments_from(self.stored)
         self.world.desired = adjusted(self.desired, known)
         self.world.num_lent = num_lent(self.desired, known)
@@ -158,7 +158,7 @@ async def test_a_group_is_lent_at_night_and_back_before_the_morning() -> None:
     site.wall = NIGHT + 60
     await site.loop.round()
     assert len(site.stored.groups) == 1
-    site.wall = MORNING - 200  # early enough to be there in time
+    site.wall = MORNING - 200  # early enough for the groups to be back in time
     await site.loop.round()
     assert not site.stored.groups
     site.settle()
@@ -183,7 +183,7 @@ async def test_a_group_that_took_long_to_set_up_is_taken_back_earlier_the_next_m
     await at(NIGHT + DAY)
     await at(MORNING + DAY - 1200)
     assert [g.pool for g in site.stored.groups] == ["training"]
-    await at(MORNING + DAY - 850)  # half as much again as it took
+    await at(MORNING + DAY - 850)  # 1.5 times as long as the set-up took
     assert not site.stored.groups
 
 
@@ -295,7 +295,7 @@ async def test_a_reclaim_that_finds_no_instances_ends_its_plan_and_serves_when_t
 
 @pytest.mark.req("S28")
 async def test_a_role_that_changes_in_place_is_not_taken_for_one_that_finds_no_instance() -> None:
-    """It lacks one until the instance that leaves is blank."""
+    """The group lacks an instance until the one that leaves is blank."""
     site = Site(Desired(groups={"a": Group("chat", 2, 4)}), num=6)
     site.settle()
     await site.loop.round()
@@ -324,7 +324,7 @@ async def test_a_line_above_a_schedule_makes_it_neither_fire_again_nor_miss_its_
     site.desired = replace(DESIRED, schedules=(above, *DESIRED.schedules))
     site.wall = (
         NIGHT + 60
-    )  # nobody looked for a minute, in which it was due and the file was changed
+    )  # no round ran for a minute, in which it was due and the file was changed
     await site.loop.round()
     assert [g.group_id for g in site.stored.groups] == ["b"]
 
@@ -357,9 +357,9 @@ async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
 async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one_at_a_time() -> (
     None
 ):
-    """Removed in the evening: another scenario's group takes the instances.
+    """In the evening the groups are removed, and another scenario's group takes the instances.
 
-    Added at eight, as it says, and not before.
+    They are added at eight, as the schedule says, and not earlier.
     """
     text = """
     scenarios: {chat: {}, batch: {}}
@@ -385,7 +385,7 @@ async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one
     assert await at(NIGHT - 1) == day
     site.wall = NIGHT
     await site.loop.round()
-    assert lent(site) == ["chat-2"]  # the second one when the first is done
+    assert lent(site) == ["chat-2"]  # the second group follows when the first is done
     assert await at(NIGHT + 1) == ["chat-0", "nightly"]
     assert {g.pool for g in site.stored.groups} == {"off"}
     assert site.world.num_lent == {}
@@ -410,8 +410,8 @@ def lent(site: Site) -> list[str]:
 @pytest.mark.fault("F12")
 @pytest.mark.req("S11", "S21")
 async def test_a_new_leader_goes_on_with_what_a_schedule_asked_of_the_old_one() -> None:
-    """It fired once and will not again: what was left of its plan stands beside what it fired
-    for.
+    """The schedule fired and will not fire again, so the rest of its plan is stored beside the time
+    that it fired for.
     """
     site = Site(LEND_TWO, num=12)
     site.settle()
@@ -496,7 +496,7 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
 async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if another stands in before the window ends.
+    """That holds even if a substitute serves before the window ends.
 
     Each decision is logged with the groups' loads and the moves.
     """
@@ -537,8 +537,8 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
 
 @pytest.mark.req("S29", "S41")
 async def test_short_decodes_get_a_prefill_though_prompts_hold_all_of_its_slots() -> None:
-    """Prompts keep their slots until a decode has their KV: by slots no prefill could be spared, by
-    what they compute one can.
+    """Prompts keep their slots until a decode has their KV. Judged by slots, no prefill could be
+    spared; judged by compute, one can.
     """
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=6)

@@ -1,5 +1,5 @@
-"""The shell of upgrades: records kept before they are acted on, the version before restored,
-canaries applied and promoted.
+"""The shell of upgrades: records are written before they are acted on, the previous version is
+restored, canaries are applied and promoted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ groups:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    """It serves release 1, which its records say."""
+    """A site that serves release 1, as its records say."""
     site = Site()
     site.add("p-0", ROLE_PREFILL, "chat")
     site.add("d-0", ROLE_DECODE, "chat")
@@ -63,8 +63,8 @@ async def site() -> AsyncIterator[Site]:
 async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_leader(
     site: Site,
 ) -> None:
-    """There is no blank instance to come first, and the two may not leave: it waits, under any
-    leader.
+    """There is no blank instance for a successor, and the two instances may not leave. So the
+    upgrade waits, under any leader.
     """
     await site.apply(text("2"))
     for epoch in (1, 2):
@@ -104,8 +104,8 @@ async def test_the_version_before_is_applied_again_unless_an_operator_was_faster
 async def test_a_version_that_cannot_be_restored_is_asked_for_once(
     site: Site, is_kept: bool
 ) -> None:
-    """The bucket was wiped and holds the current version alone; or an earlier release took what
-    this one cannot read.
+    """The bucket was wiped and holds only the current version, or an earlier release accepted a
+    text that this release cannot read.
     """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     if is_kept:
@@ -130,14 +130,14 @@ async def test_a_version_that_cannot_be_restored_is_asked_for_once(
 @pytest.mark.req("S24")
 @pytest.mark.fault("F12")
 async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(site: Site) -> None:
-    """Two leaders overlap for a moment: what was decided from the record before is decided anew,
-    not written over the later one.
+    """Two leaders overlap for a moment. A decision from the older record is made anew, and not
+    written over the later record.
     """
     await site.apply(text("2"))
     await site.loop.round()
     late = site.desired_bucket.watches[-1]
     assert late._key == "upgrades"
-    late.is_live = False  # its view lags
+    late.is_live = False  # its view is old
     others = upgrades_to(site.view.upgrades, epoch=1)
     others.upgrades[0].outcome = "of the other one"
     await site.desired_bucket.put("upgrades", MessageToJson(others).encode())
@@ -177,8 +177,8 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
 async def test_a_canary_that_is_being_turned_back_is_not_promoted(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator's word comes while the store writes that it is bad: the later write must not
-    take that back.
+    """The operator promotes the canary while the store writes that it is bad. The later write must
+    not undo that.
     """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Messages on their way in: so many at once, and none for ever."""
+"""Incoming messages: their number is bounded, and none takes for ever."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The mesh's token on inner calls: shown by every channel, asked for by every server, before
-anything else is looked at.
+"""The mesh's token on inner calls: every channel sends it, and every server checks it before
+anything else.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ async def test_a_call_without_it_reaches_no_handler(metadata: tuple[tuple[str, s
 
 
 async def test_it_is_refused_before_its_message_has_come_and_whatever_its_method_is() -> None:
-    """A stranger would make the server take 64 MiB into memory before it is turned away."""
+    """Otherwise a stranger could make the server read 64 MiB before it refuses the call."""
     async with serving(TOKEN) as (address, _), rpc.channel(address, "") as channel:
         open_stream: Any = channel.stream_stream  # its stubs ask for serializers
         for method in (STATUS, "/nobody.Service/Method"):
-            call = open_stream(method)()  # nothing is ever sent
+            call = open_stream(method)()  # no message is ever sent
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -149,7 +149,7 @@ async def test_a_mesh_without_a_token_asks_for_none() -> None:
 async def test_a_proxy_of_the_environment_is_not_asked_the_way_to_a_neighbour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by a user behind a company proxy: a mesh that said it was ready and answered every
+    """Found by a user behind a company proxy: the mesh said that it was ready, and answered every
     request with 503.
     """
     for variable in ("http_proxy", "https_proxy", "grpc_proxy"):

@@ -23,7 +23,7 @@ def framed(tag: int, data: bytes) -> bytes:
 
 
 def check_largest_honest() -> None:
-    """A conversation with as many fields as may be."""
+    """Check a conversation with as many fields as allowed."""
     message = pb.ChatMessage(role="user", content="x" * 100)
     request = pb.ChatRequest(messages=[message] * (MOST // 3 - 1))
     check_num_fields(request.SerializeToString(), request.DESCRIPTOR, MOST)
@@ -66,7 +66,7 @@ def test_long_text_and_many_token_ids_pass() -> None:
 )
 def test_what_is_no_message_is_left_for_the_parser_to_refuse(data: bytes) -> None:
     def check() -> None:
-        with contextlib.suppress(InvalidRequest):  # of many fields, too
+        with contextlib.suppress(InvalidRequest):  # it may have too many fields
             check_num_fields(data, pb.ChatRequest.DESCRIPTOR, MOST)
 
     assert cost_ratio(check, check_largest_honest) <= 10

@@ -1,4 +1,4 @@
-"""Starting a gRPC server that is given up in the middle of it."""
+"""A gRPC server whose start is given up halfway."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.attack.raw_http2 import HELLO
 
 @pytest.mark.req("S23")
 async def test_a_server_that_is_given_up_while_it_starts_listens_no_more() -> None:
-    """Found by the nemesis: the group was changed while an instance loaded for it, whose server
-    then could not be stopped any more.
+    """Found by the nemesis: a group was changed while an instance loaded for it, and the instance's
+    server could no longer be stopped.
     """
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
     starting = asyncio.create_task(rpc.start(server))
-    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)  # now the start has begun
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -41,7 +41,9 @@ async def test_a_server_that_is_started_listens() -> None:
 async def test_connections_of_both_directions_have_one_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """20,000 of somebody without a token took a master's descriptors, and its lease with them."""
+    """20,000 connections of a stranger without a token once took all descriptors of a master, which
+    then lost its lease.
+    """
     monkeypatch.setattr(rpc, "_MAX_CONNECTIONS", 3, raising=False)
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")

@@ -11,7 +11,7 @@ from pdmesh.net.nats.bus import NatsBus
 
 
 class Client:
-    """nats-py's, as far as its end goes: it cancels each of its tasks once."""
+    """nats-py's client, as far as its end matters: it cancels each of its tasks once."""
 
     def __init__(self) -> None:
         self.num_swallowed = 0
@@ -19,7 +19,7 @@ class Client:
         self._reconnection_task: asyncio.Task[None] | None = None
 
     async def reconnect(self) -> None:
-        """Loses two cancellations, as `wait_for` does that has its result already."""
+        """Loses two cancellations, as `wait_for` does when it already has its result."""
         while True:
             try:
                 await asyncio.Event().wait()
@@ -36,7 +36,7 @@ class Client:
 
 @pytest.mark.fault("F18")
 async def test_a_reconnection_that_loses_its_cancellation_ends_all_the_same() -> None:
-    """Else the event loop's end waits for it, for ever."""
+    """Otherwise the end of the event loop would wait for it for ever."""
     client: Any = Client()
     client._reconnection_task = asyncio.create_task(client.reconnect())
     await asyncio.sleep(0)

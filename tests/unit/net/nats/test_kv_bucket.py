@@ -1,4 +1,4 @@
-"""The watch of a bucket goes on, whatever those it tells do."""
+"""The watch of a bucket goes on, whatever its callbacks do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.net.nats.kv_bucket import KvEntry, KvWatch
 
 
 class QuietServer:
-    """As much of a NatsBus, its client and a KvBucket as a watch of an empty bucket uses."""
+    """The parts of a NatsBus, its client and a KvBucket that a watch of an empty bucket uses."""
 
     name = "things"
     is_connected = False
@@ -38,7 +38,7 @@ class QuietServer:
 
 
 class Server(QuietServer):
-    """Its bucket has one entry, which each consumer is sent."""
+    """A server whose bucket has one entry, which goes to each consumer."""
 
     is_connected = True
 
@@ -69,8 +69,8 @@ class Server(QuietServer):
 @pytest.mark.fault("F20")
 @pytest.mark.parametrize("num_bad", [1, 2, 1000])
 async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(num_bad: int) -> None:
-    """It was lost: the view lacked it until the key was written anew, and was never loaded if it
-    was the last.
+    """Such an entry was once lost: the view lacked it until the key was written again. If it was
+    the last entry, the view never became live.
     """
     server: Any = Server()
     loaded, taken = asyncio.Event(), []
@@ -92,8 +92,8 @@ async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(nu
 
 @pytest.mark.fault("F20")
 async def test_a_watch_survives_a_bug_in_its_callback() -> None:
-    """Were it to end, the process would go on for ever with the view it had: nobody waits for the
-    task.
+    """If the watch ended, the process would go on for ever with its old view, since nothing awaits
+    the task.
     """
     loaded = asyncio.Event()
     num_resets = 0

@@ -1,4 +1,4 @@
-"""Heads of blocks between caches of unlike strides: what is moved is what slicing gives."""
+"""Heads of blocks move between caches with different strides, with the bytes that slicing gives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def meetings(draw: st.DrawFn) -> tuple[int, int, int]:
 # -- on tensors -----------------------------------------------------------------------------------
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 7, 4, 8
-# What vLLM's kernels keep: the axes of the tensor, and in which order they lie in memory.
+# The layouts of vLLM's kernels: the axes of the tensor, and their order in memory.
 LAYOUTS = (
     ("kbnhc", "kbnhc"),  # flash attention: [2, blocks, tokens, heads, head size]
     ("bknhc", "bknhc"),  # the same with blocks first
@@ -134,7 +134,7 @@ def test_what_is_moved_is_what_slicing_the_whole_gives(
     seed: int,
     num_used: int,
 ) -> None:
-    """Two caches of unlike strides too, as long as a head's block travels in one order."""
+    """The strides of the two caches may differ, as long as a head's block travels in one order."""
     num_heads, num_sources, num_destinations = meeting
     if ("k" in source_layout[0]) != ("k" in target_layout[0]):
         target_layout = source_layout

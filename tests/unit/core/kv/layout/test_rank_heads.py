@@ -1,4 +1,4 @@
-"""Which rank holds which heads, and what it pulls from whom."""
+"""Which rank holds which heads, and what it pulls from which source."""
 
 from __future__ import annotations
 

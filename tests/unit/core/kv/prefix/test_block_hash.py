@@ -1,4 +1,4 @@
-"""Names of KV blocks: equal exactly where the KV is."""
+"""Names of KV blocks: equal exactly where the KV is equal."""
 
 from __future__ import annotations
 

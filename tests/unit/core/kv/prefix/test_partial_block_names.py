@@ -86,6 +86,6 @@ def test_what_is_no_conversation_has_no_turns(tokens: list[int]) -> None:
 
 
 def test_bytes_that_look_like_a_stop_token_across_two_tokens_are_none() -> None:
-    shifted = IM_END << 16  # its bytes hold those of IM_END, two bytes late
+    shifted = IM_END << 16  # it holds the bytes of IM_END, shifted by two
     tokens = [IM_START, shifted, 0, shifted, 7, IM_END, NEWLINE]
     assert turn_ends(tokens_to_bytes(tokens), {IM_END}) == []

@@ -12,7 +12,7 @@ ROOT, PARENT, SIZE = b"r" * 16, b"p" * 16, 8
 
 
 def holding(*blocks: list[int]) -> PartialBlocks:
-    """Block n holds the n-th tokens; named at 4 and 6."""
+    """Block n holds the n-th list of tokens; its names are at 4 and 6 tokens."""
     partials = PartialBlocks(PartialSampling(start=4, step=2), SIZE)
     for block, tokens in enumerate(blocks):
         partials.keep(block, ROOT, PARENT, tokens_to_bytes(tokens))

@@ -30,7 +30,7 @@ def chain(n: int, start: int = 0) -> list[bytes]:
 
 @pytest.mark.req("S102")
 def test_a_block_behind_a_missing_one_does_not_count() -> None:
-    """The paper's algorithm would credit p1 with four blocks; it has use for none of 2 and 3."""
+    """The paper's algorithm would credit p1 with four blocks, but blocks 2 and 3 are of no use."""
     index = PrefixIndex()
     index.apply(IndexDelta("p0", 1, 1, stored=chain(4)))
     index.apply(IndexDelta("p1", 1, 1, stored=[block(0), block(2), block(3)]))
@@ -114,7 +114,7 @@ def test_names_that_are_pinned_are_forgotten_last() -> None:
         index.apply(IndexDelta("p0", 1, sequence, stored=chain(5, start=10 * sequence)))
         index.check_invariants()
     assert index.match(chain(3)) == {"p0": 3}
-    index.pin(index.blocks("p0"))  # all there is
+    index.pin(index.blocks("p0"))  # these are all blocks
     index.apply(IndexDelta("p0", 1, 30, stored=chain(5, start=500)))
     assert index.num_blocks == 10, "one of them had to go"
     index.check_invariants()
@@ -149,7 +149,7 @@ def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances(
 
 @pytest.mark.req("S99")
 def test_a_walk_over_blocks_takes_as_long_with_a_thousand_instances_as_with_ten() -> None:
-    """All hold all of the prompt: the most there is to walk, if one walks by instance."""
+    """Every instance holds the whole prompt, which is the worst case for a walk by instance."""
     assert _slowdown(PrefixIndex) < 2
 
 
@@ -195,7 +195,9 @@ def _slowdown(make: Callable[[], Index]) -> float:
 
 
 def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
-    """Best times of a match, measured in turn, less what one block takes: that is the answer."""
+    """The best times of a match, measured in turn, less the time for one block, which is the
+    cost of the answer.
+    """
     whole, one = dict.fromkeys(walks, math.inf), dict.fromkeys(walks, math.inf)
     for _ in range(7):
         for number, (index, prompt) in walks.items():
@@ -208,7 +210,7 @@ def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
 
 @pytest.mark.req("S77", "S107")
 def test_what_host_pools_hold_goes_on_from_what_an_instance_has_itself() -> None:
-    """a holds blocks 0 to 3 in its engine, b 2 to 5 in its host pool, c 8 in its own."""
+    """a holds blocks 0 to 3 in its engine, b holds 2 to 5 and c holds 8 in its host pool."""
     prompt = [bytes([i]) * 16 for i in range(10)]
     index = PrefixIndex()
     index.apply(IndexDelta("a", 1, 1, stored=prompt[:4]))

@@ -1,4 +1,4 @@
-"""Who is asked for a snapshot next."""
+"""Which instance is asked for a snapshot next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdmesh.core.kv.prefix.snapshot_order import Repairs
 
 @pytest.mark.fault("F20")
 def test_instances_that_do_not_answer_delay_the_others_by_their_turns_only() -> None:
-    """Four that were unreachable used to keep all the places, and nobody else's hole was ever
+    """Four unreachable instances once kept all the places, and no other instance's gap was ever
     filled.
     """
     repairs, now = Repairs(), 0.0
@@ -45,7 +45,7 @@ def test_a_pause_doubles_up_to_its_bound() -> None:
 
 
 def test_what_is_wanted_while_in_flight_is_asked_for_again() -> None:
-    """The answer under way may have been taken before the hole."""
+    """The snapshot under way may be older than the gap."""
     repairs = Repairs()
     repairs.want("p0", 0.0)
     assert repairs.start(1.0) == ["p0"]

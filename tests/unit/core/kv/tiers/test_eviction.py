@@ -24,8 +24,9 @@ def used(book: PoolBook, name: bytes) -> None:
 
 @pytest.mark.req("S78", "S96")
 def test_the_order_of_eviction() -> None:
-    """Free slots, then what was never asked for again by age, then what was; never what is pinned
-    or kept.
+    """Free slots go first, then blocks that were never asked for again, by age, then the others.
+
+    Pinned and kept blocks never go.
     """
     book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
@@ -49,8 +50,8 @@ def test_the_order_of_eviction() -> None:
 
 @pytest.mark.req("S96")
 def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
-    """Each of the others is asked for again, too, which least recently used alone would let push it
-    out.
+    """Each of the others is asked for again, too. By least recent use only, they would push
+    it out.
     """
     book = PoolBook(16, keep_after=4)
     system = stored(book, 1, 2)

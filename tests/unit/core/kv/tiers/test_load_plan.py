@@ -35,7 +35,7 @@ sources = st.lists(
 
 
 def duration(chosen: list[Source]) -> float:
-    """Sources load at the same time, each its blocks one after another."""
+    """Sources load at the same time; each source loads its blocks one after the other."""
     return max((s.cost.of(chosen.count(s)) for s in set(chosen)), default=0.0)
 
 
@@ -59,7 +59,7 @@ def test_a_plan_is_the_best_of_all_lengths(
             chosen.append(source)
         position += run.count
     assert position <= max(first, num_blocks)
-    # Greedily fastest per block, every possible length: none saves more.
+    # Take the fastest source for each block, and try every length: none saves more.
     every: list[Source] = []
     most = 0.0
     for block in range(first, num_blocks):

@@ -70,7 +70,9 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_copy_under_way_has_ended() 
 
 @pytest.mark.fault("F27")
 def test_what_lands_after_the_end_is_not_scattered() -> None:
-    """The agent's thread hears of the end later than the engine hears that the blocks are free."""
+    """The agent's thread learns of the end later than the engine learns that the blocks are
+    free.
+    """
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(start(1), now=0.0)
     blocks.handle(LoadCancelled(1), now=0.0)

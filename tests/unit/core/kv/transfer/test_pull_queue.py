@@ -1,4 +1,4 @@
-"""Which pulls begin at once: by number, by bytes, and each source for itself."""
+"""Which pulls may begin: bounded by number and by bytes, for each source separately."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_long_ones_go_few_at_a_time_and_short_ones_together() -> None:
 
 @pytest.mark.fault("F23", "F24")
 def test_what_waits_for_one_source_holds_up_no_other() -> None:
-    """However much of a slow source is under way or waits, another begins at once and has its share
-    of the number.
+    """However many pulls from a slow source run or wait, another source's pulls begin at once and
+    get their share.
     """
     queue: PullQueue[str] = PullQueue(max_active=4, max_bytes=100)
     assert add(queue, "slow", 300, "slow") == ["slow"]
@@ -94,7 +94,7 @@ def test_one_whose_time_is_over_too_does_not_begin_where_another_leaves() -> Non
 
 @dataclass
 class _Watched:
-    """A queue, and what became of what was added."""
+    """A queue, and what became of each added pull."""
 
     queue: PullQueue[int] = field(default_factory=lambda: PullQueue(max_active=3, max_bytes=100))
     added: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -118,9 +118,7 @@ class _Watched:
 def test_every_pull_begins_once_and_in_the_order_of_its_source(
     steps: list[tuple[int, int, str]],
 ) -> None:
-    """Also if one of the sources never sends anything: what it holds up is only what waits
-    for it.
-    """
+    """This holds even if a source never sends anything: it holds up only its own pulls."""
     watched = _Watched()
     queue = watched.queue
     for number, (choice, num_bytes, source) in enumerate(steps):

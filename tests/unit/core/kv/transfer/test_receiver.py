@@ -1,4 +1,4 @@
-"""What a receiver's pulls do at once: the cases a random walk rarely meets."""
+"""A receiver's pulls in cases that a random walk rarely meets."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def test_a_pull_given_up_before_its_first_part_ends_with_the_answer() -> None:
 
 @pytest.mark.fault("F25", "F27")
 def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None:
-    """Found by the nemesis: what asked for the KV was lost on its way, the client left, and slot
-    and landing stayed taken for minutes, since a pull that waits for prefill may take as long as
-    its request.
+    """Found by the nemesis: the message that asked for the KV was lost, and the client left. Slot
+    and landing range stayed taken for minutes, since a pull that waits for prefill may take as long
+    as its request.
     """
     book = requested(deadline=600.0)
     assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
@@ -145,7 +145,7 @@ def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None
 
 
 def with_neighbour(deadline: float = 600.0) -> PullBook:
-    """Pull 1, whose caller leaves with a part on its way, and pull 2 on the same connection."""
+    """Pull 1, whose caller leaves while a part is on its way, and pull 2 on the same connection."""
     book = requested(deadline=600.0)
     book.handle(rx.PullRequested(2, 5, 100, 100, deadline), now=0.0)
     book.handle(meta(length=60), now=0.1)
@@ -154,12 +154,12 @@ def with_neighbour(deadline: float = 600.0) -> PullBook:
     return book
 
 
-OVER = 1.1 + PULL_DRAIN_S + STOP_S  # what a pull that was given up has to be drained
+OVER = 1.1 + PULL_DRAIN_S + STOP_S  # when the time to drain a given-up pull is over
 
 
 @pytest.mark.fault("F24", "F27")
 def test_a_pull_that_is_not_drained_in_time_costs_its_neighbours_nothing() -> None:
-    """A slow link, or a sender that never sends what it announced."""
+    """The link may be slow, or the sender never sends what it announced."""
     book = with_neighbour()
     book.handle(meta(length=40, pull_id=2), now=4.0)
     assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
@@ -193,7 +193,9 @@ def test_a_connection_that_was_retired_is_closed_though_everything_came_in_the_e
 
 @pytest.mark.fault("F4", "F27")
 def test_a_sender_that_was_never_heard_loses_all_its_pulls() -> None:
-    """It is frozen or the link is cut: the neighbours need not wait for their own deadlines."""
+    """The sender is frozen or the link is cut: its other pulls need not wait for their
+    deadlines.
+    """
     book = with_neighbour()
     assert book.handle(rx.Tick(), now=OVER) == [rx.AbortPeer(5)]
 
@@ -268,7 +270,7 @@ def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() ->
     book = PullBook()
     book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0, stall_s=2.0), now=0.0)
     assert book.handle(rx.Tick(), now=1.9) == [rx.TellSilent(1)]
-    for number in range(5):  # a slow link, and each part comes in time
+    for number in range(5):  # the link is slow, but each part comes in time
         now = 1.9 * (number + 1)
         book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
     assert book.handle(rx.Tick(), now=9.5 + 1.9) == []

@@ -1,4 +1,4 @@
-"""What a sender's tickets do at once: the cases a random walk rarely meets."""
+"""A sender's tickets in cases that a random walk rarely meets."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_window_of_parts_is_on_its_way_at_once() -> None:
 
 @pytest.mark.fault("F35")
 def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
-    """The range is still being written: freed, it would be somebody else's."""
+    """The range is still being written; if it were freed, another ticket would get it."""
     book = book_with_ticket(num_ready=3, chunk_bytes=40)
     assert book.handle(Tick(), now=1e6) == []
     assert book.handle(tx.LayersReady("t", 4), now=1e6) == []
@@ -209,7 +209,9 @@ def test_a_send_to_a_frozen_receiver_is_aborted_at_the_end_of_the_lease() -> Non
 def test_a_send_that_outlives_its_lease_does_not_cost_others_their_connection(
     sign: tx.SenderEvent,
 ) -> None:
-    """The client left, so its ticket is not renewed. A peer that takes or renews is not frozen."""
+    """The client left, so its ticket is not renewed. But a peer that takes or renews other tickets
+    is not frozen.
+    """
     book = book_with_ticket()
     book.handle(tx.OpenAsked("other", 1, LAYOUT, 60.0, 40), now=0.0)
     book.handle(tx.LayersReady("other", 4), now=0.0)
@@ -294,12 +296,12 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
 def test_what_a_rank_of_a_failed_decode_took_does_not_count_for_the_next_decode() -> None:
     """A decode of two ranks fails when one of them has its part.
 
-    The next one's ranks must both get theirs.
+    Both ranks of the next decode must get their parts.
     """
     book = book_with_ticket()
     for peer, decode in ((1, 5), (3, 6), (4, 6)):
         book.handle(ask(peer=peer, num_takers=2, decode=decode), now=1.0)
-        if peer != 4:  # whose bytes are still on their way
+        if peer != 4:  # the bytes for peer 4 are still on their way
             book.handle(tx.PartSent(peer, 1), now=1.0)
             assert book.handle(tx.PullAcked(peer, 1, True), now=1.1) == []
     book.handle(tx.PartSent(4, 1), now=1.2)

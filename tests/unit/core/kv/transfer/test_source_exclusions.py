@@ -1,5 +1,5 @@
-"""Who should exchange KV with whom: what one decode finds out, and what is made of what all decodes
-say.
+"""Which instances should exchange KV: what one decode finds out, and what follows from the reports
+of all decodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.core.request.events import Candidate
 
 P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
 CORRUPT, UNREACHABLE, SLOW = SourceFault.CORRUPT, SourceFault.UNREACHABLE, SourceFault.SLOW
-QUICK = (0.1, 1.0)  # seconds that the KV was waited for, and that computing it takes
+QUICK = (0.1, 1.0)  # seconds of the wait for the KV, and of computing it
 LATE = (3.0, 1.0)
 
 
@@ -33,7 +33,7 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
     assert [record.failed(P0, "KV_CORRUPT", t) for t in (0.0, 1.0)] == [None, None]
     assert (
         record.succeeded(P0, *QUICK, 1.5) is None
-    )  # what corrupts at times is not cleared by a good pull
+    )  # a good pull does not clear the record of corruption
     assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
     assert record.ejects(P0, 61.9)
     assert not record.ejects(P0_AGAIN, 3.0), "a restarted one has a clean record"

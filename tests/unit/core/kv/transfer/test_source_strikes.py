@@ -1,4 +1,4 @@
-"""When a source is held, and for how long."""
+"""When a source is excluded, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a ticket may be logged, and what a refusal is on the wire."""
+"""Which part of a ticket may be logged, and the number of each refusal on the wire."""
 
 from __future__ import annotations
 

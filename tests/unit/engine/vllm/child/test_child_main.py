@@ -1,4 +1,4 @@
-"""vLLM's children end with their host, also while they are starting."""
+"""vLLM's children end with their host, even while they are starting."""
 
 from __future__ import annotations
 

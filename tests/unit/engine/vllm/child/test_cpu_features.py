@@ -1,4 +1,4 @@
-"""What a processor cannot do is refused in one line that names it, before an engine is started."""
+"""Settings that a processor cannot run are refused in one clear line, before an engine starts."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.req("S14")
 async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) -> None:
-    """Their addresses become the record's, one per device in the order of the devices; a greeting
-    may be repeated.
+    """Their addresses become those of the record, one per device, in the order of the devices. A
+    greeting may be repeated.
     """
     server = ControlServer(lambda _: None, lambda _: None)
     await server.listen(tmp_path / "c.sock")
@@ -109,7 +109,7 @@ async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) 
 
 
 async def test_a_bug_at_either_end_is_the_end_of_the_connection(tmp_path: Path) -> None:
-    """Nothing that follows would be heard any more, and both would take each other for well."""
+    """Otherwise later messages would be lost, and both ends would take each other for healthy."""
 
     def broken(_: object) -> None:
         raise RuntimeError("a bug")

@@ -1,4 +1,4 @@
-"""What one vLLM engine tells its host, from facts that arrive on two ways in any order."""
+"""What one vLLM engine tells its host, from facts that arrive in two ways and in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's cache events in mesh hashes."""
+"""vLLM's cache events, translated to mesh hashes."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_clearing_starts_the_view_again() -> None:
 
 
 def test_after_a_gap_nothing_is_believed_but_what_comes() -> None:
-    """The lost batch removed block 0: nobody would ever say so again.
+    """The lost batch removed block 0, and no later event would say so again.
 
-    It is still known as a parent.
+    The block is still known as a parent.
     """
     view = names()
     view.handle(0, [stored(0, 1)])
@@ -101,7 +101,7 @@ def test_the_memory_of_names_is_bounded_and_forgetting_is_told() -> None:
 
 
 def test_a_batch_is_read_as_vllm_packs_it() -> None:
-    """Array for the batch, tagged maps for the events, fields unknown here skipped."""
+    """The batch is an array, events are tagged maps, and unknown fields are skipped."""
     event = {
         "type": "BlockStored",
         "block_hashes": [b"v0"],
@@ -119,7 +119,7 @@ def test_a_batch_is_read_as_vllm_packs_it() -> None:
 
 
 async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None:
-    """Unread, they would leave the mesh's index wrong for as long as the engine lives."""
+    """If they were skipped, the mesh's index would be wrong for as long as the engine lives."""
     engine = VllmEngine(VllmConfig("p0", 1, tmp_path, "m"))
     engine._private_dir = tmp_path
     context = zmq.asyncio.Context()

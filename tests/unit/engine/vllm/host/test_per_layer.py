@@ -1,5 +1,5 @@
-"""Per-layer hand-overs of one vLLM engine: what the host hears of prefills, and token 1 put in its
-place.
+"""Per-layer hand-overs of one vLLM engine: what the host learns of prefills, and how token 1 is
+set.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def test_blocks_of_a_cached_prefix_go_with_the_first_chunk() -> None:
 
 
 def test_a_preempted_prompt_goes_on_where_it_was() -> None:
-    """Its blocks are others now; what was gathered of the first is the KV of the same tokens."""
+    """It has other blocks now, but what was gathered from the first ones is KV of the same
+    tokens.
+    """
     core = storing()
     core.scheduled("a", 0, 5, lambda: BLOCKS)
     parts(core)
@@ -193,7 +195,7 @@ def test_a_prompt_given_up_drops_its_ticket() -> None:
 
 
 def test_an_early_decode_with_nothing_to_pull_waits_for_token_1() -> None:
-    """vLLM would compute at once from a token that stands in for it."""
+    """Otherwise vLLM would compute at once from the stand-in for token 1."""
     core = HandoffPlanner(4)
     ticket = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 8, 120, ("addr",), 5000)
     core.add("b", load_params(2, ticket, ArenaRange(0, 4096), 100.0, 8, is_early=True), 9)

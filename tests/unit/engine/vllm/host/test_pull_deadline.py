@@ -1,5 +1,5 @@
-"""When the host of a vLLM engine stops waiting for word of a pull: a pull's time after its turn,
-whatever steps take.
+"""When the host of a vLLM engine stops waiting for a pull's result: a pull's time after its turn
+began, however long steps take.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WAITS, ARRIVED, SILENT = 1, 2, 3
 async def test_a_deadline_covers_the_pull_and_neither_the_queue_before_it_nor_the_slot_after_it(
     tmp_path: Path,
 ) -> None:
-    """All three were begun before a step that is longer than a pull: one waits for its turn, one
-    for a slot, and of one nothing is heard.
+    """All three were begun before a step that is longer than a pull. One waits for its turn, one
+    waits for a slot, and the third reports nothing.
     """
     config = VllmConfig(instance_id="decode-0", incarnation=1, model="m", model_dir=tmp_path)
     engine = VllmEngine(config)

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what its log probabilities of a prompt become."""
+"""The sampling parameters that vLLM gets, and how its log probabilities are passed on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.engine.vllm.host.sampling import drawn, prompt_logprobs
 
 
 def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
-    """As vLLM's FlatLogprobs: the first position is empty."""
+    """Log probabilities as vLLM's FlatLogprobs: the first position is empty."""
     starts, ends = [0], [0]
     entries: list[tuple[int, float, int]] = []
     for row in rows:

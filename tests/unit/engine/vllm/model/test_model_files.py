@@ -1,5 +1,5 @@
-"""What names a model: the content of its files, hashed once, and never taken from where others may
-write.
+"""A model's name is the content of its files, hashed once, and never read from where other users
+may write.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cache_dir(tmp_path: Path) -> Path:
 
 
 def later() -> float:
-    """When the files that a test writes are settled."""
+    """A time at which the files that a test writes count as settled."""
     return time.time() + 2 * SETTLED_S
 
 
@@ -66,7 +66,7 @@ def stored(cache_dir: Path) -> Path:
     return found
 
 
-# -- which files, and what of them -----------------------------------------------------------------
+# -- which files count, and which part of them -----------------------------------------------------
 
 
 def test_checkpoints_that_differ_in_projections_of_k_and_v_alone_are_two_models(
@@ -149,7 +149,7 @@ def test_files_that_an_artefact_verified_are_not_read_again(model_dir: Path) -> 
 
 
 def forge(path: Path) -> None:
-    """Entries that nobody would compute, otherwise as they were."""
+    """Replace the cached digests by impossible ones, and leave the rest as it was."""
     read = json.loads(path.read_text())
     for entry in read["files"].values():
         entry[-1] = "0" * 64
@@ -232,7 +232,7 @@ def test_a_doubtful_cache_is_none(why: str, model_dir: Path, cache_dir: Path) ->
 def test_a_file_that_was_changed_just_now_is_not_remembered(
     model_dir: Path, cache_dir: Path
 ) -> None:
-    """A second change within the same tick of the file system's clock would not show."""
+    """A second change within one tick of the file system's clock would not show."""
     now = (model_dir / WEIGHTS).stat().st_ctime_ns / 1e9
     FileDigests(cache_dir, clock=lambda: now).of(model_dir, [WEIGHTS])
     assert json.loads(stored(cache_dir).read_text())["files"] == {}
@@ -263,7 +263,7 @@ def test_a_cache_that_cannot_be_made_is_done_without(model_dir: Path, tmp_path: 
 def test_a_file_system_without_locks_is_done_without(
     model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A home on NFS whose lock daemon is down."""
+    """An example is a home on NFS whose lock daemon is down."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -290,7 +290,7 @@ def test_the_cache_lies_in_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_hashing_ends_when_the_engine_is_no_longer_wanted(model_dir: Path, cache_dir: Path) -> None:
     ours, theirs = digests(cache_dir), digests(cache_dir)
-    with theirs._cache(model_dir):  # another process is at it
+    with theirs._cache(model_dir):  # another process hashes the folder
         ours.stop()
         with pytest.raises(EngineFailed, match="no longer wanted"):
             ours.of(model_dir, [WEIGHTS])
@@ -336,7 +336,7 @@ def test_a_model_that_changed_while_it_was_loaded_is_refused(
 def test_one_that_was_linked_touched_or_left_alone_is_not(loaded: Loaded, model_dir: Path) -> None:
     files, ours = loaded
     files.check_unchanged(ours)
-    os.link(model_dir / WEIGHTS, model_dir.parent / "link")  # as building an artefact does
+    os.link(model_dir / WEIGHTS, model_dir.parent / "link")  # building an artefact does this
     files.check_unchanged(ours)
     (model_dir / WEIGHTS).touch()
     files.check_unchanged(ours)

@@ -54,7 +54,7 @@ def test_a_template_gets_arguments_as_objects_and_results_as_they_are() -> None:
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "not json", "null", '{"a": 1'])
 def test_arguments_that_are_no_object_are_an_empty_one(arguments: str) -> None:
-    """The model wrote them: the conversation has to go on, as with plain vLLM."""
+    """The model wrote these arguments, and the conversation must go on, as with plain vLLM."""
     assert rendered(asked(call(arguments)))[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
@@ -114,7 +114,7 @@ def test_arguments_that_would_harm_name_the_field(arguments: str) -> None:
 
 @pytest.mark.fault("F31")
 def test_arguments_hold_a_bounded_number_of_values() -> None:
-    """JSON within JSON is parsed too: many small values cost as much there."""
+    """JSON within JSON is parsed, too, and many small values cost the same there."""
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(body_of(asked(*[call('{"a": [' + "{}," * 3000 + "1]}")] * 20)))
     assert caught.value.field == "messages"

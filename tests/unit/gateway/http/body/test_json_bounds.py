@@ -56,7 +56,9 @@ REFUSED_ANYHOW = {
 
 
 def cost(body: bytes) -> float:
-    """Processor time of parsing it, least of three: what else runs on the machine counts little."""
+    """The CPU time of parsing the body: the least of three, so that other processes matter
+    little.
+    """
     return min(timed(body) for _ in range(3))
 
 
@@ -78,7 +80,7 @@ def test_too_much_is_refused_by_the_name_of_its_field(case: str) -> None:
 
 @pytest.mark.fault("F31")
 def test_a_body_costs_no_more_than_an_honest_one_of_its_size() -> None:
-    """As the parsers take them the worst are 30 times as much."""
+    """Without the bounds, the parsers would take 30 times as long for the worst bodies."""
     honest = max(
         cost(filled(b'{"model":"m","prompt":[', b"1234567,", b"1]}")),
         cost(filled(b'{"model":"m","prompt":"', b'say \\"no\\"\\n ', b'"}')),

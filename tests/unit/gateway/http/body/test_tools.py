@@ -1,4 +1,4 @@
-"""Tools that cannot be offered are refused by the field; those that can reach the template."""
+"""Tools that cannot be offered are refused with the field; all others reach the template."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_tokenize_takes_tools_too() -> None:
 
 @pytest.mark.fault("F31")
 def test_tools_that_are_refused_cost_no_more_than_tools_that_are_taken() -> None:
-    """A thousand tools, and schemas as wide and as deep as may be."""
+    """There are a thousand tools, and schemas as wide and as deep as allowed."""
     wide = {"properties": {f"p{i}": {"type": "string"} for i in range(40)}}
     honest = body_of(tools=[tool(f"f{i}", parameters=wide) for i in range(128)])
 

@@ -1,4 +1,4 @@
-"""What nobody knows is left out and named; the rest is the request."""
+"""Unknown fields are left out and named; the rest is the request."""
 
 from __future__ import annotations
 

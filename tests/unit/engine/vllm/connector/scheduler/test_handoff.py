@@ -1,4 +1,4 @@
-"""The scheduler's half of the hand-off: what each step must gather, pull and give back."""
+"""The scheduler's half of the hand-over: what each step must gather, pull and give back."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_after_a_pull_nothing_of_the_prompt_is_computed() -> None:
 
 
 def test_a_request_preempted_after_its_pull_computes_its_own_kv() -> None:
-    """The ticket is taken; the tokens are known, so vLLM recomputes them like any preempted
-    request's.
+    """The ticket is taken, but the tokens are known, so vLLM recomputes them as for any preempted
+    request.
     """
     core = loading()
     core.allocated("b", BLOCKS, 9)

@@ -1,4 +1,4 @@
-"""A request that goes on elsewhere looks to vLLM's model runner like one that was preempted."""
+"""A request that goes on elsewhere looks to vLLM's model runner like a preempted request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Probes between the ranks of two vLLM instances: the host's half, the worker's, and the agents'
-threads below them.
+"""Probes between the ranks of two vLLM instances: the host's half, the worker's half, and the
+agents' threads below them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def ranks(count: int, incarnation: int) -> Iterator[list[tuple[AgentThread, str]
 def host_of(
     receivers: list[tuple[AgentThread, str]], num_heads: int
 ) -> tuple[PeerChecks, list[Probed]]:
-    """A host whose workers are these, with what they told it."""
+    """A host with these workers, and the messages that they sent to it."""
     loop, heard = asyncio.get_running_loop(), list[Probed]()
 
     def hear(message: RankMessage) -> None:
@@ -104,9 +104,9 @@ async def test_with_other_ranks_those_are_met_whose_heads_are_needed() -> None:
 
 @pytest.mark.req("S55", "S57")
 async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> None:
-    """Two prefills and two decodes of two ranks: 8, where everybody with everybody were 16.
+    """Two prefills and two decodes with two ranks each have 8 connections; all pairs would be 16.
 
-    Pulls open no others.
+    Pulls open no further connections.
     """
     layout = KvLayout(2, 4, 1024, FINGERPRINT, num_heads=2)
     with contextlib.ExitStack() as stack:
@@ -147,7 +147,7 @@ async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> No
 
 
 async def staged(prefill: list[tuple[AgentThread, str]], layout: KvLayout) -> Ticket:
-    """On every rank."""
+    """Stage a prompt on every rank."""
     ticket_id, size = secrets.token_hex(8), layout.total_bytes
     for agent, _ in prefill:
         await asyncio.wrap_future(agent.stage(ticket_id, 0, ArenaRange(0, size), layout, 20.0))

@@ -1,4 +1,4 @@
-"""One prompt pulled from several ranks: where each piece lands, and when the whole is over."""
+"""One prompt pulled from several ranks: where each piece lands, and when the whole pull is over."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_it_is_over_with_the_last_piece() -> None:
 def test_one_failure_cancels_the_others_and_waits_for_them() -> None:
     whole, (first, second, third), told = together(10, 20, 30)
     came(first, 10)
-    third.set_running_or_notify_cancel()  # its bytes are on their way: it ends when they have come
+    third.set_running_or_notify_cancel()  # its bytes are on their way: it ends after they arrive
     second.set_exception(KvTransferFailed("gone", reason="KV_PEER_LOST"))
     assert told == []
     third.set_result(PullResult(30, 0.0))

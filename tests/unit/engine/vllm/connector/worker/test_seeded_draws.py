@@ -1,4 +1,4 @@
-"""Where a request's noise is, whichever engine drew the answer's tokens before."""
+"""The position of a request's noise, whichever engine drew the answer's earlier tokens."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ SEED, NUM_TOKENS = 42, 40
 
 
 def word(generator: Any) -> int:
-    """As vLLM's sampler for CPUs draws."""
+    """One draw, as vLLM's sampler for CPUs makes it."""
     drawn = torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
     return int(drawn.item())
 
 
 def row(generator: Any) -> list[float]:
-    """As its sampler for any device does."""
+    """One draw, as vLLM's sampler for any device makes it."""
     return list(torch.empty(VOCABULARY).exponential_(generator=generator).tolist())
 
 
 def uninterrupted(draw: Any) -> list[Any]:
-    """Of the generator that plain vLLM makes and never touches again."""
+    """Draws of the generator that plain vLLM makes once and never moves."""
     generator = torch.Generator(device="cpu")
     generator.manual_seed(SEED)
     return [draw(generator) for _ in range(NUM_TOKENS)]
 
 
 class Runner:
-    """What of vLLM's runner counts here: one seeded request in its batch."""
+    """The part of vLLM's runner that matters here, with one seeded request in its batch."""
 
     def __init__(self, num_drawn: int = 0, *, forward: str = "forward_cpu") -> None:
         def sample() -> None: ...
@@ -81,7 +81,7 @@ def test_a_request_that_goes_on_at_any_token_draws_what_one_engine_would(
 
 
 def test_a_draw_that_is_discarded_is_drawn_again() -> None:
-    """Of a prompt that is computed in chunks beside others' decodes."""
+    """Draws are discarded while a prompt is computed in chunks beside other requests' decodes."""
     expected, runner = uninterrupted(word), Runner()
     for _ in range(3):
         assert runner.step(word, is_discarded=True) == expected[0]
@@ -89,7 +89,7 @@ def test_a_draw_that_is_discarded_is_drawn_again() -> None:
 
 
 def test_tokens_that_vllm_drops_are_drawn_again() -> None:
-    """As after KV that failed to load: the request goes back to fewer tokens."""
+    """vLLM drops tokens when KV fails to load: the request goes back to fewer tokens."""
     expected, runner = uninterrupted(word), Runner(num_drawn=3)
     assert [runner.step(word) for _ in range(6)] == expected[3:9]
     del runner.state.output_token_ids[3 + 2 :]

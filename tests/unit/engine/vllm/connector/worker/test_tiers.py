@@ -1,5 +1,5 @@
-"""The vLLM engine's tiers without vLLM: what the scheduler's half plans, the ranks' half carries
-out.
+"""The vLLM engine's tiers without vLLM: the scheduler's half plans, and the ranks' half carries the
+plan out.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class ArrayCaches:
 
 
 class Rank:
-    """A worker with what it says to the host."""
+    """A worker, and the messages that it sends to the host."""
 
     def __init__(self) -> None:
         self.caches = ArrayCaches()
@@ -208,8 +208,8 @@ def rank(expected_deaths: list[str]) -> Iterator[Rank]:
 def test_a_part_of_the_tiers_that_dies_ends_the_worker(
     rank: Rank, what: str, expected_deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host would wait for each fetch, and hear of no disk and no block any more, and call it
-    well.
+    """Otherwise its host would wait for each fetch and learn nothing more about disks and blocks,
+    but take the worker for healthy.
     """
 
     def broken(*_: object) -> None:
@@ -234,10 +234,10 @@ def test_what_a_step_saved_a_later_step_loads_into_other_blocks(rank: Rank) -> N
 
 @pytest.mark.req("S77")
 def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(rank: Rank) -> None:
-    """vLLM calls for loads after the forward in steps that load nothing.
+    """In steps that load nothing, vLLM calls for loads after the forward.
 
-    Timed from there, computing seemed to take 0.4 ms a block, so that no load was worth its while
-    and all that the tiers held was computed again.
+    Timed from that call, computing seemed to take 0.4 ms per block. So no load seemed to pay, and
+    all that the tiers held was computed again.
     """
     costs = rank.worker.stack.costs
     costs.weight = 1.0
@@ -272,7 +272,7 @@ def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
     rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
     rank.until(lambda: any(isinstance(m, TierNews) and m.num_pinned == 2 for m in rank.said))
     others = [n.to_bytes(16, "big") for n in range(40)]
-    for name in others:  # more than the pool has slots for
+    for name in others:  # more blocks than the pool has slots
         rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, (7,))]))
     assert rank.fetch(1, NAMES) == 2
     rank.worker.handle(ForgetLease(1))
@@ -348,7 +348,7 @@ async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offer
     assert said[-1] == ForgetLease(3)
     assert await asyncio.wait_for(answered(client, Fetched(0, 3, 1, 4)), 60) is None
     assert said[-1] == ForgetLease(3)
-    client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
+    client.on_fetched(Fetched(1, 3, 1, 4))  # too late: it is ignored
     assert client.is_idle
 
 

@@ -1,5 +1,5 @@
-"""What vLLM's worker says of itself within a step: often enough to be told from one that hangs, and
-no oftener.
+"""A vLLM worker's signs within a step: often enough to tell it from a worker that hangs, and not
+more often.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_short_steps_say_so_a_few_times_a_second() -> None:
 
 
 def test_a_step_that_computes_nothing_is_no_sign() -> None:
-    """vLLM turns without end while every request waits for its KV."""
+    """vLLM runs empty steps without end while every request waits for its KV."""
     host = Host()
     for _ in range(10):
         host.signs.step(0)

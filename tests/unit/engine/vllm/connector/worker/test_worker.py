@@ -1,4 +1,4 @@
-"""The worker's half of the hand-off, without vLLM: what comes in, and what goes out."""
+"""The worker's half of the hand-over, without vLLM: KV that comes in, and KV that goes out."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
 
 
 def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step() -> None:
-    """All blocks were cached and the answer was one token: vLLM may be idle by the time the ack has
+    """All blocks were cached and the answer was one token. So vLLM may be idle when the ack has
     gone out.
     """
     rank = Rank()
@@ -212,8 +212,8 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
 
 @pytest.mark.fault("F23", "F24")
 def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
-    """The end of the first makes room for the second: pulled and given up, it would land in bytes
-    that are another's by then.
+    """The end of the first load makes room for the second. If the second were pulled and given up,
+    it would land in bytes that another load has by then.
     """
     rank = Rank(max_pulls=8)
     for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
@@ -251,7 +251,7 @@ def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_fall
 
 @pytest.mark.fault("F8", "F23")
 def test_what_becomes_of_a_pull_is_said_at_once_and_not_with_the_next_step() -> None:
-    """A step may take longer than a pull and the grace after it. Nobody asks for results here."""
+    """A step may take longer than a pull and its grace. In this test, vLLM asks for no results."""
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
         rank.incoming.pull(load(n))
@@ -286,7 +286,9 @@ def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_f
 
 
 def test_a_load_given_up_when_it_had_just_arrived_is_not_handed_to_the_computation() -> None:
-    """vLLM asks for results once per step. A request may end between its load and that step."""
+    """vLLM asks for results once per step. A request may end after its load but before that
+    step.
+    """
     rank = Rank()
     rank.incoming.pull(load(1))
     rank.agent.pulls["t1"].set_result(ALL_CAME)
@@ -361,7 +363,7 @@ def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() ->
 
 
 def test_what_lands_after_a_cancel_is_not_scattered_into_blocks_that_were_given_back() -> None:
-    """The agent's thread hears of the cancel later than vLLM hears that the blocks are free."""
+    """The agent's thread learns of the cancel later than vLLM learns that the blocks are free."""
     rank = Rank()
     rank.incoming.pull(load(1))
     rank.incoming.cancel(load(1))
@@ -392,7 +394,9 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
 
 @pytest.mark.fault("F27")
 def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks() -> None:
-    """The agent's thread delivers until after the cancel, which meets it at any point of a copy."""
+    """The agent's thread still delivers when the cancel comes, which may be at any point of a
+    copy.
+    """
     rank, num_loads = Rank(max_pulls=30), 30
     begun = [threading.Event() for _ in range(num_loads)]
     released: set[int] = set()
@@ -419,7 +423,7 @@ def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks(
     for n in range(num_loads):
         assert begun[n].wait(60)
         rank.incoming.cancel(load(n, block_ids=(n,)))
-        while n not in released:  # a copy under way holds them
+        while n not in released:  # a copy under way holds the blocks
             received, failed = rank.incoming.take_results()
             assert not received
             released.update(int(key[1:]) for key in failed)
