@@ -36,17 +36,17 @@ def main() -> None:
     try:
         from pdmesh.services.gateway.parsing.desk import Desk
     except ImportError as exc:
-        _send(answers, ParsingFailed(str(exc)))
+        send(answers, ParsingFailed(str(exc)))
         return
     desk = Desk(MAX_MODELS)
-    _send(answers, ParserDone())
-    while (request := _received(sys.stdin.buffer)) is not None:
+    send(answers, ParserDone())
+    while (request := received(sys.stdin.buffer)) is not None:
         reply = desk.handle(request)
         if reply is not None:
-            _send(answers, reply)
+            send(answers, reply)
 
 
-def _received(source: BinaryIO) -> ParserRequest | None:
+def received(source: BinaryIO) -> ParserRequest | None:
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -55,7 +55,7 @@ def _received(source: BinaryIO) -> ParserRequest | None:
     return requests.decode(body) if len(body) == size else None
 
 
-def _send(answers: BinaryIO, reply: ParserReply) -> None:
+def send(answers: BinaryIO, reply: ParserReply) -> None:
     answers.write(framed(reply))
     answers.flush()
 

@@ -1,0 +1,63 @@
+"""A parser process without vLLM: a token's text is its character; some tokens end or stop it.
+
+`python -m tests.fakes.parser_child`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Final
+
+from pdmesh.services.gateway.parsing.child import received, send
+from pdmesh.services.gateway.parsing.frames import (
+    CloseAnswer,
+    FeedAnswer,
+    OpenAnswer,
+    ParsedPiece,
+    ParsedTokens,
+    ParserDone,
+    ParserReply,
+    ParserRequest,
+    ParsingFailed,
+    PrepareAnswer,
+    PreparedAnswer,
+)
+
+DEADLY: Final = 0x2620
+HANGING: Final = 0x231B
+FAULTY: Final = 0x21AF
+
+
+def main() -> None:
+    open_choices: set[int] = set()
+    send(sys.stdout.buffer, ParserDone())
+    while (request := received(sys.stdin.buffer)) is not None:
+        if (reply := _reply(request, open_choices)) is not None:
+            send(sys.stdout.buffer, reply)
+
+
+def _reply(request: ParserRequest, open_choices: set[int]) -> ParserReply | None:
+    match request:
+        case PrepareAnswer():
+            return PreparedAnswer(False)
+        case OpenAnswer():
+            open_choices.add(request.choice)
+        case CloseAnswer():
+            open_choices.remove(request.choice)
+            return None
+        case FeedAnswer():
+            assert request.choice in open_choices
+            if DEADLY in request.token_ids:
+                os._exit(1)
+            if HANGING in request.token_ids:
+                signal.pause()
+            if FAULTY in request.token_ids:
+                return ParsingFailed("ValueError: a fault")
+            return ParsedTokens([ParsedPiece(content="".join(map(chr, request.token_ids)))])
+    return ParserDone()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Answers of several model families, parsed by vLLM's parsers: however their tokens come in pieces,
+a client gets the same, and what plain vLLM finds in them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.decoders import DecodeStream
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family writes: special tokens, tokens that are only whole, and an answer."""
+
+    tool: str
+    reasoning: str
+    answer: str
+    special: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("weather", "time")
+    prompt: str = "<user>Weather?<assistant>"
+
+
+ARGUMENTS: Final = (
+    '{"town": "K\u00f6ln \U0001f327", "at": [1, 2.5, {"x": null}], "q": "a \\"b\\" {c} </d>"}'
+)
+_DS: Final = "\uff5c"
+FAMILIES: Final = {
+    "hermes": Family(
+        "hermes",
+        "",
+        "I look it up.\n<tool_call>\n"
+        f'{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+        plain=("<tool_call>", "</tool_call>"),
+    ),
+    "qwen3": Family(
+        "hermes",
+        "qwen3",
+        "<think>\nThe user asks for <b>weather</b>\u2026\n</think>\n\n<tool_call>\n"
+        f'{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+        plain=("<tool_call>", "</tool_call>", "<think>", "</think>"),
+        names=("weather",),
+    ),
+    "qwen3 coder": Family(
+        "qwen3_coder",
+        "",
+        "Sure.\n<tool_call>\n<function=weather>\n<parameter=town>\nK\u00f6ln\n</parameter>\n"
+        "<parameter=at>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+        plain=("<tool_call>", "</tool_call>"),
+        names=("weather",),
+    ),
+    "llama 3": Family(
+        "llama3_json",
+        "",
+        f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}; '
+        '{"name": "time", "parameters": {"zone": "CET"}}',
+        special=("<|python_tag|>",),
+    ),
+    "mistral": Family(
+        "mistral",
+        "",
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, '
+        '{"name": "time", "arguments": {}}]',
+        special=("[TOOL_CALLS]",),
+    ),
+    "deepseek r1": Family(
+        "",
+        "deepseek_r1",
+        "So the town is K\u00f6ln.\n</think>\n\nIt rains \U0001f327.",
+        plain=("<think>", "</think>"),
+        names=(),
+        prompt="<user>Weather?<assistant><think>\n",
+    ),
+    "deepseek v3": Family(
+        "deepseek_v3",
+        "",
+        f"<{_DS}tool\u2581calls\u2581begin{_DS}><{_DS}tool\u2581call\u2581begin{_DS}>function"
+        f'<{_DS}tool\u2581sep{_DS}>weather\n```json\n{{"town": "K\u00f6ln"}}\n```'
+        f"<{_DS}tool\u2581call\u2581end{_DS}><{_DS}tool\u2581calls\u2581end{_DS}>",
+        plain=tuple(
+            f"<{_DS}tool\u2581{part}{_DS}>"
+            for part in (
+                "calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep",
+            )
+        ),
+        names=("weather",),
+    ),
+    "kimi k2": Family(
+        "kimi_k2",
+        "",
+        "One moment.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>"
+        "functions.time:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        special=(
+            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        ),
+    ),
+}  # fmt: skip
+TOOLS: Final = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"town": {"type": "string"}, "at": {"type": "array"}},
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+@cache
+def tokenizer_of(name: str) -> Tokenizer:
+    """Merges of bytes that the answer itself teaches: tokens end anywhere in its marks."""
+    family = FAMILIES[name]
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    inner.train_from_iterator([family.answer] * 3, trainer)
+    inner.add_special_tokens(["<eos>", *family.special])
+    inner.add_tokens(list(family.plain))
+    return inner
+
+
+def request_of(family: Family, **fields: Any) -> bytes:
+    tools = TOOLS if family.tool else None
+    choice = "auto" if tools else "none"
+    messages = [{"role": "user", "content": ""}]
+    given = {"model": "m", "messages": messages, "tools": tools, "tool_choice": choice, **fields}
+    return json.dumps(given).encode()
+
+
+@pytest.fixture(scope="module")
+def desk() -> Any:
+    from pdmesh.services.gateway.parsing.desk import Desk
+    from pdmesh.services.gateway.parsing.frames import LoadParsers, ParserDone
+
+    made = Desk(max_models=len(FAMILIES))
+    for name, family in FAMILIES.items():
+        told = made.handle(
+            LoadParsers(
+                name, tokenizer_of(name).to_str(), {"eos_token": "<eos>"}, "qwen3",
+                family.tool, family.reasoning,
+            )
+        )  # fmt: skip
+        assert told == ParserDone(), (name, told)
+    return made
+
+
+@dataclass
+class Told:
+    """All deltas of a choice, put together; ids of calls are drawn at random."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, pieces: Iterable[Any]) -> None:
+        for piece in pieces:
+            self.reasoning += piece.reasoning
+            self.content += piece.content
+            for call in piece.calls:
+                if call.index not in self.calls:
+                    assert call.id
+                    assert call.name
+                    self.calls[call.index] = [call.name, ""]
+                else:
+                    assert (call.id, call.name) == ("", ""), "told once"
+                self.calls[call.index][1] += call.arguments
+
+
+def ids_of(name: str) -> list[int]:
+    inner = tokenizer_of(name)
+    eos = inner.token_to_id("<eos>")
+    assert eos is not None
+    return [*inner.encode(FAMILIES[name].answer, add_special_tokens=False).ids, eos]
+
+
+class Choices:
+    def __init__(self, desk: Any, name: str) -> None:
+        self._desk, self._name, self._num = desk, name, 0
+
+    def open(self, *, is_whole: bool = False, **fields: Any) -> int:
+        from pdmesh.services.gateway.parsing.frames import OpenAnswer, ParserDone, PrepareAnswer
+
+        inner, family = tokenizer_of(self._name), FAMILIES[self._name]
+        request = request_of(family, **fields)
+        prepared = self._desk.handle(PrepareAnswer(self._name, request))
+        prompt = array("I", inner.encode(family.prompt).ids).tobytes()
+        self._num += 1
+        told = self._desk.handle(
+            OpenAnswer(
+                self._num, self._name, request, prompt, is_whole, (), 0, False,
+                prepared.are_special_shown, ids_of(self._name)[-1:],
+            )
+        )  # fmt: skip
+        assert told == ParserDone(), told
+        return self._num
+
+    def feed(self, choice: int, ids: Sequence[int], *, is_last: bool = False) -> list[Any]:
+        from pdmesh.services.gateway.parsing.frames import FeedAnswer, ParsedTokens
+
+        reply = self._desk.handle(FeedAnswer(choice, list(ids), is_last))
+        assert isinstance(reply, ParsedTokens), reply
+        return reply.pieces
+
+    def told(self, parts: Iterable[Sequence[int]], **fields: Any) -> Told:
+        told, choice = Told(), self.open(**fields)
+        left = list(parts)
+        for at, part in enumerate(left):
+            told.add(self.feed(choice, part, is_last=at == len(left) - 1))
+        return told
+
+
+def in_vllm(name: str) -> Told:
+    """Plain vLLM's own loop: its incremental detokenizer, its parser, a step for each token."""
+    from transformers import PreTrainedTokenizerFast
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    family, inner = FAMILIES[name], tokenizer_of(name)
+    tokenizer = get_cached_tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    )
+    kind: Any = ParserManager.get_parser(
+        tool_parser_name=family.tool or None,
+        reasoning_parser_name=family.reasoning or None,
+        enable_auto_tools=bool(family.tool),
+    )
+    request = ChatCompletionRequest.model_validate_json(request_of(family))
+    request = kind(tokenizer, request.tools).adjust_request(request)
+    parser = kind(tokenizer, request.tools)
+    prompt = inner.encode(family.prompt).ids
+    stream = DecodeStream(ids=prompt, skip_special_tokens=request.skip_special_tokens)
+    told, ids = Told(), ids_of(name)
+    for at, token_id in enumerate(ids):
+        is_end = at == len(ids) - 1
+        text = "" if is_end else stream.step(inner, token_id) or ""
+        delta = parser.parse_delta(text, [token_id], request, prompt, finished=is_end)
+        if delta is None:
+            continue
+        told.reasoning += delta.reasoning or ""
+        told.content += delta.content or ""
+        for call in delta.tool_calls:
+            found = told.calls.setdefault(call.index, ["", ""])
+            found[0] += (call.function.name or "") if call.function else ""
+            found[1] += (call.function.arguments or "") if call.function else ""
+    return told
+
+
+def cuts(ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    """In two at each place, one by one, in threes, and with the end alone."""
+    yield from ([ids[:at], ids[at:]] for at in range(1, len(ids)))
+    yield [ids[at : at + 1] for at in range(len(ids))]
+    yield [ids[at : at + 3] for at in range(0, len(ids), 3)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_reads_as_in_plain_vllm(desk: Any, name: str) -> None:
+    told = Choices(desk, name).told([ids_of(name)])
+    assert told == in_vllm(name)
+    assert [call for call, _ in told.calls.values()] == list(FAMILIES[name].names)
+    for _, arguments in told.calls.values():
+        assert isinstance(json.loads(arguments), dict)
+    assert bool(told.reasoning) == bool(FAMILIES[name].reasoning)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_cut_anywhere_is_told_the_same(desk: Any, name: str) -> None:
+    """As tokens come from prefill, from decode, and from the instances after a migration."""
+    choices, ids = Choices(desk, name), ids_of(name)
+    uncut = choices.told([ids])
+    for parts in cuts(ids):
+        assert choices.told(parts) == uncut, list(map(len, parts))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_choice_that_is_fed_again_goes_on_where_it_was(desk: Any, name: str) -> None:
+    """As after the death of the parser process, at each token."""
+    choices, ids = Choices(desk, name), ids_of(name)
+    uncut = choices.told([ids])
+    for at in range(1, len(ids)):
+        told = Told()
+        told.add(choices.feed(choices.open(), ids[:at]))
+        again = choices.open()
+        choices.feed(again, ids[:at])
+        told.add(choices.feed(again, ids[at:], is_last=True))
+        assert told == uncut, at
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_whole_answer_has_the_calls_and_the_reasoning_of_the_stream(desk: Any, name: str) -> None:
+    choices, ids = Choices(desk, name), ids_of(name)
+    whole, uncut = choices.told([ids], is_whole=True), choices.told([ids])
+    assert whole.reasoning.strip() == uncut.reasoning.strip()
+    assert whole.content.strip() == uncut.content.strip()
+    assert [(call, json.loads(args)) for call, args in whole.calls.values()] == [
+        (call, json.loads(args)) for call, args in uncut.calls.values()
+    ]
+
+
+def test_reasoning_that_nobody_asked_for_is_not_told(desk: Any) -> None:
+    choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
+    for is_whole in (False, True):
+        told = choices.told([ids], is_whole=is_whole, include_reasoning=False)
+        assert told.reasoning == ""
+        assert told.calls
+
+
+def test_calls_that_may_not_be_made_are_not_told(desk: Any) -> None:
+    choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
+    for is_whole in (False, True):
+        assert choices.told([ids], is_whole=is_whole, tool_choice="none").calls == {}
+
+
+def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(desk: Any) -> None:
+    from pdmesh.services.gateway.parsing.frames import LoadParsers, ParsingFailed
+
+    for tool, reasoning in (("mistral", ""), ("no_such", ""), ("", "deepseek_r1")):
+        text = tokenizer_of("hermes").to_str()
+        reply = desk.handle(LoadParsers("bad", text, {}, "", tool, reasoning))
+        assert isinstance(reply, ParsingFailed)
+        assert reply.is_refusal
+        assert len(reply.message) <= 500
