@@ -164,7 +164,9 @@ class Gateway:
             names.WAITING_REQUESTS, "Choices waiting for a slot, by priority", self._room.depths
         )
         metrics.gauge(
-            names.GATEWAY_POISON, "Prompts that killed instances", lambda: len(self._poison)
+            names.GATEWAY_POISON,
+            "Prompts that are refused because instances died of them",
+            lambda: len(self._poison),
         )
         metrics.gauge(
             names.GATEWAY_CONNECTIONS, "Open HTTP connections", lambda: self._bounds.num_open

@@ -292,7 +292,7 @@ class Frontend:
     def _refuse_poison(self, prompts: Sequence[Prompt]) -> None:
         now = time.monotonic()
         if any(self.shared.poison.is_poison(p.digest, now) for p in prompts):
-            raise PoisonRequest("this prompt killed instances recently")
+            raise PoisonRequest("instances died recently while they worked on this prompt")
 
     def _judge(self, call: Call) -> None:
         """Remember a prompt that instances died of, unless a choice of it was answered."""

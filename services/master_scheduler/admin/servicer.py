@@ -121,7 +121,7 @@ class AdminServicer:
         epoch = self._enter(context)
         scenario = request.scenario or DEFAULT_NAME
         if bool(request.moves) is request.HasField("profile"):
-            raise InvalidRequest("either moves or a profile", field="moves")
+            raise InvalidRequest("give either moves or a profile", field="moves")
         reason = _words(request.reason, "reason") or "asked for by an operator"
         moves = moves_from(request, reason)
         try:
@@ -231,7 +231,7 @@ class AdminServicer:
             raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
         if record is not None and record.role not in ROLES:
             raise InvalidRequest(
-                f"{instance_id} is no instance but a {record.service}", field="instance_id"
+                f"{instance_id} is not an instance but a {record.service}", field="instance_id"
             )
         if record is None or is_assigned or mode != pb.LEAVE_MODE_DRAIN:
             return
@@ -285,7 +285,7 @@ class AdminServicer:
         is_emptied = not after.groups and compared.had_groups
         if is_emptied and not allow_empty:
             raise InvalidRequest(
-                "it has no groups, so every instance would leave; confirm with --allow-empty "
+                "the file has no groups, so every instance would leave; confirm with --allow-empty "
                 "(allow_empty)",
                 field="groups",
             )

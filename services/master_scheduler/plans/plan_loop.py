@@ -179,7 +179,7 @@ class PlanLoop:
     def _own(self, scenario: str, epoch: int) -> Groups:
         """All groups; raises CannotMove unless the scenario has a ratio and a serving group."""
         if self._groups.current is None or epoch != self._epoch:
-            raise CannotMove(self._groups.paused or "this master has not looked at the groups yet")
+            raise CannotMove(self._groups.paused or "this master has not examined the groups yet")
         if not serving(self._states, scenario):
             raise CannotMove(f"no group of prefills and decodes serves scenario {scenario}")
         return self._states

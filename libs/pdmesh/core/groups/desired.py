@@ -183,7 +183,7 @@ def _problems_of_group(
     path: str, group: Group, desired: Desired, regions: Collection[str]
 ) -> Iterator[Problem]:
     if path.startswith(f"groups.{CANARY_PREFIX}"):
-        yield Problem(path, f"names that begin with {CANARY_PREFIX} are the canaries' own")
+        yield Problem(path, f"names that begin with {CANARY_PREFIX} are reserved for canaries")
     if group.scenario != DEFAULT_NAME and group.scenario not in desired.scenarios:
         yield Problem(f"{path}.scenario", f"there is no scenario {group.scenario}")
     yield from _problems_of_place(path, group, regions)
@@ -207,7 +207,7 @@ def _problems_of_place(path: str, group: Group, regions: Collection[str]) -> Ite
             yield Problem(f"{path}.failover[{i}]", f"{name} is named twice")
         named.add(name)
     if group.failover and not group.region:
-        yield Problem(f"{path}.failover", "says where the group goes from its region: name that")
+        yield Problem(f"{path}.failover", "needs the field region, too")
     if group.spans_regions and group.region:
         yield Problem(f"{path}.spans_regions", f"contradicts region {group.region}")
 

@@ -169,7 +169,7 @@ class Schedule:
         late_s = max(0.0, now + self.lead_of(entry) - at)
         if (missed_s := now - at) > entry.grace_s:
             return DueEntry(
-                entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was there"
+                entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was running"
             )
         reason = f"schedule {entry.name}"
         moves = tuple(_moves(entry, groups, taken, reason))

@@ -276,7 +276,7 @@ class Request:
         self._decodes = list(event.decodes[: self.limits.max_candidates])
         self._candidates = self._usable(event.prefills)[: self.limits.max_candidates]
         if not self._candidates:
-            return self._no_plan(NoInstance("no prefill and decode that can serve this"), now)
+            return self._no_plan(NoInstance("no prefill and decode can serve this request"), now)
         self._tried = 0
         return self._offer_prefill(now)
 
@@ -447,7 +447,7 @@ class Request:
         if self._tried < len(self._decodes):
             return self._send_start(self._decodes[self._tried], now)
         if not self._decodes:
-            return self._lose(NoInstance("no decode takes new work"), (), now)
+            return self._lose(NoInstance("no decode accepts new requests"), (), now)
         assert self._held.ticket is not None
         until = self._held.ticket.until
         return self._wait(RequestPhase.WAITING_DECODE, self._decodes, until, now)
@@ -529,7 +529,7 @@ class Request:
         if event.is_too_long:
             return _too_long(event.detail)
         if event.is_final:
-            return NoInstance("no instance takes new work")
+            return NoInstance("no instance accepts new requests")
         return self._overloaded(event.retry_after_s)
 
     def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
@@ -604,7 +604,9 @@ class Request:
         if done is not None:
             return effects + self._end(Complete(done))
         if self.num_deaths >= self.limits.max_deaths:
-            return effects + self._end(Fail(PoisonRequest("this request killed instances")))
+            return effects + self._end(
+                Fail(PoisonRequest("instances died while they worked on this request"))
+            )
         if self.num_migrations >= self.limits.max_migrations or not self.budget.spend():
             return effects + self._end(Fail(error))
         self.num_migrations += 1
@@ -683,7 +685,7 @@ class Request:
 
 
 def _too_long(detail: str) -> InvalidRequest:
-    message = "prompt and max_tokens fit no instance"
+    message = "prompt and max_tokens do not fit on any instance"
     return InvalidRequest(
         f"{message}: {detail}" if detail else message,
         reason="CONTEXT_LENGTH_EXCEEDED",

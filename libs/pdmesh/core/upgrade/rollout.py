@@ -58,7 +58,7 @@ def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgr
     version = round_.observed.version
     after = replace(upgrade, target=target, version=version, canary_share=0.0)
     if target == upgrade.settled:
-        back = upgrade.back or f"version {version} asks for what was before"
+        back = upgrade.back or f"version {version} asks for the previous revision"
         return replace(after, back=back)
     after = replace(after, back="", outcome="")
     if not upgrade.is_proved and not any(g.serves for g in round_.groups):
@@ -116,7 +116,7 @@ def _begin_unserved(round_: UpgradeRound, upgrade: Upgrade, left: list[GroupSeen
     So only one group begins: after an outage of all groups, the target must still prove itself.
     """
     if not left:
-        round_.say(upgrade, "waiting", "all its groups are lent or not there yet")
+        round_.say(upgrade, "waiting", "all of its groups are lent or not set up yet")
         return upgrade
     if round_.is_taken:
         round_.say(upgrade, "waiting", "a group of another scenario is being changed")

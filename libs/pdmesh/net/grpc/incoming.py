@@ -64,7 +64,7 @@ class Incoming:
         except TimeoutError as exc:
             if wait in self._hurried:
                 raise Overloaded("too many messages are being received") from exc
-            raise DeadlineExceeded("the request did not arrive whole in time") from exc
+            raise DeadlineExceeded("the request did not arrive completely in time") from exc
         finally:
             self._num_waiting -= 1
             self._hurried.discard(wait)

@@ -208,7 +208,7 @@ def test_kv_crosses_regions_only_where_the_file_says_so() -> None:
         ("{region: eu}", "groups.chat: scenario default would be lost with region eu"),
         ("{region: eu, failover: [eu]}", "groups.chat.failover[0]: eu is named twice"),
         ("{region: eu, failover: [asia]}", "groups.chat.failover[0]: there is no region asia"),
-        ("{failover: [us]}", "groups.chat.failover: says where"),
+        ("{failover: [us]}", "groups.chat.failover: needs the field"),
         ("{region: eu, spans_regions: true}", "groups.chat.spans_regions: contradicts region eu"),
     ],
 )

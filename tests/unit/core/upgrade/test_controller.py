@@ -39,7 +39,7 @@ def test_a_version_that_is_applied_while_all_groups_are_lent_waits_for_one_to_pr
     ]
     assert (kept.settled, kept.target, kept.is_idle) == (old, new, False)
     controller.handle(GroupsObserved(2, {"chat": new}, {"chat": kept}, {}), 1.0)
-    assert controller.reports["chat"].detail == "all its groups are lent or not there yet"
+    assert controller.reports["chat"].detail == "all of its groups are lent or not set up yet"
 
 
 @pytest.mark.req("S24")

@@ -223,7 +223,7 @@ async def test_only_instances_can_be_cordoned(site: Site) -> None:
     gateway = InstanceRecord(instance_id="gateway-0", incarnation=7, service="gateway")
     site.registry.records["gateway-0"] = gateway
     await site.start()
-    with pytest.raises(InvalidRequest, match="gateway-0 is no instance but a gateway"):
+    with pytest.raises(InvalidRequest, match="gateway-0 is not an instance but a gateway"):
         await site.cordon("gateway-0", LEAVE_MODE_AT_ONCE)
     assert site.stored_out_of_service() == {}
 
