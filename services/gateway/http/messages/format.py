@@ -5,13 +5,13 @@ An event is named twice, in its SSE field and in its data. One block is open at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from pdmesh.services.gateway.request.frontend import Call
-from pdmesh.services.gateway.text.choice_text import TextDelta
+from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
 _encode: Final = msgspec.json.encode
 
@@ -25,62 +25,111 @@ class MessagesFormat:
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
         (delta,) = deltas
-        content: list[Json] = [{"type": "text", "text": delta.text}]
-        return _encode(_message(call, content) | _stop_of(delta) | {"usage": _usage(call)})
+        content: list[Json] = []
+        if delta.reasoning:
+            signature = _signature(call)
+            content.append(
+                {"type": "thinking", "thinking": delta.reasoning, "signature": signature}
+            )
+        if delta.text or not (delta.reasoning or delta.calls):  # clients expect some block
+            content.append({"type": "text", "text": delta.text})
+        content += [_tool_use(each) | {"input": _input_of(each.arguments)} for each in delta.calls]
+        last = delta.calls[-1].arguments if delta.calls else None
+        return _encode(_message(call, content) | _stop_of(delta, last) | {"usage": _usage(call)})
 
 
 class MessageWriter:
-    """The events of one streamed message."""
+    """The events of one streamed message.
+
+    `_kind` is that of the open block: text, thinking or a call by its number.
+    """
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._has_begun = False
         self._index = -1  # of the block that is open, or was last
-        self._is_open = False
-        self._before_text = b""
+        self._kind: str | int | None = None
+        self._before = b""  # of the next delta in the open block
+        self._arguments: list[str] | None = None  # of the last call
         self._stop: Json = {}
 
     def opening(self) -> bytes:
         return b""  # the usage is known once there is a token
 
     def chunk(self, delta: TextDelta) -> bytes:
-        parts = [] if self._index >= 0 or self._is_open else [self._start()]
-        if delta.text or delta.is_last:
-            parts.append(self._text(delta.text))
+        parts: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            message = _message(self._call, []) | _NO_STOP | {"usage": _usage(self._call)}
+            parts.append(_event("message_start", {"message": message}))
+        if delta.reasoning:
+            parts.append(self._begun("thinking", {"type": "thinking", **_NO_THOUGHT}))
+            parts.append(self._delta(delta.reasoning))
+        if delta.text:
+            parts.append(self._begun("text", {"type": "text", "text": ""}))
+            parts.append(self._delta(delta.text))
+        parts += [self._call_piece(call) for call in delta.calls]
         if delta.is_last:
-            parts.append(self._close())
-            self._stop = _stop_of(delta)
+            parts.append(self._last(delta))
         return b"".join(parts)
 
     async def closing(self) -> bytes:
-        return _event("message_delta", {"delta": self._stop, "usage": _usage(self._call)}) + _event(
-            "message_stop", {}
-        )
+        told = _event("message_delta", {"delta": self._stop, "usage": _usage(self._call)})
+        return told + _event("message_stop", {})
 
-    def _start(self) -> bytes:
-        message = _message(self._call, []) | _NO_STOP | {"usage": _usage(self._call)}
-        return _event("message_start", {"message": message})
+    def _call_piece(self, call: ToolCallDelta) -> bytes:
+        began = b""
+        if self._kind != call.index:
+            began = self._begun(call.index, _tool_use(call) | {"input": {}})
+            self._arguments = []
+        assert self._arguments is not None
+        self._arguments.append(call.arguments)
+        return began + self._delta(call.arguments) if call.arguments else began
 
-    def _text(self, text: str) -> bytes:
-        started = b"" if self._is_open else self._open({"type": "text", "text": ""})
-        if not text:
-            return started
-        return b"%b%b%b}}\n\n" % (started, self._before_text, _encode(text))
+    def _last(self, delta: TextDelta) -> bytes:
+        began = b""
+        if self._index < 0:  # clients expect some block
+            began = self._begun("text", {"type": "text", "text": ""})
+        last = None if self._arguments is None else "".join(self._arguments)
+        self._stop = _stop_of(delta, last)
+        return began + self._close()
 
-    def _open(self, block: Json) -> bytes:
+    def _begun(self, kind: str | int, block: Json) -> bytes:
+        """The beginning of a block, unless it is open."""
+        if self._kind == kind:
+            return b""
+        closed = self._close()
         self._index += 1
-        self._is_open = True
-        self._before_text = (
+        self._kind = kind
+        name, key = _PIECES.get(kind, ("input_json_delta", "partial_json"))
+        self._before = (
             b"event: content_block_delta\n"
-            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":'
-            % self._index
+            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+            % (self._index, name.encode(), key.encode())
         )
-        return _event("content_block_start", {"index": self._index, "content_block": block})
+        start = {"index": self._index, "content_block": block}
+        return closed + _event("content_block_start", start)
+
+    def _delta(self, text: str) -> bytes:
+        return b"%b%b}}\n\n" % (self._before, _encode(text))
 
     def _close(self) -> bytes:
-        self._is_open = False
-        return _event("content_block_stop", {"index": self._index})
+        """The end of the open block, if one is."""
+        if self._kind is None:
+            return b""
+        signed = b""
+        if self._kind == "thinking":
+            delta = {"type": "signature_delta", "signature": _signature(self._call)}
+            signed = _event("content_block_delta", {"index": self._index, "delta": delta})
+        self._kind = None
+        return signed + _event("content_block_stop", {"index": self._index})
 
 
+_PIECES: Final[Mapping[str | int, tuple[str, str]]] = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+}
+_NO_THOUGHT: Final[Json] = {"thinking": "", "signature": ""}
 _NO_STOP: Final[Json] = {"stop_reason": None, "stop_sequence": None}
 
 
@@ -108,9 +157,38 @@ def _usage(call: Call) -> Json:
     }
 
 
-def _stop_of(delta: TextDelta) -> Json:
+def _tool_use(call: ToolCallDelta) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _signature(call: Call) -> str:
+    """Clients send it back with the thought. Nothing here depends on it."""
+    return call.request_id.removeprefix("req-")
+
+
+def _input_of(arguments: str) -> Json:
+    """What the model wrote is mostly a JSON object; what is none is shown as it is."""
+    found = _decoded(arguments) if arguments else {}
+    return found if isinstance(found, dict) else {"arguments": arguments}
+
+
+def _decoded(arguments: str) -> object:
+    try:
+        return msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _stop_of(delta: TextDelta, last_arguments: str | None) -> Json:
+    """`last_arguments`: of the last call, None without one.
+
+    A call that a stop string cut short must not run.
+    """
+    stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     if delta.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(delta.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+    if last_arguments is not None and (stop is None or _decoded(last_arguments) is not None):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -74,8 +74,11 @@ class ResponseWriter:
         if self._logprobs is not None:
             logprobs = self._logprobs.chat(delta.logprobs)["content"]
         parts: list[bytes] = []
-        if delta.text or logprobs:
+        if delta.reasoning:
+            parts.append(self._items.reasoning(delta.reasoning))
+        if delta.text or (logprobs and self._call.spec.parsing is None):
             parts.append(self._items.text(delta.text, logprobs))
+        parts += [self._items.call(c.index, c.id, c.name, c.arguments) for c in delta.calls]
         if delta.is_last:
             parts.append(self._last(delta))
         return b"".join(parts)
@@ -164,6 +167,6 @@ def _usage(call: Call) -> Json:
             "cached_tokens": call.num_cached_tokens, "cache_write_tokens": 0,
         },
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": call.num_reasoning_tokens},
         "total_tokens": prompt + output,
     }  # fmt: skip
