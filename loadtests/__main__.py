@@ -1,7 +1,7 @@
 """The measurements, by name: `python -m loadtests` lists them, `python -m loadtests NAME ...` runs
 one (make bench NAME=...).
 
-What follows the name goes to the measurement itself; `--help` shows what it takes.
+Arguments after the name go to the measurement itself; `--help` shows which it takes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ RESULTS = "loadtests/results"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`record`: it writes one unless told where; `traces`: it plays public request traces, if there
-    are any here.
+    """`record`: by default it writes a record to loadtests/results. `traces`: it plays public
+    request traces, if there are any on this machine.
     """
 
     module: str
@@ -73,9 +73,7 @@ _RECORDS = {"simulate-day": "day-simulated"}
 
 
 def arguments(name: str, given: Sequence[str], traces: str, today: date) -> list[str]:
-    """What the measurement gets: what was given, and before it where it writes and which traces it
-    plays.
-    """
+    """The measurement's arguments: where it writes, which traces it plays, then those given."""
     bench, own = BENCHES[name], list[str]()
     if bench.traces and traces:
         own += ["--traces", traces]

@@ -1,3 +1,3 @@
 """A compressed day of tides, an upgrade and faults on a mesh of real processes: what is done when,
-what the mesh says of it, and its figure.
+what the mesh reports about it, and its figure.
 """

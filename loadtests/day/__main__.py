@@ -4,11 +4,11 @@ an upgrade, three faults (S64).
     python -m loadtests.day --out loadtests/results/day-DATE
 
 Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on
-a CPU. One group is lent to training at night; longer prompts, and later longer answers, have to
-change the ratio; a new release comes to all groups; a prefill and a decode are killed, and a device
-fails. Clients send at their own times, whatever becomes of it. What was to come about and did not
-is said in the record, and by exit code 1. `loadtests.sim.day` plays a longer day on a virtual
-clock.
+a CPU. One group is lent to training at night; longer prompts, and later longer answers, must change
+the ratio; all groups get a new release; a prefill and a decode are killed, and a device fails.
+Clients send at their own times, whatever happens to their requests. The record names everything
+that should have happened and did not; the exit code is then 1. `loadtests.sim.day` plays a longer
+day on a virtual clock.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tests.support.sites.operator import Operator
 
 _LOOK_S: Final = 1.0
 _SETUP_S: Final = 120.0
-_END_S: Final = 45.0  # after the last request, for what is still under way
-_MAX_LAG_S: Final = 0.25  # by which a request may leave late without being said
+_END_S: Final = 45.0  # after the last request, until all that is under way has ended
+_MAX_LAG_S: Final = 0.25  # how late a request may leave without a remark in the record
 
 
 class DayOnMesh:
-    """`start`: unix seconds at which it begins."""
+    """`start`: when the day begins, in unix seconds."""
 
     def __init__(
         self, mesh: Mesh, operator: Operator, watch: Watch, start: float, arrivals: list[Arrival]
@@ -111,7 +111,7 @@ class DayOnMesh:
         await self._operator.apply(day_plan.groups(self._start, "2"))
 
     async def _look(self) -> None:
-        """Every second; a point each window."""
+        """Look at the groups every second, and make a point in each window."""
         for number in itertools.count(1):
             await asyncio.sleep(max(0.0, self._watch.began + number * _LOOK_S - time.monotonic()))
             states = await self._operator.groups()
@@ -122,7 +122,7 @@ class DayOnMesh:
                 self._watch.close_window(states, num_asked)
 
     async def _until_quiet(self) -> None:
-        """No upgrade is under way, and every group that is not lent serves."""
+        """Wait until no upgrade is under way and every group that is not lent serves."""
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             states = await self._operator.groups()

@@ -1,8 +1,8 @@
 """One day of a mesh as a document and as a page like P/D-Serve's figures 12c and 13b: traffic,
 instances, T_p share, E2E, actions (S64).
 
-Whoever runs a day, simulated or on a mesh, writes this document; the page and its table are drawn
-from nothing else.
+Each run of a day, simulated or on a mesh, writes this document; the page and its table are drawn
+only from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Action:
 class Point:
     """A scenario in one window.
 
-    `groups`: prefills, decodes and the pool that borrowed it; None: nothing ended.
+    `groups`: by group its prefills, its decodes and the pool that borrowed it. None: no request
+    ended in the window.
     """
 
     at_s: float
@@ -69,12 +70,12 @@ class Day:
     num_failed: int = 0
     num_late: int = 0
     num_migrated: int = 0
-    missed: list[str] = field(default_factory=list)  # what the day was to show and did not
+    missed: list[str] = field(default_factory=list)  # what the day should have shown and did not
     points: list[Point] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
 
     def write(self, out: Path) -> None:
-        """OUT.json, OUT.md and OUT.png."""
+        """Write OUT.json, OUT.md and OUT.png."""
         out.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(self))
         draw(self, out.with_suffix(".png"))

@@ -1,8 +1,8 @@
 """What happens in the compressed day on a mesh, and when: traffic, changes of content, tides,
 faults, an upgrade.
 
-The day is as long as the mesh needs to do all of it: its own times (leases, windows, soak, cron's
-minutes) do not shrink with it.
+The day is as long as the mesh needs for all of this: the mesh's own times (leases, windows, soak,
+cron's minutes) do not shrink with the day.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loadtests.sim.load import Lengths, poisson
 from loadtests.traffic.workloads import Arrival
 
 DAY_S: Final = 86_400.0
-LENGTH_S: Final = 300.0  # of the run
+LENGTH_S: Final = 300.0  # the length of the run
 SPEED: Final = DAY_S / LENGTH_S
 SCENARIO: Final = "chat"
 WINDOW_S: Final = 5.0
@@ -33,7 +33,7 @@ NEW_OUTPUTS_AT: Final = 190.0
 DEVICE_FAULT_AT: Final = 220.0
 UPGRADE_AT: Final = 240.0
 
-_LEAD_S: Final = 300  # a reclaim begins so long before the time it names
+_LEAD_S: Final = 300  # how long a reclaim begins before the time that it names
 _PEAK_PER_S: Final = 7.0
 NUM_INSTANCES: Final = 13  # nine in three groups, and four blank ones
 
@@ -57,7 +57,7 @@ schedules:
 
 
 def next_start(now: float) -> float:
-    """Unix seconds at which the run is to begin, so that its tides fall on whole minutes."""
+    """When the run must begin (unix seconds), so that its tides fall on whole minutes."""
     return math.ceil((now + LEND_AT) / 60) * 60 - LEND_AT
 
 
@@ -86,8 +86,8 @@ def rate(at_s: float) -> float:
 
 
 def lengths(at_s: float) -> Lengths:
-    """Prompts become three times as long; later they are as before, and answers are 3.5 times as
-    long.
+    """Prompts become three times as long. Later they have their old length, and answers become 3.5
+    times as long.
     """
     if at_s < NEW_PROMPTS_AT:
         return Lengths(300, 20)

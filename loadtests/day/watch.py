@@ -1,4 +1,4 @@
-"""What a mesh says of itself in the course of a day: its events, and how its groups look each
+"""What a mesh reports about itself during a day: its events, and the state of its groups each
 second.
 """
 
@@ -30,17 +30,17 @@ class _Window:
 
 @dataclass(slots=True)
 class Watch:
-    """`began`: of the run, on the monotonic clock.
+    """`began`: when the run began, on the monotonic clock.
 
-    What is told before counts as at its beginning.
+    Earlier reports count as if they came at the beginning.
     """
 
     actions: list[Action] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    replaced: set[str] = field(default_factory=set)  # instances that another took the place of
+    replaced: set[str] = field(default_factory=set)  # instances that were replaced by another
     ejected: set[str] = field(default_factory=set)
     upgraded: list[str] = field(default_factory=list)  # steps
-    moves: list[tuple[int, int]] = field(default_factory=list)  # prefills and decodes more
+    moves: list[tuple[int, int]] = field(default_factory=list)  # change of prefills and decodes
     num_lent: int = 0
     num_back: int = 0
     num_migrated: int = 0
@@ -55,7 +55,7 @@ class Watch:
         await bus.subscribe(subjects.upgrade_step(), self._on_upgrade)
 
     def begin(self) -> None:
-        """What groups were set up from is no part of the day."""
+        """Forget what was reported so far: the set-up of the groups is not part of the day."""
         self.began = time.monotonic()
         self.actions.clear()
         self.replaced.clear()
@@ -66,8 +66,9 @@ class Watch:
         self.actions.append(Action(at_s, kind, SCENARIO, text))
 
     def close_window(self, states: pb.ListGroupStatesResponse, num_asked: int) -> None:
-        """A point of the day, with the groups as they are; `num_asked`: requests that were sent
-        meanwhile.
+        """Add a point of the day, with the groups as they are.
+
+        `num_asked`: how many requests were sent in the window.
         """
         window, self._window = self._window, _Window()
         num = window.num
@@ -86,7 +87,7 @@ class Watch:
         )
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
-        """What plans have changed since the last look, and whom faults keep out."""
+        """Note what plans have changed since the last look, and which instances faults keep out."""
         for entry in states.out_of_service:
             if entry.instance_id not in self.ejected:
                 self.ejected.add(entry.instance_id)
@@ -126,7 +127,7 @@ class Watch:
         self._window.num += 1
         self._window.t_p_s += (
             event.ttft_ms / 1e3
-        )  # with the wait for a prefill, as the ratio counts it
+        )  # including the wait for a prefill, as the ratio counts it
         self._window.e2e_s += event.e2e_ms / 1e3
 
     async def _on_step(self, message: Message) -> None:

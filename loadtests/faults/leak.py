@@ -1,13 +1,13 @@
-"""Leak test: many requests with random disconnects and killed instances, and then everything must
-be back to zero (I4).
+"""Leak test: after many requests with random disconnects and killed instances, everything must be
+back to zero (I4).
 
     python -m loadtests.faults.leak --requests 100000 --out loadtests/results/leak-DATE
 
 Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as
-real processes, with host pools and a file store too small for the prompts. A part of the clients go
-away at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0
-and decode-0 live through all of it: whatever a request leaves behind piles up in them and in the
-gateways, or outside of the processes: shared memory, keys in Redis, consumers at NATS.
+real processes, with host pools and a file store too small for the prompts. Some of the clients
+leave at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0
+and decode-0 live through all of it. What requests leave behind piles up in them, in the gateways,
+or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _TIERS: Final = {
     "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks of the prompts' two thousand
     "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
 }
-_FILE_SLACK: Final = 8  # connections between processes that were replaced in between
-_RESERVED: Final = "pdmesh_kv_blocks_free"  # gauges: not reserved for any request,
-_HELD: Final = "pdmesh_kv_engine_blocks_free"  # and not held by any
+_FILE_SLACK: Final = 8  # connections between processes that were replaced meanwhile
+_RESERVED: Final = "pdmesh_kv_blocks_free"  # a gauge: blocks that are not reserved for a request
+_HELD: Final = "pdmesh_kv_engine_blocks_free"  # a gauge: blocks that no request holds
 # Gauges of a process that are zero when it holds nothing for any request.
 _ZERO: Final = (
     "pdmesh_slots_used",
@@ -84,7 +84,7 @@ class Report:
     seconds_until_idle: float = 0.0
     held: dict[str, dict[str, float]] = field(default_factory=dict)  # what is left, by process
     blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # free before, after
-    engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # that nobody holds
+    engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # in the engine
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     rss_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
     outside: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `_outside`
@@ -148,8 +148,9 @@ def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
 
 
 class Clients:
-    """`run` sends `count` requests over `concurrency` connections at a time, each on one of its own
-    or a kept one.
+    """`run` sends `count` requests over `concurrency` connections at a time.
+
+    Each request has a new connection, or a kept one.
     """
 
     def __init__(self, url: str, report: Report, seed: int) -> None:
@@ -206,7 +207,7 @@ class Clients:
         return "done" if b"[DONE]" in body else "error"
 
     async def _give_up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """After a random time, or some bytes of the answer; politely or not."""
+        """Leave after a random time, or after some bytes of the answer, by FIN or RST."""
         self._report.num_given_up += 1
         if self._rng.random() < 0.5:
             await asyncio.sleep(self._rng.expovariate(1 / 0.01))
@@ -226,7 +227,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 async def _kill_often(mesh: Mesh, every_s: float, report: Report, mapped: set[str]) -> None:
-    """`mapped` gets the shared memory that the killed ones had."""
+    """Kill two instances again and again; `mapped` gets the shared memory that they had."""
     for name in _alternate("prefill-1", "decode-1"):
         await asyncio.sleep(every_s)
         with contextlib.suppress(KeyError):
@@ -242,7 +243,7 @@ def _alternate(*names: str) -> Any:
 
 
 def gauges(mesh: Mesh, process: str) -> dict[str, float]:
-    """Sum of each metric's samples at /metrics."""
+    """The sum of each metric's samples at /metrics."""
     url = f"http://{mesh.ops_address(process)}/metrics"
     found: dict[str, float] = {}
     with urllib.request.urlopen(url, timeout=5) as response:
@@ -272,9 +273,7 @@ def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[st
 
 
 async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
-    """What the mesh has outside of its processes; `mapped` is shared memory of those that are
-    gone.
-    """
+    """What the mesh has outside of its processes; `mapped` is shared memory of dead processes."""
     of_living = {name: shared_memory(mesh.pid(name)) for name in _PROCESSES}
     kept = still_there(set(mapped).difference(*of_living.values()))
     return {
@@ -286,7 +285,7 @@ async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
 
 
 def _moved_by_tiers(mesh: Mesh) -> dict[str, int]:
-    """Blocks, by tier and event, of the prefill that lives."""
+    """The blocks that the surviving prefill's tiers moved, by tier and event."""
     url = f"http://{mesh.ops_address('prefill-0')}/metrics"
     moved: dict[str, int] = {}
     with urllib.request.urlopen(url, timeout=5) as response:
@@ -353,8 +352,9 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """What is outside, as soon as it is no more than before: NATS drops a killed process's consumer
-    after 5 s without it.
+    """Wait until no more is left outside than before the run; returns what is left.
+
+    NATS drops the consumer of a killed process after 5 s.
     """
     end = time.monotonic() + _QUIESCE_S
     while True:
@@ -365,7 +365,7 @@ async def _until_as_before(
 
 
 async def _until_nothing_held(mesh: Mesh) -> float:
-    """Seconds; at most the time in which everything must have been given back."""
+    """Wait until nothing is held; returns the seconds, at most the time that is allowed for it."""
     began = time.monotonic()
     while held(mesh) and time.monotonic() < began + _QUIESCE_S:
         await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """What processes may leave behind outside of themselves: shared memory, keys that never expire,
 consumers of streams.
 
-Only what this mesh's own processes map, write or open is looked at: others run on the machine, too.
+Only what this mesh's own processes map, write or open counts, for others run on the machine, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCAN: Final = 1000
 
 
 def shared_memory(pid: int) -> set[str]:
-    """What the process maps: files in /dev/shm by path, SysV segments as `sysv:<id>`."""
+    """The shared memory that the process maps: files in /dev/shm by path, SysV as `sysv:<id>`."""
     found: set[str] = set()
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         _, _, _, _, inode, *path = line.split(maxsplit=5)
@@ -34,7 +34,7 @@ def shared_memory(pid: int) -> set[str]:
 
 
 def still_there(names: Iterable[str]) -> set[str]:
-    """Those of `shared_memory` that exist, mapped or not."""
+    """Which names of `shared_memory` still exist, mapped or not."""
     segments = {line.split()[1] for line in _SYSV_TABLE.read_text().splitlines()[1:]}
     return {
         name
@@ -59,7 +59,7 @@ async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> int:
 
 
 async def num_consumers(nats_url: str) -> int:
-    """Of all streams together; a watch of a bucket is one."""
+    """The consumers of all streams together; a watch of a bucket is one consumer."""
     client = await nats.connect(nats_url)
     try:
         return sum(s.state.consumer_count for s in await client.jetstream().streams_info())

@@ -3,10 +3,11 @@ level (S33-S36).
 
     python -m loadtests.faults.recovery --out loadtests/results/recovery-DATE
 
-A real mesh of blank sim instances under a desired state of 2P:2D, clients that stream all the time,
-a fault at one prefill or decode, and what the mesh's own events say of it: noticed, judged, taken
-out, a blank instance assigned, loaded, connected, serving, the first request done. What clients saw
-meanwhile is compared with one sim model's answers. The mesh is whole again before the next fault.
+Clients stream all the time from a real mesh of blank sim instances with a desired state of 2P:2D.
+Then a fault hits one prefill or decode. The mesh's own events tell the steps: noticed, judged,
+taken out, a blank instance assigned, loaded, connected, serving, the first request done. What
+clients saw meanwhile is compared with one sim model's answers. The mesh is whole again before the
+next fault.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _GROUPS: Final = "groups:\n  chat: {prefill: 2, decode: 2}\n"
 _NUM_BLANK: Final = 8
 _MIN_SPARE: Final = 2
 _REPAIR_S: Final = 40.0
-_QUIET_S: Final = 3.0  # nothing more is done about a fault that is not acted on
+_QUIET_S: Final = 3.0  # how long to watch that nothing is done about a fault without an action
 _POLL_S: Final = 0.05
 ABOUT: Final = """\
 Sim engine, 2P:2D of eight instances that began blank, on one machine; six clients stream all the
@@ -87,9 +88,9 @@ class Case:
 
 @dataclass(slots=True)
 class Repair:
-    """One fault.
+    """One fault, and the seconds from it to each step of its repair.
 
-    Seconds from it to each step that was made; `gap_s`: the longest silence of a client meanwhile.
+    `gap_s`: the longest silence that a client saw meanwhile.
     """
 
     fault: str
@@ -105,7 +106,7 @@ class Repair:
 
 
 def cases() -> list[Case]:
-    """Roles take turns."""
+    """All cases; the roles take turns."""
     processes = [Case(fault, role) for fault in ("SIGKILL", "SIGSTOP") for role in ROLES]
     levels = [level for level in Level if RESPONSES[level].action is not FaultAction.IGNORE]
     return [*processes, *(Case("device", role, int(level)) for level in levels for role in ROLES)]
@@ -131,7 +132,7 @@ class Bench:
         return self._judge(Repair(case.name, case.role, steps), began)
 
     def _hit(self, case: Case, victim: str) -> int:
-        """The pid of a process that is left frozen."""
+        """Cause the fault; returns the pid of a process that is left frozen."""
         if case.level:
             self._device(victim).parent.mkdir(exist_ok=True)
             write_atomically(
@@ -143,7 +144,7 @@ class Bench:
         return pid if case.fault == "SIGSTOP" else 0
 
     async def _follow(self, case: Case, began: float, victim: str) -> dict[str, float]:
-        """Until the substitute has served, or nothing more is to be expected."""
+        """Wait until the substitute has served, or nothing more can be expected."""
         last = STEPS[-1] if case.is_repaired else "judged"
         while last not in (steps := self._log.timeline(began, victim)):
             if time.monotonic() - began > _REPAIR_S:
@@ -155,7 +156,7 @@ class Bench:
 
     async def _mend(self, case: Case, victim: str, frozen: int) -> None:
         if frozen:
-            with suppress(ProcessLookupError):  # the launcher ended it already
+            with suppress(ProcessLookupError):  # the launcher has ended it already
                 os.kill(frozen, signal.SIGKILL)
         if not case.level:
             return
@@ -167,8 +168,8 @@ class Bench:
         return self._mesh.state_dir / "devices" / f"{instance_id}.json"
 
     async def until_whole(self) -> None:
-        """The group is complete, nobody is leaving or held, and enough are blank for the next
-        fault.
+        """Wait until the group is complete, no instance leaves or is kept out, and enough instances
+        are blank for the next fault.
         """
         deadline = time.monotonic() + _REPAIR_S
         while not await self._is_whole():
@@ -180,7 +181,7 @@ class Bench:
         states = await self._operator.groups()
         for (
             entry
-        ) in states.out_of_service:  # again, if it came before the device was seen to be well
+        ) in states.out_of_service:  # repeat it if it came before the device was seen to be well
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)
         members = [m for group in states.groups for m in group.members]
@@ -210,7 +211,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench() -> AsyncIterator[Bench]:
-    """A mesh that serves, and clients that ask."""
+    """A mesh that serves, and its clients."""
     async with AsyncExitStack() as stack:
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="pdmesh-recovery-"))
@@ -268,7 +269,7 @@ def table(repairs: Sequence[Repair]) -> str:
 
 
 def _cell(values: Sequence[float]) -> str:
-    made = [value for value in values if value == value]  # not made: NaN
+    made = [value for value in values if value == value]  # a step that was not made is NaN
     return results.Spread.of(made).text(".2f") if made else "-"
 
 

@@ -1,8 +1,8 @@
-"""Everything a mesh says of its faults and repairs, in the order in which it is heard, and the
-timeline of one repair out of it.
+"""Everything that a mesh reports about its faults and repairs, in the order of arrival, and the
+timeline of one repair.
 
-Times are of this process's monotonic clock when an event arrives: some milliseconds after it
-happened, and no clock is compared with another.
+Times are read from this process's monotonic clock when an event arrives, some milliseconds after it
+happened. So no clock is compared with another.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 
-# What is measured of a repair, in its order.
+# The measured steps of a repair, in order.
 STEPS: Final = (
     "noticed", "judged", "taken out", "assigned", "loaded", "connected", "serving", "ready",
     "first request",
 )  # fmt: skip
 _TAKEN_OUT: Final = frozenset({"lost", "taken_out", "failed", "draining"})
-_LEASE_S: Final = 3.0  # only to watch
+_LEASE_S: Final = 3.0  # the registry is only watched
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`instance_id` is whom it is about; `level` is that of a fault."""
+    """`instance_id`: the instance that it is about; `level`: the level of a fault."""
 
     at: float
     kind: str  # health, fault, device, signal, record, step, served
@@ -49,16 +49,14 @@ class Entry:
 
 
 class EventLog:
-    """Fed by `watching`."""
+    """`watching` feeds it."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._incarnations: dict[str, int] = {}
 
     def timeline(self, began: float, victim: str) -> dict[str, float]:
-        """Seconds from the fault to each step that was made so far, if nothing else is being
-        repaired.
-        """
+        """Seconds from the fault to each step so far, if nothing else is being repaired."""
         found: dict[str, Entry | None] = {
             "noticed": self._first(began, lambda e: e.instance_id == victim and _is_word(e)),
             "judged": self._first(began, lambda e: e.instance_id == victim and _is_verdict(e)),
@@ -86,7 +84,7 @@ class EventLog:
     # --- what is heard ---------------------------------------------------------------------------
 
     def on_record(self, change: RecordChanged) -> None:
-        """Only that an incarnation is over counts."""
+        """Only the end of an incarnation counts."""
         now = change.record.incarnation if change.record is not None else 0
         if self._incarnations.get(change.instance_id, 0) not in (now, 0):
             self._note("record", change.instance_id, "replaced" if now else "gone")
@@ -121,13 +119,13 @@ class EventLog:
 
 
 def _is_word(entry: Entry) -> bool:
-    """The first word of a fault."""
+    """Whether the entry is the first sign of a fault."""
     is_told = entry.kind in {"device", "signal"} and entry.level > 0
     return is_told or (entry.kind == "health" and entry.what != "healthy") or _is_verdict(entry)
 
 
 def _is_verdict(entry: Entry) -> bool:
-    """The health-monitor, or the registry, says that it is gone or faulty."""
+    """Whether the health-monitor or the registry says that the instance is gone or faulty."""
     is_dead = entry.kind == "health" and entry.what == "dead"
     return is_dead or entry.kind == "record" or (entry.kind == "fault" and entry.level > 0)
 

@@ -1,3 +1,3 @@
-"""What the mesh adds to its engine and carries, in time and in memory, beside the bare engine and
-other gateways.
+"""What the mesh adds to its engine in time and memory, and how much it carries, compared with the
+bare engine and other gateways.
 """

@@ -1,8 +1,8 @@
 """The engine without the mesh: the same object an instance hosts, driven directly, one request at a
 time.
 
-It runs in a process of its own, as it does in an instance. What it takes is what the mesh cannot be
-blamed for.
+It runs in its own process, as it does in an instance. The mesh cannot be blamed for the time that
+the bare engine takes.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class BareSpec:
     engine: str
     model_dir: str
     num_prompt_tokens: int
-    num_tokens: int  # of each answer
+    num_tokens: int  # the tokens of each answer
     duration_s: float
 
 
 def measure_bare(spec: BareSpec) -> Bare:
-    """Run it in a child process. Raises CalledProcessError if that fails."""
+    """Measure the bare engine in a child process. Raises CalledProcessError if that fails."""
     done = subprocess.run(
         [sys.executable, "-m", "loadtests.gateway.bare", json.dumps(asdict(spec))],
         cwd=ROOT,
@@ -70,7 +70,7 @@ class _Seen:
 
 
 async def drive(engine: Engine, spec: BareSpec) -> _Seen:
-    """One request after the other until the time is over; a few first ones are not counted."""
+    """Send one request after the other until the time is over; the first few do not count."""
     seen = _Seen(Histogram(), Histogram())
     outputs = engine.outputs()
     prompts = _prompts(spec.num_prompt_tokens)
@@ -89,7 +89,7 @@ async def drive(engine: Engine, spec: BareSpec) -> _Seen:
 
 
 async def _wait_for_end(outputs: AsyncIterator[list[Output]]) -> tuple[float, int]:
-    """When the first token came, and how many came in all."""
+    """When the first token came, and how many tokens came in all."""
     first_at, num_tokens = 0.0, 0
     async for batch in outputs:
         for output in batch:

@@ -1,11 +1,11 @@
-"""What a conversation reuses of its earlier turns: whole blocks alone, or the block it goes on in
-too (S103, S104).
+"""What a conversation reuses of its earlier turns: only whole blocks, or also the block in which it
+goes on (S103, S104).
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-21
 
-Conversations over a mesh of sim instances, turn by turn through the OpenAI endpoint, as users have
-them: most of each prompt is what was said before. Reused tokens are those that the API reports as
-cached. Counts, not times: a busy machine changes nothing.
+Conversations go over a mesh of sim instances, turn by turn through the OpenAI endpoint, as with
+users: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
+cached. The results are counts, not times, so a busy machine does not change them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ VARIANTS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens are means per turn after the first; names are those the index holds at the end."""
+    """Tokens are means per turn after the first; names are those in the index at the end."""
 
     roles: str
     variant: str
@@ -118,7 +118,7 @@ async def _converse(
 
 
 async def _num_names(client: httpx.AsyncClient, mesh: Mesh) -> int:
-    """What the master's index holds once it has heard of everything."""
+    """How many names the master's index holds once it is up to date."""
     await asyncio.sleep(0.5)
     answer = await client.get(f"http://{mesh.ops_address('master-scheduler')}/metrics")
     lines = [line for line in answer.text.splitlines() if line.startswith("pdmesh_index_blocks")]

@@ -2,8 +2,8 @@
 
 A leak shows as a slope after warm-up.
 
-Plain and streamed answers alternate in slices; resident memory is read between slices, when nothing
-runs. Allocators keep pages, so a process grows at first: the slope is fitted to the slices after
+Plain and streamed answers alternate in slices. Resident memory is read between slices, when nothing
+runs. Allocators keep pages, so a process grows at first; the slope is fitted to the slices after
 warm-up.
 """
 
@@ -30,7 +30,7 @@ FLAT_BYTES_PER_REQUEST: Final = 64.0  # less than any object one could leak per 
 
 @dataclass(slots=True)
 class MemoryRun:
-    """Resident bytes of each process after so many requests."""
+    """The resident bytes of each process, by the number of requests so far."""
 
     mesh: str
     num_requests: list[int] = field(default_factory=list)

@@ -4,9 +4,9 @@
         [--engine vllm]
     python -m loadtests.gateway.overhead --memory 100000
 
-Each round measures the bare engine, the simplest gateway there is and every scenario through the
-mesh in the same minutes, so that all see the same neighbours; the tables give the median of the
-rounds and their spread.
+Each round measures the bare engine, the simplest possible gateway, and every scenario through the
+mesh. All are measured in the same minutes, so that other load on the machine affects them alike.
+The tables give the median of the rounds and their spread.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def _measure_all(
 
 
 def ask_once(mesh: RunningMesh, prompt: str) -> int:
-    """One request before all others; returns how many tokens its prompt has.
+    """Send one request before all others; returns how many tokens its prompt has.
 
-    Raises if it is not answered.
+    Raises if the request is not answered.
     """
     body = chat_body(prompt, 1, is_stream=False).encode()
     url = f"http://{mesh.host}:{mesh.port}{CHAT_PATH}"
@@ -182,7 +182,7 @@ def _measure_one(
 def _measure_baselines(
     run: Run, options: argparse.Namespace, prompts: tuple[str, ...], progress: Progress
 ) -> None:
-    """Canned answers, asked directly and through a gateway that only passes them on."""
+    """Measure canned answers, directly and through a gateway that only passes them on."""
 
     def cell(scenario: Scenario, port: int) -> Cell:
         spec = scenario.spec(

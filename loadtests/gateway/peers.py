@@ -1,8 +1,9 @@
-"""Other serving stacks, measured elsewhere on a like machine (2 cores, 2026-11-21), for the eye
-only.
+"""Other serving stacks, measured on another, similar machine (2 cores, 2026-11-21), for
+orientation.
 
-Instant backends and one C load generator; least loaded of several runs. Numbers from different runs
-on shared machines differ by tens of percent: compare orders, not digits.
+They have instant backends and one C load generator; the least disturbed of several runs counts.
+Numbers from different runs on shared machines differ by tens of percent: compare orders of
+magnitude, not digits.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# Dynamo 1.6.1 P/D over the aiohttp passthrough, both of PEERS 8: what a machine's hour does to both
-# cancels out.
+# Dynamo 1.6.1 P/D relative to the aiohttp passthrough, both from PEERS 8: what slows the whole
+# machine cancels out.
 DYNAMO_REQUESTS: Final = 1.4 / 7.3
 DYNAMO_TTFT: Final = 3.8 / 0.31
 DYNAMO_TOKENS: Final = 61 / 168

@@ -1,5 +1,5 @@
-"""A run of overhead.py as Markdown: the bars first, then what was measured, then peers for
-the eye.
+"""A run of overhead.py as Markdown: the bars first, then the measurements, then peers to compare
+with.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def low_load(run: Run) -> Scenario:
 
 
 def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float]:
-    """Mesh minus bare engine of each round: p50, p90 or p99 (0, 1, 2).
+    """Mesh minus bare engine in each round: p50, p90 or p99 (0, 1, 2).
 
     Empty if it was not measured.
     """
@@ -89,7 +89,7 @@ def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float
 
 
 def added_per_token_us(run: Run) -> Spread | None:
-    """Time a streamed token takes at one stream beyond what the bare engine takes for it."""
+    """How much longer a streamed token takes, with one stream, than at the bare engine."""
     alone = run.cells(low_load(run).name)
     if not alone or len(alone) != len(run.bare):
         return None
@@ -126,9 +126,7 @@ def bars(run: Run) -> list[Bar]:
 
 
 def _best(run: Run, kind: Kind) -> list[float]:
-    """Requests/s at that of the high concurrencies which has the best median, because nobody tunes
-    it per round.
-    """
+    """Requests/s at the high concurrency with the best median: it is not chosen anew per round."""
     rates = [
         [cell.requests_per_s for cell in cells]
         for c in _BEST_CONCURRENCIES
@@ -173,8 +171,8 @@ def _how(run: Run) -> str:
 
 
 def _beside_passthrough(run: Run) -> list[str]:
-    """A machine's hour slows both alike, so that the ratio can be held against that of
-    another day.
+    """A slow hour of the machine slows both alike, so the ratio can be compared with another
+    day's.
     """
     compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str, float], ...] = (
         ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
@@ -260,8 +258,8 @@ def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
 
 
 def _tokens_per_event(cells: list[Cell]) -> str:
-    """How many tokens one event of a stream carried; each stream also has four events without
-    any.
+    """How many tokens one event of a stream had; each stream also has four events without
+    tokens.
     """
     events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)
     tokens = sum(round(cell.tokens_per_s * cell.window_s) for cell in cells)
@@ -269,7 +267,7 @@ def _tokens_per_event(cells: list[Cell]) -> str:
 
 
 def _by_process(run: Run) -> str:
-    """Share of one core each process used, in percent of the window."""
+    """The CPU of each process, in percent of one core over the window."""
     names = list(dict.fromkeys(name for cells in run.rounds for c in cells for name in c.cpu_s))
     rows = []
     for scenario in run.scenarios():
@@ -282,7 +280,7 @@ def _by_process(run: Run) -> str:
 
 
 def _ceiling(run: Run) -> list[str]:
-    """It also shows how fast the machine was: neighbours on the same host slow it down unseen."""
+    """The ceiling also shows how fast the machine was: other load on the host slows it unseen."""
     rows = []
     for scenario in dict.fromkeys(cell.scenario for cell in run.ceiling):
         cells = [cell for cell in run.ceiling if cell.scenario == scenario and cell.num_requests]

@@ -79,13 +79,13 @@ class Scenario:
         )
 
 
-# Low load: what an answer leaves behind (events, logs, freed KV) is done before the next request
-# comes.
+# Low load: the work after an answer (events, logs, freed KV) is done before the next request comes.
 LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
-# A real model on a laptop takes seconds for 128 tokens: short answers, to see enough first tokens.
+# A real model on a laptop takes seconds for 128 tokens, so answers are short: a run must have many
+# first tokens.
 LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
-# As peers are measured: the next request follows at once, and meets what the last one left in the
-# caches.
+# As peers are measured: the next request follows at once, and finds the caches as the last one left
+# them.
 ONE_STREAM: Final = Scenario(Kind.STREAM, 1)
 SCENARIOS_REAL: Final = (
     LOW_LOAD_REAL,
@@ -103,7 +103,7 @@ SCENARIOS: Final = (
 
 
 def make_prompts(num_prompts: int, num_words: int, seed: int = 1) -> tuple[str, ...]:
-    """Distinct prompts from the first word on, about a token a word."""
+    """Prompts that differ from the first word on, with about one token per word."""
     rng, words = random.Random(seed), _WORDS.split()
     return tuple(
         f"{number} {' '.join(rng.choices(words, k=num_words))}" for number in range(num_prompts)

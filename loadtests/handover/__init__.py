@@ -1,3 +1,3 @@
-"""What handing a prompt's KV from prefill to decode costs a client on vLLM, beside one engine that
-keeps it and beside vLLM's own NixlConnector.
+"""What the hand-over of a prompt's KV costs a client on vLLM, compared with one engine that keeps
+its KV and with vLLM's own NixlConnector.
 """

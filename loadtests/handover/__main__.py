@@ -4,9 +4,9 @@
     python -m loadtests.handover --again FILE.json    # write the page again from the numbers
 
 The references are one engine that keeps its KV, and vLLM's NixlConnector. One request runs at a
-time, greedy, with a new prompt. Each round asks each way once at each length in a random order, so
-that all see the same machine; ratios compare two answers of one round. FOLDER holds nixl, made by
-`pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
+time, greedy, with a new prompt. Each round uses each variant once at each length, in random order,
+so that all see the same machine; ratios compare two answers of one round. FOLDER holds nixl, made
+by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def measure(ways: dict[str, Ask], lengths: Sequence[int], rounds: int) -> list[S
         for length in lengths:
             progress.step(f"round {number}, {length} tokens")
             for name in rng.sample(sorted(ways), len(ways)):
-                # Of its own for each way, since one that knows it would not compute; the same of
-                # all in what is compared.
+                # Each variant gets its own prompt, since an engine that knows the prompt would not
+                # compute it. All prompts have the same length.
                 prompt = [rng.randrange(*_WORDS) for _ in range(length)]
                 timing = ways[name](prompt, _NUM_TOKENS)
-                if number:  # the first round connects, and grows what is grown once
+                if number:  # the first round opens connections and warms memory
                     samples.append(Sample(number, length, name, timing))
     progress.close()
     return samples
 
 
 def check_equal(ways: dict[str, Ask], lengths: Sequence[int]) -> dict[int, bool]:
-    """Do all ways draw the same tokens for the same prompt? Each length once."""
+    """Whether all variants draw the same tokens for the same prompt, by length."""
     rng = random.Random(5)
     prompts = {length: [rng.randrange(*_WORDS) for _ in range(length)] for length in lengths}
     return {

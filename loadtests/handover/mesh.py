@@ -1,8 +1,8 @@
-"""One mesh for all of ours: a prefill and a decode that hand over whole or per layer, and one
-fusion instance that keeps its KV.
+"""One mesh for all of our variants: a prefill and a decode that hand over whole or per layer, and
+one fusion instance that keeps its KV.
 
-Which way a request goes is its gateway (whole or per layer) and its scenario (`local` is the fusion
-instance's).
+A request's gateway (whole or per layer) and its scenario (`local` is the fusion instance's) select
+the variant.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Way:
 
 @contextlib.asynccontextmanager
 async def running_ways(engine: str, model_dir: Path) -> AsyncIterator[dict[str, Way]]:
-    """By name: local, whole, per_layer."""
+    """The variants by name: local, whole, per_layer."""
     with PortReservation(_HOST, 0) as whole, PortReservation(_HOST, 0) as layers:
         spec = MeshSpec(
             engine="sim" if engine == "sim" else "vllm",

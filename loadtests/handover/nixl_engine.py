@@ -1,12 +1,12 @@
-"""One vLLM engine with vLLM's own NixlConnector, as a process: a line of JSON in is a request, a
-line out its tokens and when they came.
+"""One vLLM engine with vLLM's own NixlConnector, as a process. A request is a line of JSON, and its
+answer is a line with its tokens and their times.
 
     PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
         MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
 
 A request is {"prompt": [ids], "max_tokens": n, "params": kv_transfer_params or null}; an answer
 {"tokens", "times" (seconds on the machine's monotonic clock), "params": what the other engine
-needs, "num_cached": prompt tokens it did not compute}. The engine is set as our own is
+needs, "num_cached": prompt tokens it did not compute}. The engine has the settings of our own
 (`pdmesh.engine.vllm.config`).
 """
 

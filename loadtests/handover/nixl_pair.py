@@ -1,5 +1,5 @@
-"""Two engines with vLLM's NixlConnector, asked as vLLM's proxies ask them: prefill for one token,
-then decode for the rest.
+"""Two engines with vLLM's NixlConnector, used as by vLLM's proxies: the prefill gives one token,
+then the decode gives the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Engine:
         reader, writer = os.pipe()
         with PortReservation("127.0.0.1", 0) as free:
             side_channel = str(free.port)
-        libraries = nixl_dir / "nvidia" / "cuda_runtime" / "lib"  # nixl links to it, used or not
+        libraries = nixl_dir / "nvidia" / "cuda_runtime" / "lib"  # nixl always links to it
         path = os.pathsep.join([*(p for p in sys.path if p), str(nixl_dir)])
         self._process = subprocess.Popen(
             [
@@ -67,14 +67,14 @@ class _Engine:
             pass
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process and vLLM's engine, its child."""
+        """Send a signal to the process and to its child, vLLM's engine."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
 class NixlPair:
-    """Stopped while others are measured: nixl's progress threads poll without end and would take a
-    core.
+    """It is stopped while others are measured, since nixl's progress threads poll without end and
+    would take a core.
     """
 
     def __init__(self, model_dir: Path, nixl_dir: Path) -> None:
@@ -84,8 +84,8 @@ class NixlPair:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Timing:
-        """Token 1 that the client sees is decode's: prefill's is thrown away, as vLLM's
-        proxies do.
+        """The client's token 1 is the decode's; the prefill's is discarded, as by vLLM's
+        proxies.
         """
         self._signal(signal.SIGCONT)
         try:

@@ -1,5 +1,5 @@
-"""The page of a hand-over run: medians over rounds, lowest and highest in brackets, and where ours
-is slower than vLLM's own connector.
+"""The page of a hand-over run: medians over rounds, with the lowest and highest in brackets, and
+where ours is slower than vLLM's own connector.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`equal`: by length of prompt, did all ways draw the same tokens?"""
+    """`equal`: by prompt length, whether all variants drew the same tokens."""
 
     about: str  # when, by which command, on what
     equal: dict[int, bool]
@@ -70,12 +70,12 @@ class Run:
         return [way for way in _LABELS if any(s.way == way for s in self.samples)]
 
     def values(self, column: str, way: str, length: int) -> list[float]:
-        """By round."""
+        """The values of one variant, by round."""
         found = [s for s in self.samples if (s.way, s.num_prompt_tokens) == (way, length)]
         return [_COLUMNS[column](s.timing) for s in sorted(found, key=lambda s: s.round)]
 
     def pairs(self, column: str, way: str, other: str, length: int) -> list[tuple[float, float]]:
-        """Answers of the same round."""
+        """Pairs of answers of the same round."""
         both = self.values(column, way, length), self.values(column, other, length)
         return list(zip(*both, strict=True))
 
@@ -126,7 +126,7 @@ def _times(run: Run) -> Iterator[str]:
 
 
 def _costs(run: Run) -> Iterator[str]:
-    """The way's minus the engine's alone."""
+    """Each variant's time minus the time of the engine that keeps its KV."""
     yield (
         "What the hand-over costs: a way's milliseconds minus those of the engine alone, and "
         "their share of the way's."

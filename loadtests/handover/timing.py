@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds; of answers of at least three tokens."""
+    """Times in milliseconds, of an answer of at least three tokens."""
 
     ttft_ms: float
-    gap_ms: float  # between token 1 and 2: where a hand-over shows if token 1 does not wait for it
-    later_ms: float  # mean gap of the tokens after: a decode step
+    gap_ms: float  # between tokens 1 and 2: it shows the hand-over unless token 1 waits for it
+    later_ms: float  # mean gap between later tokens: a decode step
     tokens: tuple[int, ...]
 
     @property
     def second_ms(self) -> float:
-        """Until token 2: all of the hand-over, wherever it shows."""
+        """The time until token 2, which includes all of the hand-over."""
         return self.ttft_ms + self.gap_ms
 
     @classmethod

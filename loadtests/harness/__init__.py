@@ -1,3 +1,3 @@
 """What measurements share: load generators, servers to compare with, processes and their cost,
-results as pages, and which is best at what.
+results as pages, and verdicts in words.
 """

@@ -1,8 +1,8 @@
-"""A server that does nothing but answer: the ceiling of the generator, and the floor of what HTTP
-costs here.
+"""A server that only answers: it shows the generator's ceiling and the least that HTTP costs here.
 
-It gives every request the same answer: a plain JSON document, or a stream of one event per token,
-each written by itself as a server that streams would. The number of tokens comes from the request.
+It gives every request the same answer: a plain JSON document, or a stream of one event per token.
+Each event is written separately, as by a server that streams. The number of tokens comes from the
+request.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Canned(asyncio.Protocol):
 async def _serve() -> None:
     server = await asyncio.get_running_loop().create_server(_Canned, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until the parent goes
+    await asyncio.to_thread(sys.stdin.read)  # until the parent ends
 
 
 if __name__ == "__main__":

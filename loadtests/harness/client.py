@@ -1,9 +1,9 @@
 """A closed-loop load generator for the OpenAI endpoints that costs less than what it measures.
 
 Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next
-request the moment an answer ends. Answers are not parsed but searched: the end by HTTP framing,
-events by counting, tokens by the `usage` the server reports. What it can carry at most is measured
-in the same run, against `loadtests.harness.canned`.
+request the moment an answer ends. Answers are not parsed but searched: HTTP framing shows the end,
+events are counted, and tokens come from the `usage` that the server reports. The same run measures
+the generator's own ceiling, against `loadtests.harness.canned`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so tha
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What one generator process does. `bodies` are sent round robin, each as one request."""
+    """What one generator process does. `bodies` are sent in turn, each as one request."""
 
     host: str
     port: int
@@ -47,9 +47,9 @@ class LoadSpec:
     warmup_s: float
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
-    # Mean pause of a connection between an answer and its next request, half of it to one and a
-    # half times, at random: with equal ones the requests could fall in step with the timers of what
-    # is measured, and all meet the same one.
+    # Mean pause of a connection between an answer and its next request. Single pauses are random,
+    # from half to one and a half of the mean: with equal pauses, requests could fall into step with
+    # the timers of the measured server.
     think_s: float = 0.0
 
     def to_json(self) -> str:
@@ -63,7 +63,7 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What was seen inside the measuring window; `ttft` of a plain answer is its whole latency."""
+    """What was seen in the measuring window; `ttft` of a plain answer is its whole latency."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -153,7 +153,7 @@ def http_request(host: str, port: int, path: str, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket: a request, its answer, the next request.
+    """One socket: it sends a request, reads the answer, and sends the next request.
 
     `closed` is set when the socket is gone.
     """
@@ -210,7 +210,7 @@ class _Connection(asyncio.Protocol):
             self._read_events(data, now)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take the head off `data` (of all that came so far); returns what follows it."""
+        """Take the head off `data`, which is all that came so far; returns what follows it."""
         self._head += data
         end = self._head.find(_HEADER_END)
         if end < 0:
@@ -285,8 +285,9 @@ class _Connection(asyncio.Protocol):
 async def run_load(
     spec: LoadSpec, on_window: Callable[[bool], None] = lambda is_open: None
 ) -> LoadResult:
-    """Drive the load: warm up, open the window, close it; `on_window` is told when it opens and
-    closes.
+    """Drive the load: warm up, open the window, close it.
+
+    `on_window` is called when the window opens and closes.
     """
     run = _Run(spec)
     connections: dict[int, _Connection] = {}

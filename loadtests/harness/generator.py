@@ -1,4 +1,4 @@
-"""One measurement: generator processes against a server, and what everybody's CPU did meanwhile."""
+"""One measurement: generator processes against a server, and the CPU of all processes meanwhile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A window's load, the CPU seconds of each process in it, `generator` among them, and of all
-    others.
+    """A window's load, with the CPU seconds of each process, `generator` included, and of all other
+    processes.
     """
 
     load: LoadResult
@@ -43,7 +43,7 @@ class Measured:
 def measure(spec: LoadSpec, watched: ProcessSet, num_generators: int = 1) -> Measured:
     """Run `spec`, its concurrency split over `num_generators` processes.
 
-    Raises RuntimeError if one fails.
+    Raises RuntimeError if a process fails.
     """
     count = min(num_generators, spec.concurrency)
     shares = [spec.concurrency // count + (i < spec.concurrency % count) for i in range(count)]
@@ -108,8 +108,9 @@ def canned_server() -> Iterator[int]:
 
 @contextmanager
 def passthrough(upstream: int) -> Iterator[int]:
-    """The simplest gateway in its own process, before the server at port `upstream`; yields its
-    port.
+    """The simplest gateway in its own process, in front of the server at port `upstream`.
+
+    Yields its port.
     """
     with _serving("loadtests.harness.passthrough", str(upstream)) as port:
         yield port
@@ -117,7 +118,7 @@ def passthrough(upstream: int) -> Iterator[int]:
 
 @contextmanager
 def _serving(module: str, *arguments: str) -> Iterator[int]:
-    """A module that serves until its input ends, and says its port first."""
+    """Run a module that prints its port and then serves until its input ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from loadtests.harness.processes import ProcessSet
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import EngineKind, MeshSpec
 
-# As many requests as the widest scenario sends find room, so that no number shows admission's
+# There is room for the most requests that a scenario sends at once, so that no number includes
 # refusals.
 _NUM_SLOTS: Final = 256
 _SIM_SETTINGS: Final = {
@@ -50,7 +50,7 @@ class RunningMesh:
 
 @asynccontextmanager
 async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
-    """Up and ready; stopped, with its directory removed, at the end."""
+    """A mesh that is up and ready. At the end it is stopped and its directory is removed."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-load-") as directory:
         async with Mesh(_spec(options), Path(directory), report=_report) as mesh:
             url = urlsplit(mesh.http_url)

@@ -1,10 +1,10 @@
-"""The simplest gateway there is, aiohttp passing bytes to one server and back: the measure of a
-machine's hour.
+"""The simplest gateway, aiohttp passing bytes to one server and back: it shows how fast a machine
+is just now.
 
     python -m loadtests.harness.passthrough UPSTREAM_PORT
 
-The table of peers (PEERS 8) has this program, too, measured on a like machine. So its rate and its
-TTFT beside ours, in the same minutes, say how fast this machine was just then.
+The table of peers (PEERS 8) has this program, too, measured on a similar machine. So its rate and
+its TTFT, measured in the same minutes as ours, say how fast this machine was then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def _serve(upstream: str) -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until the parent goes
+        await asyncio.to_thread(sys.stdin.read)  # until the parent ends
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each process of a run costs: CPU seconds and resident memory, by name, through psutil."""
+"""What each process of a run costs: CPU seconds and resident memory by name, through psutil."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Cost:
 
 
 class ProcessSet:
-    """Named processes, each with the children it has by now (an engine's workers)."""
+    """Named processes, each with the children that it has by now (an engine's workers)."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._families: dict[str, list[psutil.Process]] = {}
@@ -25,7 +25,7 @@ class ProcessSet:
             self._families[name] = [process, *process.children(recursive=True)]
 
     def costs(self) -> dict[str, Cost]:
-        """Since each process began. A family of which one has died is left out."""
+        """The cost since each process began. A family with a dead member is left out."""
         costs: dict[str, Cost] = {}
         for name, family in self._families.items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -40,13 +40,11 @@ def _cost(family: list[psutil.Process]) -> Cost:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds all cores together have spent on anything since boot, those stolen by the host
-    included.
-    """
+    """CPU seconds that all cores together have spent since boot, including those the host stole."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def cpu_between(before: Mapping[str, Cost], after: Mapping[str, Cost]) -> dict[str, float]:
-    """CPU seconds each process used between two samples; one that died in between is left out."""
+    """CPU seconds that each process used between two samples; a process that died is left out."""
     return {name: after[name].cpu_s - before[name].cpu_s for name in before if name in after}

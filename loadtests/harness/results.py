@@ -45,7 +45,7 @@ class Cell:
     mesh_cpu_s_per_1k_requests: float
     mesh_cpu_s_per_1m_tokens: float
     cpu_s: Mapping[str, float]
-    others_cores: float  # what else ran on the machine took so much: noise
+    others_cores: float  # what other processes on the machine took: noise
     num_events: int
     window_s: float
     num_requests: int
@@ -116,14 +116,14 @@ def describe_versions() -> dict[str, str]:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Of values in order, at least one: the one that a share `q` of them does not exceed."""
+    """The value that a share `q` of the values does not exceed; there is at least one value."""
     return ordered[int(q * (len(ordered) - 1))]
 
 
 def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
-    """OUT.json: what was `found`, with the command, machine, versions and conditions.
+    """Write OUT.json: what was `found`, with the command, machine, versions and conditions.
 
-    OUT.md: `text` under its title and what it is `about`.
+    Write OUT.md: `text` under its title and `about`.
     """
     command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()
     versions = describe_versions()
@@ -155,7 +155,7 @@ class Run:
     bare: list[Bare] = field(default_factory=list)
     ceiling: list[Cell] = field(default_factory=list)
     passthrough: list[Cell] = field(default_factory=list)
-    num_dropped: int = 0  # windows not counted because others disturbed them
+    num_dropped: int = 0  # windows that do not count because other load disturbed them
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     command: str = field(
         default_factory=lambda: shlex.join(
@@ -200,8 +200,9 @@ def spread_table(
     columns: Sequence[tuple[str, Callable[[T], float], str]],
     rows: Iterable[tuple[Sequence[object], Sequence[T]]],
 ) -> str:
-    """Markdown: after the cells of `first`, each column (name, value, format) as median
-    (lowest..highest) over a row's runs.
+    """A Markdown table: the cells of `first`, then each column (name, value, format).
+
+    A column shows the median (lowest..highest) over a row's runs.
     """
     names = [*first, *(name for name, _, _ in columns)]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]

@@ -1,4 +1,4 @@
-"""An embedded server for as long as a measurement or a test needs it; a mesh supervises its own."""
+"""An embedded server for the duration of a measurement or test; a mesh supervises its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOP_S: Final = 5.0
 
 @contextlib.asynccontextmanager
 async def running(server: Server, log_file: Path, timeout_s: float = 10.0) -> AsyncIterator[str]:
-    """The server's URL, for as long as the block runs."""
+    """Run the server as long as the block runs; yields its URL."""
     process = child.start(server.command(), os.environ, log_file)
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""Who is best at what, in words: for reports that set our placement beside others."""
+"""Which policy is best at what, in words, for reports that compare our placement with others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[R]):
-    """Something that a run has much or little of; `form` as of `format`."""
+    """A number of a run, which should be high or low; `form` is a format as for `format`."""
 
     name: str
     read: Callable[[R], float]
@@ -35,7 +35,7 @@ def verdicts(
 ) -> str:
     """A line for each measure: ours and the best of the others, by medians over the seeds.
 
-    `remark` may add to it where ours is not best.
+    `remark` may add to the line where ours is not best.
     """
     if OURS not in by_policy or len(by_policy) < 2:
         return ""

@@ -1,3 +1,3 @@
-"""What moving and keeping KV costs beside the rest: single pulls, device copies, tiers, and what
-running decodes feel of it.
+"""What moving and keeping KV costs: single pulls, device copies, tiers, and the effect on running
+decodes.
 """

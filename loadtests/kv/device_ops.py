@@ -1,10 +1,11 @@
 """Gather and RecvScatter against the copy bandwidth of where they run:
 `python -m loadtests.kv.device_ops [--host]`.
 
-On a GPU: one launch over all layers against a copy within the device, then the whole way into a
-page-locked arena against a plain copy of as many bytes, with the time that the calling thread was
-held. With --host: numpy on one thread against memcpy. Best of several rounds, one line of CSV each;
-without a GPU the former says so and ends with code 2.
+On a GPU, it compares one launch over all layers with a copy within the device. Then it compares the
+whole way into a page-locked arena with a plain copy of the same size, and reports how long the
+calling thread was held. With --host, it compares numpy on one thread with memcpy. The best of
+several rounds counts, with one line of CSV each. Without a GPU and without --host, it says so and
+ends with code 2.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Case:
     num_layers: int
     num_heads: int
     block_tokens: int
-    num_blocks: int  # of the prompt
+    num_blocks: int  # the prompt's blocks
 
     @property
     def block_bytes(self) -> int:
@@ -123,7 +124,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def on_device(case: Case) -> Iterator[str]:
-    """Any in here: torch's tensors and streams."""
+    """Any in this function: torch's tensors and streams."""
     import torch
 
     from pdmesh.kv.device.copies import DeviceCopies, lock_pages
@@ -184,7 +185,7 @@ def best_on_stream(work: Callable[[], Any]) -> float:
 
 
 def best_called_back(ask: Callable[[Callable[[], None]], None]) -> tuple[float, float]:
-    """(until the bytes are in place, until the call returned) in seconds, of the quickest round."""
+    """(until the bytes are in place, until the call returned) in seconds, in the fastest round."""
     times = []
     for _ in range(ROUNDS):
         ended = threading.Event()

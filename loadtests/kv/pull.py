@@ -4,9 +4,9 @@ UCX.
     python -m loadtests.kv.pull            # 4 KiB to 64 MiB, one and 32 at a time
     python -m loadtests.kv.pull together   # 2 and 4 of 16 MiB, at once and in turn (S52)
 
-The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU;
-gather and scatter are not. A single memcpy of the same size runs in the same minute, as the
-yardstick of the machine's present mood.
+The sender stages the same bytes under one ticket per pull, so its CPU includes the checksum of
+staging, but not gather and scatter. A single memcpy of the same size runs in the same minute, to
+show how fast the machine is just now.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layout_of(size: int) -> KvLayout:
 
 
 async def sender() -> None:
-    """Serve: each line `size count` stages `count` tickets; answers with the CPU used so far."""
+    """Serve: for each line `size count`, stage `count` tickets and answer with the CPU so far."""
     largest = max(size for size, _ in CASES)
     agent = KvAgent(
         UcxTransport(),
@@ -69,7 +69,7 @@ async def sender() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pulls:
-    """Each pull's own time, and when it was done since all were asked for."""
+    """Each pull's own time, and the time from the common start until it was done."""
 
     took_s: list[float]
     ends_s: list[float]
@@ -156,9 +156,7 @@ async def main() -> None:
 
 
 async def together(transport: str) -> None:
-    """What is asked for at the same time: when is the mean pull done, all at once and one after the
-    other?
-    """
+    """Compares when the mean of several pulls is done: all at once, or one after the other."""
     size = _TOGETHER_BYTES
     ways = [(count, width) for count in _TOGETHER for width in (1, count)]
     ends_ms: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
@@ -167,7 +165,7 @@ async def together(transport: str) -> None:
             for count, width in ways if number % 2 else reversed(ways):
                 await bench.stage(size, count)
                 pulls = await bench.run(size, count, width)
-                if number:  # the first warms pages and the connection
+                if number:  # the first round warms pages and the connection
                     ends_ms[count, width].append([end * 1e3 for end in pulls.ends_s])
     for count, width in ways:
         means = [statistics.fmean(ends) for ends in ends_ms[count, width]]
@@ -188,7 +186,7 @@ def _median(values: Sequence[float], digits: int) -> str:
 
 
 def compare_together() -> None:
-    """A process for each transport: UCX reads its settings once."""
+    """Run a process for each transport, since UCX reads its settings once."""
     print(
         f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in "
         "ms"
@@ -205,7 +203,7 @@ def compare_together() -> None:
 
 async def show(bench: Bench, size: int, count: int, width: int) -> None:
     await bench.stage(size, width)
-    await bench.run(size, width, width)  # pages and connection are warm
+    await bench.run(size, width, width)  # warms pages and the connection
     before = await bench.stage(size, count)
     here = time.process_time()
     pulls = await bench.run(size, count, width)

@@ -1,16 +1,17 @@
 """Do retrievals slow running decodes?
 
-Time between tokens of long streams at one decode, with and without KV coming in beside them (S52).
+It measures the time between tokens of long streams at one decode, with and without KV that comes in
+at the same time (S52).
 
     python -m loadtests.kv.retrieval --out loadtests/results/retrieval-DATE
 
-One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as heavy as a small
-model's (8 layers of 2 KiB per token). The streams draw all the time. Beside them is nothing, or
-clients that ask for one token after long prompts, which prefill answers by itself, or the same
-clients that ask for two, so that the decode retrieves each prompt's KV and does little else for it.
-The last two compute the same: what tells them apart is the hand-over. The bar is against streams
-alone, so that prefill's share of the same cores is in it. Rounds alternate, so that all
-see the same machine.
+There are one prefill and one decode on the sim engine, with steps of 20 ms (the demo law) and KV as
+large as a small model's (8 layers of 2 KiB per token). The streams draw all the time. There are
+three kinds of round: only the streams; also clients that ask for one token after long prompts,
+which the prefill answers by itself; or the same clients asking for two tokens, so that the decode
+retrieves each prompt's KV and does little else for it. The last two kinds compute the same and
+differ only in the hand-over. The bar compares with the streams by themselves, so it includes the
+prefill's share of the same cores. Rounds alternate, so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from pdmesh.launcher.spec import MeshSpec
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SHOWN: Final = ("mean", *_QUANTILES)
-_BAR: Final = 1.05  # S52: mean time per token, pulled over streams alone
-# Kinds of round, and how many tokens the others ask for: 0, there are none.
+_BAR: Final = 1.05  # S52: mean time per token, with pulls relative to only the streams
+# Kinds of round, and how many tokens the other clients ask for; 0: there are no other clients.
 _ALONE, _PREFILLED, _PULLED = "alone", "prefilled", "pulled"
 _KINDS: Final = {_ALONE: 0, _PREFILLED: 1, _PULLED: 2}
 _LABELS: Final = {
@@ -46,7 +47,7 @@ _LABELS: Final = {
     _PULLED: "prompts beside them, each pulled",
 }
 _PROMPT_TOKENS: Final = 1000
-_NUM_PROMPTS: Final = 500  # no client comes round to one that a cache still knows
+_NUM_PROMPTS: Final = 500  # so many that no cache still knows a prompt when it comes again
 _ENV: Final = {
     "PDMESH_SIM_LAW": "demo",
     "PDMESH_SIM_EOS_PERIOD": "0",
@@ -146,7 +147,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 
 def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
-    """Times of each kind, and how much slower neighbours are."""
+    """Times of each kind of round, and how much slower the streams are in it."""
     by_kind = {kind: [r for r in rounds if r["kind"] == kind] for kind in _KINDS}
     times = spread_table(
         ["ms between tokens"],

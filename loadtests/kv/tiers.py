@@ -1,12 +1,12 @@
-"""What a KV tier is worth: time to first token with a prompt's blocks in each tier, beside
+"""What a KV tier is worth: time to first token with a prompt's blocks in each tier, compared with
 computing them; and memory speed.
 
     python -m loadtests.kv.tiers                  needs vLLM and the prepared model (make model)
 
-One vLLM engine after another, in this process's children, prompts one at a time. A round computes
+vLLM engines run one after the other in child processes, and prompts one at a time. A round computes
 three prompts, asks again while the engine holds them, pushes them out with other prompts, and asks
-once more. The files are read from the page cache unless it says cold, where the kernel was told to
-drop them first.
+once more. Files are read from the page cache, except in rows marked cold: there the kernel was told
+to drop them first.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from pdmesh.kv.transport.base import ByteArray
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 LENGTHS: Final = (128, 512, 2000)
 BLOCK_SIZE: Final = 64
-_KV_BYTES: Final = 150 << 20  # three prompts fit, and what pushes them out does not fit beside them
+_KV_BYTES: Final = 150 << 20  # room for three prompts, but not for those that push them out
 _FILLERS: Final = (1900, 1900)
 _OWNER: Final = bytes(8)
 
 
 @dataclass(slots=True)
 class Results:
-    """Milliseconds by "where the blocks were" and prompt length; GiB/s by operation."""
+    """Milliseconds by the blocks' place and the prompt's length; GiB/s by operation."""
 
     ttft_ms: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Driver:
 async def run_engine(
     results: Results, label: str, tiers: TierConfig, rounds: int, *, is_cold: bool = False
 ) -> None:
-    """`label` names the tier that a pushed out prompt must come from."""
+    """`label` names the tier that a pushed-out prompt must come from."""
     config = VllmConfig(
         f"bench-{label.replace(' ', '-')}",
         1,
@@ -161,8 +161,8 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
-    """The copies of the pool and the store with blocks of SmolLM2's size (30 layers of 96 KiB),
-    beside a plain memcpy.
+    """Measure the copies of the pool and the store with blocks of SmolLM2's size (30 layers of 96
+    KiB), and a plain memcpy.
     """
     num_layers, layer_bytes, count = 30, 98304, 24
     block_bytes = num_layers * layer_bytes
@@ -200,7 +200,7 @@ def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
             store.delete(name, _OWNER)
         pool.unpin(names)
         pool.clear()
-        if number:  # the first round touches the memory for the first time
+        if number:  # the first round touches new memory
             for what, speed in timed.gib_per_s.items():
                 results.gib_per_s.setdefault(what, []).append(speed)
 
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "loadtests/results")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # it has the machine alone
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else runs here
     with tempfile.TemporaryDirectory() as folder:
         results = asyncio.run(run(args.rounds, Path(folder)))
     stem = args.out / f"kv-tiers-{results.taken_at[:10]}"

@@ -1,5 +1,5 @@
-"""What moving a prompt's KV costs: block by block, block-free, per layer, beside UCX's own test and
-other libraries.
+"""What moving a prompt's KV costs: block by block, block-free and per layer, compared with UCX's
+own test and other libraries.
 
 Two processes, a sender and a receiver, over tcp and over shared memory.
 `python -m loadtests.kv_bench --help`.

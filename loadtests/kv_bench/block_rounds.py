@@ -1,5 +1,5 @@
-"""The measurement of blocks.py: in each round every transport, prompt and mode once, on one pair of
-processes per transport.
+"""The measurement of blocks.py: each round has every transport, prompt and mode once, on one pair
+of processes per transport.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMOLLM2: Final = Prompt(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transfer. Of the wire: one payload of several behind one another."""
+    """One transfer; for the wire, one payload of several that follow each other."""
 
     round: int
     transport: str
@@ -62,7 +62,7 @@ class Row:
 def measure(
     transports: Sequence[str], rounds: int, within_s: float, say: Callable[[str], None]
 ) -> list[Row]:
-    """Round 0 is not in the result: it checks the bytes and warms memory and connections."""
+    """Round 0 does not count: it checks the bytes and warms memory and connections."""
     rows: list[Row] = []
     ends = time.monotonic() + within_s
     prompts = (*SWEEP, SMOLLM2)

@@ -2,10 +2,10 @@
 `loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
 
 The same bytes are moved in blocks of each size on one pair of processes: one by one, each after the
-ack of the one before; 32 in flight; and block-free, as `python -m loadtests.kv_bench` has them.
-Beside them the KV of SmolLM2 in blocks of 16 tokens as vLLM has them, K and V of a layer together.
-What moves once on one connection is the wire's rate; utilisation is the share of it that is
-reached.
+ack of the previous block; with 32 blocks in flight; and block-free, as in `python -m
+loadtests.kv_bench`. The KV of SmolLM2 is moved, too, in vLLM's blocks of 16 tokens with K and V of
+a layer together. The wire's rate is that of a single payload on one connection; utilisation is the
+share of this rate that a transfer reaches.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds
 it.
 
-The shape, unless another is named, is that of an 8B model with grouped-query attention in 16-bit:
-16 tokens' K or V of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation
-is that model's prefill on one device: so many tokens a second, and never less than it takes to read
-the weights.
+Unless another is named, the shape is that of an 8B model with grouped-query attention in 16-bit: K
+or V of 16 tokens in one layer is a block of 32 KiB, and a token has 128 KiB. The law of computation
+is that model's prefill on one device: a rate in tokens per second, and at least the time that it
+takes to read the weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NUM_LAYERS: Final = SHAPE.num_layers
 BLOCK_BYTES: Final = 16 * SHAPE.token_layer_bytes // 2
 TOKEN_BYTES: Final = SHAPE.token_bytes
 TOKENS_PER_S: Final = 8000.0
-WEIGHTS_S: Final = 0.008  # to read the model once, however short the prompt
+WEIGHTS_S: Final = 0.008  # the time to read the weights once, however short the prompt
 FINGERPRINT: Final = "kv-bench"
 
-# In one round all modes run in this order for each size: ratios are taken within a round.
+# In each round, all modes run in this order for each size; ratios are taken within a round.
 BLOCKS_ACKED: Final = "blocks_acked"
 BLOCKS_PIPELINED: Final = "blocks_pipelined"
 WHOLE: Final = "whole"
@@ -67,7 +67,7 @@ class Paging:
     """How a paged cache cuts a prompt's KV."""
 
     num_layers: int = NUM_LAYERS
-    block_bytes: int = BLOCK_BYTES  # of one layer
+    block_bytes: int = BLOCK_BYTES  # in one layer
 
 
 DEFAULT_PAGING: Final = Paging()
@@ -75,7 +75,7 @@ DEFAULT_PAGING: Final = Paging()
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a pair is asked to do once. `chunk_bytes` 0: the product's own."""
+    """What a pair does once. With `chunk_bytes` 0, the product's own size is used."""
 
     mode: str
     num_bytes: int
@@ -91,7 +91,7 @@ class Command:
 
 
 def layout_of(num_bytes: int, paging: Paging = DEFAULT_PAGING) -> KvLayout:
-    """Raises ValueError unless the layers' blocks make up exactly `num_bytes`."""
+    """Raises ValueError unless whole blocks of all layers have exactly `num_bytes`."""
     num_blocks, rest = divmod(num_bytes, paging.num_layers * paging.block_bytes)
     if rest:
         raise ValueError(f"{num_bytes} bytes are not whole blocks of {paging.num_layers} layers")
@@ -99,14 +99,14 @@ def layout_of(num_bytes: int, paging: Paging = DEFAULT_PAGING) -> KvLayout:
 
 
 def layer_compute_s(num_bytes: int) -> float:
-    """How long the model computes one layer of a prompt with so much KV."""
+    """How long the model computes one layer of a prompt with `num_bytes` of KV."""
     return max(num_bytes / TOKEN_BYTES / TOKENS_PER_S, WEIGHTS_S) / NUM_LAYERS
 
 
 class PagedCache:
     """One side's blocks.
 
-    A prompt of any size takes random ones out of half as many again as the largest needs.
+    Its size is 1.5 times the largest prompt; each prompt takes random blocks of it.
     """
 
     def __init__(self, largest: int, seed: int, paging: Paging = DEFAULT_PAGING) -> None:
@@ -117,7 +117,7 @@ class PagedCache:
         pool = np.empty((paging.num_layers, self._num_blocks, paging.block_bytes), np.uint8)
         words = pool.view(np.uint64)
         words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
-        words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]  # layers differ too
+        words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]  # so layers differ
         self._layers: list[ByteMatrix] = list(pool)
         self.all_layers = HostBlocks(self._layers)
         self.by_layer = [HostBlocks([layer]) for layer in self._layers]
@@ -128,7 +128,7 @@ class PagedCache:
         return self._random.permutation(self._num_blocks)[:count]
 
     def blocks(self, ids: npt.NDArray[np.intp]) -> list[ByteArray]:
-        """Each block of each layer, layer-major: what a transfer block by block moves."""
+        """Each block of each layer, layer-major, for a transfer block by block."""
         return [layer[i] for layer in self._layers for i in ids]
 
     def digest(self, ids: npt.NDArray[np.intp]) -> str:

@@ -1,6 +1,4 @@
-"""Two worker processes over one kind of UCX transport, and what one command to both of them
-took.
-"""
+"""Two worker processes over one UCX transport, and the time that a command to both of them took."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Sample:
     scatter_ms: float
     cpu_sender_ms: float
     cpu_receiver_ms: float
-    # Of one block, where each waits for the ack of the one before: median, 99th percentile,
+    # The time of one block, where each waits for the previous block's ack: median, 99th percentile,
     # standard deviation.
     block_ms: float | None = None
     block_p99_ms: float | None = None
@@ -72,7 +70,7 @@ class Pair:
         is_verified: bool = False,
         paging: Paging = DEFAULT_PAGING,
     ) -> Sample:
-        """Raises AssertionError if the bytes that arrived are not those sent."""
+        """Raises AssertionError if the bytes that arrived are not the bytes that were sent."""
         self._num_commands += 1
         command = Command(
             mode, num_bytes, self._num_commands, repeats, chunk_bytes, is_verified, paging

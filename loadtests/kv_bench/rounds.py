@@ -1,5 +1,5 @@
-"""The measurement: in each round every mode, size, transport, yardstick and peer once, so that
-ratios share their minute.
+"""The measurement: each round has every mode, size, transport, yardstick and peer once, so that
+ratios compare the same minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loadtests.kv_bench.pair import Pair, pair
 
 _WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
 _WIRE_REPEATS: Final = 32
-_QUICK_REPEATS: Final = 3  # of transfers below 16 MiB: one is within the scheduler's noise
+_QUICK_REPEATS: Final = 3  # of transfers below 16 MiB, since a single one is within the noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Plan:
     transports: Sequence[str]
     sizes: Sequence[int]
     rounds: int
-    within_s: float  # no round begins later
+    within_s: float  # no round begins after this time
     peers: Mapping[str, Path]  # library -> interpreter that has it
     has_perftest: bool = True
 
@@ -55,7 +55,7 @@ def repeats_of(num_bytes: int) -> int:
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
-    """Round 0 is not in the result: it checks the bytes and warms memory and connections."""
+    """Round 0 does not count: it checks the bytes and warms memory and connections."""
     rows: list[Row] = []
     ends = time.monotonic() + plan.within_s
     largest = max(plan.sizes)
@@ -84,7 +84,7 @@ def _repeats(num_bytes: int, number: int) -> int:
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
         if mode in (cases.WIRE, cases.WIRE_EMPTY):
-            both.run(mode, num_bytes)  # perftest warms up too
+            both.run(mode, num_bytes)  # perftest warms up, too
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
             continue

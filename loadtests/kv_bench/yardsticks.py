@@ -1,9 +1,9 @@
 """What the machine and the library can do without us: raw memcpy, and UCX's own `ucx_perftest`.
 
-`ucx_perftest` is the one that comes with the libucx we load, with the same UCX_* settings and error
-handling on, one message after the other without an agent. It runs both polling (its default) and
-sleeping until there is work, as we do. It never writes what it sends (1.4 MiB resident with a
-buffer of 256 MiB): its source is the kernel's page of zeros.
+`ucx_perftest` comes with the libucx that we load. It has the same UCX_* settings and error
+handling, and sends one message after the other without an agent. It runs twice: polling (its
+default), and sleeping until there is work, as we do. It never writes what it sends (1.4 MiB
+resident with a buffer of 256 MiB): its source is the kernel's page of zeros.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def memcpy_ms(num_bytes: int) -> float:
 
 
 def perftest_binary() -> Path | None:
-    """The one beside the library that we load."""
+    """The ucx_perftest beside the library that we load."""
     spec = find_spec("libucx")
     for folder in spec.submodule_search_locations or () if spec else ():
         binary = Path(folder, "bin", "ucx_perftest")

@@ -1,3 +1,3 @@
-"""What placement decides and at which cost: plans, the index, how old its knowledge is, and
-policies side by side.
+"""Placement and its cost: plans, the index, how old its knowledge is, and a comparison of
+policies.
 """

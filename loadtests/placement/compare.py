@@ -6,13 +6,13 @@ one table with spread.
         --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
     python -m loadtests.placement.compare --out FILE --max-runs 0    # write the report again
 
-One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same
-minutes of the machine. Each run is a line in OUT.jsonl as soon as it is over, and is not repeated:
-an interrupted comparison goes on where it was.
+Runs follow each other, each on its own mesh, seed by seed, so that all policies see the same
+minutes of the machine. Each run becomes a line in OUT.jsonl as soon as it is over, and is not
+repeated: an interrupted comparison goes on where it was.
 
 Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where
-nothing costs CPU. What the mesh is slower by is its own work and whatever else the machine did;
-where that is more than policies differ by, the table says nothing of them.
+nothing costs CPU. The mesh is slower by its own work and by the machine's other work. If that is
+more than the difference between policies, the table says nothing about the policies.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 from pdmesh.launcher.mesh import MeshFailed
 
-_MANY_BLOCKS: Final = 16_384  # of a decode, which is not what is measured
+_MANY_BLOCKS: Final = 16_384  # for a decode, which is not measured
 
 _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arguments` is what loadtests.traffic.replay is told; it is played by these policies alone,
-    if it names any. `least_reuse`: the factor on the reuse length that is asked of one of RTP-LLM's
-    workloads (S131); 0: it is none of them.
+    """`arguments` go to loadtests.traffic.replay. If it names policies, only these play it.
+
+    `least_reuse`: the required factor on the reuse length in one of RTP-LLM's workloads (S131); 0
+    for other workloads.
     """
 
     arguments: str
@@ -62,12 +63,12 @@ class Case:
     least_reuse: float = 0.0
 
 
-# Eight prefills at half to three quarters of what they can compute, with caches that the prompts
-# overflow: with less load every policy is within any SLO, with more none is. Mooncake's prompts are
-# 280 tokens here on average: 120 ms by the law, and some of CPU. Its answers have 2 to 20 tokens,
-# so their time per token is mostly the hand-over and a step of 40 ms: its bound is there to notice
-# what hangs. The other two are RTP-LLM's workloads (S131), beside what they are with its scheduling
-# off.
+# Eight prefills run at half to three quarters of their capacity, with caches that the prompts
+# overflow: with less load every policy keeps any SLO, with more load none does. Mooncake's prompts
+# have 280 tokens here on average: 120 ms by the law, plus some CPU. Its answers have 2 to 20
+# tokens, so their time per token is mostly the hand-over and a step of 40 ms; its bound only
+# catches what hangs. The other two are RTP-LLM's workloads (S131), compared with its scheduling
+# switched off.
 CASES: Final = {
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
@@ -136,7 +137,7 @@ class Twin:
 
 
 def twin_of(options: argparse.Namespace) -> Twin:
-    """What `replay` would see with these options if neither Python nor the network took time."""
+    """What `replay` would see with these options if Python and the network took no time."""
     shape = MeshShape(
         LAWS[options.law],
         num_prefill=options.prefill,
@@ -163,7 +164,7 @@ def twin_of(options: argparse.Namespace) -> Twin:
 
 
 def known(path: Path | None) -> list[Run]:
-    """What an earlier call has measured."""
+    """The runs that earlier calls have measured."""
     if path is None or not path.exists():
         return []
     return [Run(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,5 +1,5 @@
-"""What `loadtests.placement.compare` measured, as a page: a table for each case, what is best at
-which measure, and RTP-LLM's two ratios (S131).
+"""What `loadtests.placement.compare` measured, as a page: a table for each case, which policy is
+best by which measure, and RTP-LLM's two ratios (S131).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loadtests.harness.verdicts import OURS, Measure, verdicts
 
 OFF: Final = "mixed_pool"
 EVEN_OFF: Final = "round_robin"
-_MOST_P95: Final = 0.70  # of ours over scheduling off
+_MOST_P95: Final = 0.70  # our P95 relative to the P95 with scheduling off
 
 ABOUT_OFF: Final = (
     "Scheduling off: RTP-LLM (8.1) names its baseline only by what it lacks, and what its "
@@ -29,8 +29,8 @@ ABOUT_OFF: Final = (
 class Run:
     """One policy under one seed.
 
-    `load_max_over_mean`: prompts admitted, over the prefills; `mesh_cores`: CPU of all its
-    processes; `reused_tokens`: of an answered prompt; twin: the same run on the virtual clock.
+    `load_max_over_mean`: of the prompts admitted by each prefill; `mesh_cores`: CPU of all its
+    processes; `reused_tokens`: mean of answered prompts; twin: the same run on the virtual clock.
     """
 
     case: str
@@ -73,7 +73,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
     ("twin hit %", lambda r: r.twin_hit_percent, ".1f"),
 )
 
-# What is measured on the mesh, and what the twin says of the same.
+# Measures on the mesh, and the same measures of the twin.
 _JUDGED: Final[tuple[tuple[Measure[Run], Measure[Run]], ...]] = (
     (
         Measure("goodput/s", lambda r: r.goodput_per_s, ".2f", is_more_better=True),
@@ -97,8 +97,8 @@ _JUDGED: Final[tuple[tuple[Measure[Run], Measure[Run]], ...]] = (
 def page(runs: Sequence[Run], least_reuse: Mapping[str, float]) -> str:
     """Markdown: median (lowest..highest) over the seeds, case by case.
 
-    `least_reuse`: cases that are RTP-LLM's workloads, with the factor on the reuse length that is
-    asked of them.
+    `least_reuse`: the cases that are RTP-LLM's workloads, with the required factor on the reuse
+    length.
     """
     parts = []
     if any(run.case in least_reuse for run in runs):

@@ -1,9 +1,9 @@
-"""What the unified hash map costs: match time against blocks and workers, memory, and how fast
-deltas go in.
+"""What the unified hash map costs: match time by blocks and workers, memory, and the rate of
+deltas.
 
     python -m loadtests.placement.index [--quick]
 
-Three ways to answer "who holds how much of this prompt" are timed in turn within the same second,
+Three ways to find which worker holds how much of a prompt are timed in turn within the same second,
 on the same blocks: a set per worker that is walked (O(B*W)), one map of block -> set of workers
 (the paper's Algorithm 2), and pdmesh's map of bitmasks. All three must give the same answer. Memory
 is the growth of a fresh process that holds a million blocks.
@@ -35,7 +35,7 @@ _BLOCKS: Final = (1, 4, 16, 64, 256, 1000, 4000)
 _WORKERS: Final = (10, 30, 100, 300, 1000)
 _MEMORY: Final = ((1, 1), (1, 100), (4, 100), (16, 1000))  # holders of each block, workers
 _DELTA_BLOCKS: Final = 64
-_BUDGET_S: Final = 0.06  # of one cell and one way
+_BUDGET_S: Final = 0.06  # for each cell and way
 _SPREADS: Final = ("random depths", "all hold all")
 _MOST_SLOWDOWN: Final = (
     5.0  # of the longest prompt's walk, from the fewest workers to a hundred times as many
@@ -98,8 +98,8 @@ class PerWorker:
 
 
 class SetPerBlock:
-    """Block -> set of workers, and each worker's blocks, without which its removal would cost the
-    whole map.
+    """Block -> set of workers, and each worker's blocks: without these, removing a worker would
+    walk the whole map.
     """
 
     def __init__(self) -> None:
@@ -185,9 +185,7 @@ def _match_rows(num_workers: int, lengths: Sequence[int]) -> Iterator[MatchRow]:
 
 
 def _timed(ways: dict[str, Match], asked: Sequence[bytes]) -> dict[str, list[float]]:
-    """Repetitions of all ways in turn, so that each sees the same neighbours; at least three
-    each.
-    """
+    """Repeat all ways in turn, at least three times, so that other load affects them alike."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     gc.disable()
     until = time.perf_counter() + _BUDGET_S * len(ways)
@@ -209,8 +207,8 @@ def _in_a_fresh_process(way: str, holders: int, num_workers: int, num_blocks: in
 
 
 def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) -> MemoryRow:
-    """Holders are neighbours on a ring of workers, as those that served the same conversations;
-    called in a child.
+    """Measure in this process, which is a child. A block's holders are neighbours on a ring of
+    workers, like workers that served the same conversations.
     """
     index = _WAYS[way]()
     names = [f"worker-{i}" for i in range(num_workers)]
@@ -303,13 +301,15 @@ def _markdown(
 def _flatness(
     at: Mapping[tuple[str, str, int, int], float], num_blocks: int, workers: Sequence[int]
 ) -> list[str]:
-    """Flat in the workers is the walk over the blocks; the answer has an entry for each worker, and
-    grows with them.
+    """The walk over the blocks does not depend on the number of workers. The answer does: it has an
+    entry for each worker.
     """
     few, many = min(workers), max(workers)
 
     def slowdown(way: str, spread: str) -> float:
-        """Of what is left without the answer: a match of one block that all hold is little else."""
+        """The slowdown without the answer's cost, which is the time to match one block that all
+        hold.
+        """
         few_us, many_us = (
             at[way, spread, num_blocks, w] - at[way, "all hold all", 1, w] for w in (few, many)
         )

@@ -1,17 +1,17 @@
 """Throughput per instance, Phi (S2), as the master's own metrics predict it for another split,
-against what a mesh of that split carries.
+compared with what a mesh of that split carries.
 
     python -m loadtests.placement.phi_mesh --out FILE    # about 2 minutes, on a quiet machine
 
-Each workload meets two real meshes of sim instances, one after the other. At the first the master's
-T_p, T_d, b_p and b_d are read from its /metrics while the mesh is full; formula (1) with the n_p
-and n_d of the second says what that one will carry; measured is what it answers. No law is asked:
-it only sets how long instances take, long enough that what the mesh itself costs is small beside
-it.
+Each workload runs on two real meshes of sim instances, one after the other. T_p, T_d, b_p and b_d
+are read from the first master's /metrics while the mesh is full. Formula (1) with n_p and n_d of
+the second mesh predicts what that mesh will carry, and its answers are measured. The prediction
+does not use the law: the law only sets how long instances take, which is long compared with the
+mesh's own cost.
 
-Twice as many users as there are slots ask without a pause, so that both meshes are full; the role
-that binds is the same in both, since b / T is a capacity only where all slots are taken. Beside the
-prediction stands what the second mesh's own metrics say of itself.
+There are twice as many users as slots, and they ask without a pause, so both meshes are full. Both
+have the same bottleneck role, since b / T is a capacity only where all slots are taken. Beside the
+prediction stands what the second mesh's metrics say about that mesh itself.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from pdmesh.launcher.spec import MeshSpec
 _BLOCK: Final = 64  # tokens
 _PREFILL_BLOCKS: Final = 1024  # all prefixes find room
 _NUM_PREFIXES: Final = (
-    2  # each is cold once, and the master's means remember it for dozens of requests
+    2  # each prefix is cold once, which stays in the master's means for dozens of requests
 )
 _LOOK_S: Final = 0.5
 _PREFIX: Final = "pdmesh_scenario_"
-_WARM_SHARE: Final = 0.35  # of a run: until batches, caches and means are those of a full mesh
+_WARM_SHARE: Final = 0.35  # of a run, until batches, caches and means are those of a full mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens of a request, slots of an instance.
+    """The tokens of a request and the slots of an instance, on the meshes `profiled` and
+    `predicted`.
 
-    `profiled` tells what is to be expected of `predicted`.
-
-    Answers are up to a quarter longer or shorter, so that those of a batch do not all end at once.
+    `profiled` predicts what `predicted` carries. Answers are up to a quarter longer or shorter, so
+    that the answers of a batch do not all end at once.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Exported:
 class Ran:
     """One full mesh.
 
-    `profile`: means of what the master exported; `phi`: answers/s per instance.
+    `profile`: the means that the master exported; `phi`: answers/s per instance.
     """
 
     profile: Profile
@@ -102,7 +102,7 @@ class Ran:
 class Checked:
     """Rates in requests/s per instance, times in seconds.
 
-    `of_itself`: by the predicted mesh's own metrics.
+    `of_itself`: Phi by the predicted mesh's own metrics.
     """
 
     workload: str
@@ -183,7 +183,7 @@ def _numbers(look: Exported) -> tuple[float, float, float, float]:
 
 
 async def _watch(ops_address: str, duration_s: float, looks: list[Exported]) -> None:
-    """Looks at the metrics as a monitor would, while the mesh is full."""
+    """Read the metrics like a monitor, while the mesh is full."""
     since = _WARM_SHARE * duration_s
     await asyncio.sleep(since)
     for _ in range(round((duration_s - since) / _LOOK_S)):
@@ -197,8 +197,9 @@ def _page(ops_address: str) -> str:
 
 
 def scenario_metrics(page: str, scenario: str) -> dict[str, float]:
-    """What a master exports of a scenario, by name without `pdmesh_scenario_` and unit; what it
-    says by role or term has that after a /.
+    """What a master exports about a scenario, by name without `pdmesh_scenario_` and unit.
+
+    If a metric has a role or a term, that follows the name after a /.
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):

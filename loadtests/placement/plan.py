@@ -45,11 +45,11 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRe
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 NUM_BLOCKS: Final = 128  # of 64 tokens each
-_PREFIXES: Final = 64  # in use; each is held by three prefills up to half of its length
+_PREFIXES: Final = 64  # in use; three prefills hold each, up to half of its length
 
 
 def build(num_workers: int) -> tuple[Placement, PrefixIndex]:
-    """Half prefills, half decodes, under load, with an index of what they hold."""
+    """A fleet of half prefills, half decodes under load, with an index of what they hold."""
     rng, fleet, index = random.Random(1), Fleet(), PrefixIndex()
     prefills = [f"prefill-{i}" for i in range(num_workers // 2)]
     for role, names in (
@@ -79,7 +79,7 @@ def prompt(number: int) -> list[bytes]:
 class Cost:
     """Times in milliseconds, over `num` decisions.
 
-    `cpu_ms`: of the deciding process, for one decision, gRPC included where it is used.
+    `cpu_ms`: CPU of the deciding process per decision, including gRPC where it is used.
     """
 
     how: str
@@ -93,9 +93,9 @@ class Cost:
 
 
 def in_process(num_workers: int, count: int) -> Cost:
-    """Match and plan, with the reports that settle what was booked.
+    """Match and plan, with the reports that settle bookings.
 
-    CPU time: what else the machine does is not its cost.
+    Times are CPU time, so the machine's other work does not count.
     """
     placement, index = build(num_workers)
     calm_the_collector()  # as in a service
@@ -170,9 +170,9 @@ def _serve(num_workers: int, pipe: Connection) -> None:
 
 @contextmanager
 def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
-    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse.
+    """A master's gRPC service in its own process, over a fleet without reports: bookings expire.
 
-    Yields its port and what it costs.
+    Yields its port and its cost.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -189,7 +189,7 @@ def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
 async def _ask(
     port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
 ) -> Cost:
-    """Each stream, one gateway's, has one question of `batch` queries under way."""
+    """Each stream stands for a gateway and has one question of `batch` queries under way."""
     queries = [
         PlanQuery(
             request_id=f"q{i}",

@@ -4,8 +4,8 @@
 python -m loadtests.placement.staleness --instances 10,100,1000 --rate 1000 --out
 loadtests/results/staleness-2026-11-21
 
-Instances are publishers alone, all in one process; the bus is a real NATS, and what listens are the
-master's own feeds. Every change carries the time at which it was made.
+The instances are only publishers, all in one process. The bus is a real NATS, and the master's own
+feeds listen. Every change carries the time at which it was made.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from pdmesh.v1.instance_service_pb2 import Load
 LOAD_BAR_MS: Final = 20.0  # the paper's periods of polling
 BLOCKS_BAR_MS: Final = 50.0
 _POLLED: Final = "mesh.v1.bench.polled."
-_BEGIN_S: Final = 30.0  # for a thousand publishers to be there
-_LATE_S: Final = 2.0  # for the last changes to be heard
+_BEGIN_S: Final = 30.0  # until a thousand publishers are there
+_LATE_S: Final = 2.0  # until the last changes have arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never got
-    there. CPU: seconds a second.
+    """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never
+    arrived. CPU is in seconds per second.
 
-    `to_polled`: nine in ten changes are there within so many times the age that nine in ten have
-    where the same instances tell them every 20 ms (loads) and 50 ms (blocks), as with polls.
+    `to_polled`: the age below which nine in ten changes are, relative to the same number with polls
+    every 20 ms (loads) and 50 ms (blocks).
     """
 
     num_instances: int
@@ -76,12 +76,12 @@ class Staleness:
 
 
 class _Instance:
-    """What one of them would publish, and when it changed."""
+    """What one instance would publish, and when it changed."""
 
     def __init__(self, bus: NatsBus, name: str) -> None:
         events = EventPublisher(bus, name, 1)
         self._bus, self._name = bus, name
-        self._changed_at_us = 0  # the first change that was not told yet
+        self._changed_at_us = 0  # the first change that was not published yet
         self._load_polled: list[int] = []
         self._blocks_polled: list[int] = []
         self._load = LoadPublisher(events, name, self._read, LoadBook())
@@ -94,7 +94,7 @@ class _Instance:
         ]
 
     def change(self) -> None:
-        """As a prompt does: a slot is taken, and a block stored."""
+        """Make the change of a prompt: a slot is taken, and a block is stored."""
         now_us = time.monotonic_ns() // 1000
         self._changed_at_us = self._changed_at_us or now_us
         self._load_polled[:] = self._load_polled or [now_us]
@@ -107,7 +107,7 @@ class _Instance:
         return Load(num_slots=8, num_kv_blocks_free=changed_at_us)
 
     async def _poll(self, what: str, changed_at_us: list[int], every_ms: float) -> None:
-        """The yardstick: what a poll at this period would hear."""
+        """The yardstick: publish what a poll at this period would see."""
         while True:
             await asyncio.sleep(every_ms / 1e3)
             if changed_at_us:
@@ -171,7 +171,7 @@ class _TimedFleet(Fleet):
         super().handle(event, now)
         if isinstance(event, LoadReported):
             self._ages.num_events += 1
-            if event.num_kv_blocks_free:  # else it is told again, unchanged
+            if event.num_kv_blocks_free:  # if 0, it is an unchanged report, sent again
                 self._ages.load_ms.append(time.monotonic() * 1e3 - event.num_kv_blocks_free / 1e3)
 
 
@@ -190,7 +190,7 @@ class _TimedIndex(PrefixIndex):
 
 
 class _Known:
-    """A registry's view of instances that neither come nor go."""
+    """A registry's view of a fixed set of instances."""
 
     is_connected = True
 

@@ -1,6 +1,6 @@
-"""Virtual time: a heap of what happens when.
+"""Virtual time: a heap of future events.
 
-Equal times happen in the order in which they were planned.
+Events at the same time happen in the order in which they were planned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Clock:
         self.at(self.now + delay_s, what)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._heap:
             self.now, _, what = heapq.heappop(self._heap)
             self.num_events += 1

@@ -1,5 +1,5 @@
-"""Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with
-spread (`make bench NAME=compare`).
+"""Policies compared on the virtual clock: the same arrivals, the same seeds, one table with spread
+(`make bench NAME=compare`).
 
 python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the
 cases that need none python -m loadtests.sim.compare --cases "cache pressure" --policies
@@ -36,8 +36,8 @@ from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
-# What Dynamo's own replay of the same trace with the same workers and blocks gave with its KV
-# router.
+# Reuse with Dynamo's KV router, in Dynamo's own replay of the same trace with the same workers and
+# blocks.
 PEER_REUSE: Final = {
     "4 x 16384": 13.1,
     "8 x 16384": 20.2,
@@ -148,7 +148,7 @@ class Outcome:
     num_refused: int
     num_rejections: int
     prediction_error_percent: float  # MAPE of prefill times after the first 200
-    load_max_over_mean: float  # prompt tokens computed, over the instances that prefill
+    load_max_over_mean: float  # of computed prompt tokens, among the instances that prefill
     num_idle: int
     run_s: float
 
@@ -212,7 +212,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _price(
     by_policy: Mapping[str, Sequence[Outcome]], measure: Measure[Outcome], rival: str
 ) -> str:
-    """What a policy that is better in something pays for it, or has of it."""
+    """What a policy that is better by a measure pays for it, or gains by it."""
     reuse, mean, *_ = _JUDGED
     other = mean if measure is reuse else reuse
     ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))

@@ -1,10 +1,10 @@
 """The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution,
 over a live mesh.
 
-Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: what a shell adds
-is I/O alone. What differs is how one group changes: that is the simulated mesh's own (the master's
-is `core/groups/controller`). Everything that was decided or done is in `log`, in order, and
-`samples` holds one row per window: figures are drawn from these two.
+Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: a shell would only
+add I/O. Only the change of a group differs: the simulated mesh does it itself, where the master has
+`core/groups/controller`. Everything that was decided or done is in `log`, in order, and `samples`
+holds one row per window. Figures are drawn from these two.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from pdmesh.core.upgrade.events import (
 
 _TICK_S: Final = 1.0
 _KV: Final = "sim"
-_FIRST: Final = "r1"  # release that all groups begin with
+_FIRST: Final = "r1"  # the release that all groups begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Sample:
 class Control:
     """Call `start`, then run the mesh's clock.
 
-    Schedules see unix seconds: `wall` at the clock's start, and `speed` of them in each of its
-    seconds.
+    Schedules see unix seconds: they begin at `wall`, and `speed` of them pass in each second of the
+    clock.
     """
 
     mesh: LiveMesh
@@ -106,7 +106,7 @@ class Control:
     upgrade_limits: UpgradeLimits = field(default_factory=UpgradeLimits)
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     _upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(_KV))
-    _releases: dict[str, str] = field(default_factory=dict)  # that scenarios shall run
+    _releases: dict[str, str] = field(default_factory=dict)  # the release of each scenario
     _version: int = 1
     _lost: list[tuple[Group, Role, float]] = field(default_factory=list)
 
@@ -128,12 +128,12 @@ class Control:
         self._ratio(OperatorAsked(plan))
 
     def release(self, scenario: str, release: str) -> None:
-        """Another revision for all groups of the scenario."""
+        """Give another revision to all groups of the scenario."""
         self._releases[scenario] = release
         self._version += 1
 
     def kill(self, group_id: str, role: Role, repaired_after_s: float) -> None:
-        """The busiest instance of the role dies; its machine comes back as a blank one later."""
+        """Kill the role's busiest instance; its machine comes back later as a blank instance."""
         names = [n for n, r in sorted(self.mesh.groups[group_id].members.items()) if r is role]
         if not names:
             return
@@ -185,8 +185,9 @@ class Control:
             mesh.clock.after(self.window_s, self._window)
 
     def _is_disturbed(self, scenario: str) -> bool:
-        """An upgrade or a loss says nothing about the ratio, and a plan under way is judged by
-        itself.
+        """Whether the window says nothing about the ratio: after an upgrade or a loss.
+
+        A plan under way is judged by itself.
         """
         is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)

@@ -36,7 +36,7 @@ from pdmesh.core.ratio.controller import RatioLimits
 DAY_S: Final = 86_400.0
 MIDNIGHT: Final = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
 _HOUR: Final = 3600.0
-_LOAD_S: Final = 300.0  # of the day: a set-up
+_LOAD_S: Final = 300.0  # how long a set-up takes, in seconds of the day
 _PEAK_PER_S: Final = 7.0
 _E2E_SLO_S: Final = 25.0
 NEW_PROMPTS_AT: Final = 10.0 * _HOUR
@@ -80,7 +80,7 @@ SCHEDULE: Final = (
 
 
 def play(speed: float, seed: int, command: str) -> Day:
-    """All durations of the day shrink by `speed`, those of single requests do not."""
+    """All durations of the day shrink by `speed`, but not those of single requests."""
     until = DAY_S / speed
     shape = replace(SHAPE, ttft_slo_s=15.0)
     slo = {"chat": _E2E_SLO_S, "code": _E2E_SLO_S}

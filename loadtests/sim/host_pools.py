@@ -1,9 +1,9 @@
-"""Host pools of the workers on the virtual clock: what a worker loads from its own or a peer's
-instead of computing it.
+"""The workers' host pools on the virtual clock: blocks that a worker loads from its own pool or a
+peer's and does not compute.
 
-Which source serves which blocks is `core.kv.tiers.load_plan`' decision, as in the mesh; a load
-takes what its costs say. A pool keeps copies of what its worker computed or loaded, and forgets the
-least recently used.
+`core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes the
+time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded, and
+forgets the least recently used.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Pool:
 
 @dataclass(slots=True)
 class HostPools:
-    """`num_blocks` per worker; 0: there are none.
+    """`num_blocks`: per worker; 0: there are no pools.
 
-    `recompute_block_s` is what a load is weighed against.
+    `recompute_block_s`: the time to compute a block, which a load must beat.
     """
 
     num_blocks: int
@@ -56,7 +56,7 @@ class HostPools:
     _pools: dict[str, _Pool] = field(default_factory=dict)
 
     def load(self, worker: str, hashes: Sequence[bytes], first: int) -> tuple[int, float]:
-        """(blocks from `first` on that come from pools, seconds until all are there)."""
+        """(how many blocks from `first` on come from pools, seconds until all are there)."""
         if not self.num_blocks or first >= len(hashes):
             return 0, 0.0
         plan = plan_load(

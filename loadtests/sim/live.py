@@ -1,9 +1,9 @@
 """A mesh of groups on the virtual clock that can change while it serves: instances join, drain,
 change role, die.
 
-Instances take as long as their real ones for what matters here: a drain lasts until the last slot
-is free, a set-up lasts `load_s`. A killed instance breaks its requests' legs at once; the request
-core then does what it does in a gateway.
+Where it matters, instances take as long as real ones: a drain lasts until the last slot is free,
+and a set-up lasts `load_s`. A killed instance breaks its requests' legs at once; the request core
+then does what it does in a gateway.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Group:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one scenario, since the window began; seconds."""
+    """Sums over one scenario since the window began; times in seconds."""
 
     num: int = 0
-    num_late: int = 0  # those refused too
+    num_late: int = 0  # including refused requests
     num_refused: int = 0
     num_arrived: int = 0
     queue_s: float = 0.0
@@ -65,7 +65,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class Totals:
-    """Over the whole run.
+    """Totals over the whole run.
 
     `num_failed` were refused or broke off; `num_late` were answered after their SLO.
     """
@@ -73,11 +73,11 @@ class Totals:
     num: int = 0
     num_failed: int = 0
     num_late: int = 0
-    num_migrated: int = 0  # went on elsewhere when an instance died
+    num_migrated: int = 0  # that went on elsewhere when an instance died
 
 
 class LiveMesh(VirtualMesh):
-    """`e2e_slo_s` per scenario says which answers are in time; without one all are.
+    """`e2e_slo_s`: by scenario, when an answer is in time; without an SLO every answer is.
 
     `num_blank` instances wait for a role.
     """
@@ -99,8 +99,8 @@ class LiveMesh(VirtualMesh):
         self.until: float = 0.0
         self._slo = e2e_slo_s or {}
         self._sums: dict[str, _Sums] = {}
-        self._busy_s: dict[str, float] = {}  # of prefills: compute; of decodes: full seconds
-        self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)  # and the window's length
+        self._busy_s: dict[str, float] = {}  # a prefill's compute, or a decode's full seconds
+        self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)  # last window's, its length
         self._window_began = 0.0
         self._names = itertools.count()
         self._numbers = itertools.count()
@@ -109,12 +109,12 @@ class LiveMesh(VirtualMesh):
         self.renewing: set[str] = set()
         self._loading: dict[str, int] = {}  # instances that are being set up, by scenario
         self._lent: dict[str, dict[Role, int]] = {}  # what a group had when it was lent
-        self._lives: dict[int, tuple[_Life, str]] = {}  # legs under way: whose, and where
+        self._lives: dict[int, tuple[_Life, str]] = {}  # by leg: its request, its instance
 
     # --- what may be asked of it ------------------------------------------------------------------
 
     def set_up(self, group_id: str, scenario: str, num_prefill: int, num_decode: int) -> Group:
-        """A group that serves at once: how a run begins."""
+        """Make a group that serves at once, for the beginning of a run."""
         group = self.groups[group_id] = Group(group_id, scenario)
         for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
             for _ in range(count):
@@ -127,13 +127,15 @@ class LiveMesh(VirtualMesh):
         self.clock.after(_SAMPLE_S, self._sample)
 
     def play(self, arrivals: Iterator[Arrival]) -> None:
-        """One after the other, so that a day's requests need not be there at once."""
+        """Take arrivals one after the other, so that a day's requests need not be in memory at
+        once.
+        """
         arrival = next(arrivals, None)
         if arrival is not None:
             self.clock.at(arrival.at_s, lambda: self._arrive(arrival, arrivals))
 
     def make(self, move: Move, done: Callable[[bool], None]) -> None:
-        """Carry a move out; `done(whether)` when the groups look like it."""
+        """Carry a move out; `done` is called with the result when the groups have changed."""
         if move.role is None:
             self._make_group(move, done)
             return
@@ -153,7 +155,7 @@ class LiveMesh(VirtualMesh):
                 raise AssertionError(move)
 
     def renew(self, group_id: str, revision: str, done: Callable[[bool], None]) -> None:
-        """Load another revision on all of a group's instances, which are out meanwhile."""
+        """Load another revision on all of a group's instances, which do not serve meanwhile."""
         group = self.groups[group_id]
         counts = {role: group.num(role) for role in ROLES}
 
@@ -169,7 +171,9 @@ class LiveMesh(VirtualMesh):
         self._drain_all(group, drained)
 
     def kill(self, name: str) -> tuple[Group, Role]:
-        """SIGKILL. The record goes after `detect_s`; who shall stand in is for others to say."""
+        """Kill an instance. Its record goes after `detect_s`; a substitute is the caller's
+        choice.
+        """
         worker, group = self.workers[name], self.groups[self._group_of[name]]
         role = group.members.pop(name)
         worker.kill()
@@ -192,7 +196,7 @@ class LiveMesh(VirtualMesh):
     # --- what is seen of it -----------------------------------------------------------------------
 
     def states(self) -> dict[str, GroupShape]:
-        """Groups with how busy they were in this window and, while it is young, the one before."""
+        """The groups and their load in this window; while it is young, also in the last one."""
         span = self.clock.now - self._window_began
         return {g.group_id: self._state(g, span) for _, g in sorted(self.groups.items())}
 
@@ -210,7 +214,7 @@ class LiveMesh(VirtualMesh):
         )
 
     def window(self, scenario: str, states: dict[str, GroupShape]) -> tuple[Window | None, float]:
-        """What ended since the window began, and the rate that came; None if nothing ended."""
+        """What ended since the window began (None: nothing), and the rate of arrivals."""
         sums = self._sums.get(scenario, _Sums())
         span = max(1e-9, self.clock.now - self._window_began)
         if not sums.num:
@@ -237,7 +241,7 @@ class LiveMesh(VirtualMesh):
         self._busy_s = {}
         self._window_began = self.clock.now
 
-    # --- of VirtualMesh ---------------------------------------------------------------------------
+    # --- overrides of VirtualMesh -----------------------------------------------------------------
 
     def scenario_of(self, arrival: Arrival) -> str:
         return arrival.scenario
@@ -320,7 +324,7 @@ class LiveMesh(VirtualMesh):
     def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         self._sums.setdefault(arrival.scenario, _Sums()).num_arrived += 1
         self.submit(next(self._numbers), arrival)
-        self.served.clear()  # what is asked for is counted when it ends
+        self.served.clear()  # requests are counted when they end
         self.play(arrivals)
 
     def _join(self, group: Group, role: Role) -> None:
@@ -353,7 +357,7 @@ class LiveMesh(VirtualMesh):
         self.clock.after(self.load_s, loaded)
 
     def _drain(self, group: Group, role: Role, drained: Callable[[], None]) -> None:
-        """The least busy one of the role."""
+        """Drain the least busy instance of the role."""
         own = [name for name, each in group.members.items() if each is role]
         self._drain_one(
             min(own, key=lambda n: (self.workers[n].admission.num_slots_used, n)), drained
@@ -367,7 +371,7 @@ class LiveMesh(VirtualMesh):
         self.clock.after(self.shape.hop_s * 4, lambda: self._close(name))
 
     def _close(self, name: str) -> None:
-        """Plans made before the drain have been tried: from here on it refuses."""
+        """Refuse from here on: all plans from before the drain have been tried."""
         worker = self.workers[name]
         worker.admission.drain(True)
         if name in self._draining and worker.admission.num_slots_used == 0:
@@ -380,7 +384,7 @@ class LiveMesh(VirtualMesh):
         told()
 
     def _drain_all(self, group: Group, drained: Callable[[], None]) -> None:
-        """All of a group; prefills and decodes together, since what prefills have begun needs
+        """Drain a whole group: prefills and decodes together, since prompts under way need
         decodes.
         """
         left = set(group.members)
@@ -406,7 +410,7 @@ class LiveMesh(VirtualMesh):
                 if name in group.members:
                     self._drain_one(name, lambda name=name: one(name))  # type: ignore[misc]
                 else:
-                    one(name)  # it died meanwhile
+                    one(name)  # the instance died meanwhile
 
         close_decodes()
 

@@ -1,5 +1,5 @@
-"""Load for live meshes: requests that come at a rate which changes with time, and users who wait
-for their answers.
+"""Load for live meshes: requests that come at a rate that changes with time, and users who wait for
+their answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loadtests.traffic.workloads import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens per request: means, and how far single requests are from them (relative, uniform)."""
+    """Tokens per request: means, and how far single requests differ (relative, uniform)."""
 
     num_prompt: int
     num_output: int
@@ -43,7 +43,7 @@ def poisson(
 
 
 def merged(*streams: Iterator[Arrival]) -> Iterator[Arrival]:
-    """Several scenarios' arrivals in order of time."""
+    """The arrivals of several scenarios in order of time."""
     heads = [(arrival, stream) for stream in streams if (arrival := next(stream, None)) is not None]
     while heads:
         arrival, stream = min(heads, key=lambda head: head[0].at_s)

@@ -1,9 +1,9 @@
 """Gateway, master and instances on one virtual clock, each as its own core.
 
-What the network would add is a constant per hop; load reports and cache deltas reach the master as
-late as they do in the mesh. The gateway's side of a request is `core.request.machine`, its waiting
-room `core.request.waiting_room`, the master's `core.placement.plan` over
-`core.kv.prefix.prefix_index`, an instance's admission `core.instance.admission`.
+The network adds a constant per hop; load reports and cache deltas reach the master as late as in
+the mesh. The gateway's cores are `core.request.machine` and `core.request.waiting_room`. The
+master's are `core.placement.plan` and `core.kv.prefix.prefix_index`. An instance's is
+`core.instance.admission`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.engine.laws import Law
 from pdmesh.errors import NoInstance
 
-_HUGE: Final = 1 << 50  # bytes: arenas are no constraint here
+_HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class MeshShape:
     num_prefill: int = 0
     num_decode: int = 0
     num_blocks: int = 16384
-    decode_blocks: int = 0  # of a decode; 0: as many as the others have
+    decode_blocks: int = 0  # of a decode; 0: as many as a prefill has
     block_size: int = 64
     prefill_slots: int = 8
-    prefill_batch: int = 0  # as the gateways' setting
-    max_passed: int = MAX_PASSED  # batches that may go before one who waits; 0: in order
+    prefill_batch: int = 0  # as in the gateways' setting
+    max_passed: int = MAX_PASSED  # batches that may pass a waiting request; 0: in order
     decode_slots: int = 256
     chunk_tokens: int = 8192
     hop_s: float = 0.0005  # one way between gateway and instance or master
@@ -107,7 +107,7 @@ class MeshShape:
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. Times since its arrival; inf if it never got there."""
+    """What became of one request. Times are since its arrival; inf if it never got that far."""
 
     arrival: Arrival
     ttft_s: float = math.inf
@@ -225,15 +225,13 @@ class VirtualMesh:
         self.clock.run()
 
     def ended(self, served: Served) -> None:
-        """For those who watch: a request was answered or refused."""
+        """A hook for subclasses: a request was answered or refused."""
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """For those who watch: the master has ranked candidates for a request, maybe not for the
-        first time.
-        """
+        """A hook for subclasses: the master has ranked candidates for a request, perhaps again."""
 
     def scenario_of(self, arrival: Arrival) -> str:
-        """Whose instances a request may have: here all serve everything."""
+        """The scenario whose instances a request may use; here all serve everything."""
         return DEFAULT_SCENARIO
 
     # --- the gateway -----------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Throughput per instance, Phi (S2), as formula (1) predicts it from a profile, against what the
-mesh carries on the virtual clock.
+"""Throughput per instance, Phi (S2), as formula (1) predicts it from a profile, compared with what
+the mesh carries on the virtual clock.
 
     python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
 
-Each workload comes at half again the predicted rate, so that the mesh is full; measured is what it
-completes in the middle of the run. The profile is taken in advance from the engine's law, with the
-share of prompts found cached (r_pre) that the run had. Beside it is the error (MAPE) of the prefill
-times that the master predicted meanwhile, after the first 200.
+Each workload comes at 1.5 times the predicted rate, so that the mesh is full; the completed
+requests in the middle of the run are measured. The profile is taken in advance from the engine's
+law, with the run's share of prompts found cached (r_pre). The table also has the error (MAPE) of
+the prefill times that the master predicted meanwhile, after the first 200.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class Checked:
 
 
 def check(workload: Workload, seed: int, rate_per_s: float = 0.0) -> Checked:
-    """The rate and the share found cached depend on each other: a first run without a rate finds
-    both.
+    """Check one workload; without a rate, a first run finds it.
+
+    The rate and the share found cached depend on each other.
     """
     shape = workload.shape
     arrivals = _arrivals(workload, seed, rate_per_s or 1.0)
@@ -138,8 +139,9 @@ def _arrivals(workload: Workload, seed: int, rate_per_s: float) -> list[Arrival]
 
 
 def _while_full(served: Sequence[Served]) -> tuple[list[Served], float]:
-    """(completed from a third of the arrivals' time to its end, how long that is): the mesh is
-    full, its caches warm.
+    """Requests completed in the last two thirds of the arrivals' time, and how long that is.
+
+    In that time, the mesh is full and its caches are warm.
     """
     until = served[-1].arrival.at_s
     since = until / 3

@@ -1,5 +1,5 @@
-"""One page of plots for a comparison: a row per case, reuse and TTFT by policy, spread over the
-seeds as bars.
+"""One page of plots for a comparison: a row per case, with reuse and TTFT by policy, and bars for
+the spread over the seeds.
 """
 
 from __future__ import annotations

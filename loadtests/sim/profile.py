@@ -1,4 +1,4 @@
-"""Profiles an instance kind in advance from its law: the input of formula (1) (S27, S30)."""
+"""Profiles a kind of instance in advance from its law: the input of formula (1) (S27, S30)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def profile(
     num_cached: int = 0,
     transfer_s: float = 0.0,
 ) -> Profile:
-    """Tokens per request, slots per instance; `transfer_s` is xi, for one request.
+    """Tokens are per request, slots are per instance; `transfer_s` is xi of one request.
 
     Raises ValueError for `num_output` < 2.
     """

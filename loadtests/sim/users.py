@@ -1,8 +1,8 @@
-"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and what its queues
+"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and how its queues
 would do with other reports.
 
-Gateway and network are a constant per hop here, and the cores are the services' own: so what
-differs between two variants is how they wait, and nothing else.
+Gateway and network are a constant per hop here, and the cores are the services' own. So two
+variants differ only in how requests wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pdmesh.core.placement.plan import Plan, RankedInstance
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 
-_HOP_S: Final = 0.0015  # as a mesh of processes on two cores has it: 5 ms of TTFT beyond the law
+_HOP_S: Final = 0.0015  # as in a mesh of processes on two cores: 5 ms of TTFT beyond the law
 _TOKEN_S: Final = MEAN_PREFILL_S / (NUM_TOKENS - statistics.mean(PREFIX_TOKENS))
 
 
@@ -54,7 +54,7 @@ class UsersMesh(VirtualMesh):
         report_s: float | None = None,
         seed: int = 1,
     ) -> None:
-        """`report_s`: the time between two reports of the queues, in place of the policy's own 100
+        """`report_s`: the time between two reports of the queues; by default the policy's 100
         ms.
         """
         shape = MeshShape(
@@ -76,7 +76,7 @@ class UsersMesh(VirtualMesh):
         self._next, self._think, self._until = Prompts(seed), thinking(seed, think_s), until
         self._num_asked = 0
         self._is_told_by_reports = variant.policy == QUEUES.policy
-        self._expected: dict[int, tuple[Served, float]] = {}  # by id: when token 1 was due
+        self._expected: dict[int, tuple[Served, float]] = {}  # by id: when token 1 was expected
         for _ in range(num_users):
             self.clock.after(self._think(), self._ask)
 
@@ -84,8 +84,9 @@ class UsersMesh(VirtualMesh):
         self.clock.after(self._think(), self._ask)
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """What was known of its first token when it was first placed: by the reports of queues, or
-        by what is booked.
+        """Note the estimate of the first token when the request is first placed.
+
+        The estimate comes from the reports of queues, or from bookings.
         """
         best = plan.prefills[0]
         due = self.fleet.instances[best.instance_id].available_at
@@ -94,8 +95,8 @@ class UsersMesh(VirtualMesh):
         self._expected.setdefault(id(served), (served, due))
 
     def estimate_error_s(self, since: float) -> float:
-        """Mean distance of first tokens from when they were expected (S7), of all answered that
-        were asked for from `since` on.
+        """The mean error of the estimates of first tokens (S7), over all answered requests from
+        `since` on.
         """
         return statistics.mean(
             abs(served.arrival.at_s + served.ttft_s - due)
@@ -104,7 +105,7 @@ class UsersMesh(VirtualMesh):
         )
 
     def answers(self, since: float) -> list[Answer]:
-        """To what was asked from `since` on, as the generator of real load would have got them."""
+        """The answers to requests from `since` on, in the form of the generator of real load."""
         self.clock.run()
         return [_answer(s, since) for s in self.served if s.arrival.at_s >= since]
 
@@ -115,7 +116,7 @@ class UsersMesh(VirtualMesh):
 
 
 def _by_report_s(best: RankedInstance, arrival: Arrival) -> float:
-    """Time to token 1 behind the tokens that the queue's last report told of; they are the policy's
+    """The time to token 1 behind the tokens in the queue's last report, which is the policy's
     score.
     """
     num_before = -best.score * BLOCK_SIZE

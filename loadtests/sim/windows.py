@@ -1,11 +1,11 @@
-"""Prompts of similar length in one batch, or in order: what is computed for nothing, and who waits
-for it (S90, S91).
+"""Batches of prompts of similar length, or in order: what is computed for nothing, and which
+requests wait for it (S90, S91).
 
     python -m loadtests.sim.windows --traces FOLDER --out loadtests/results/windows-2026-11-21
 
-On the virtual clock, at rates from a queue now and then to more than is carried; lengths of the
-Mooncake trace at a fiftieth, prompts that share nothing. Prefills take four prompts at once; they
-pad them to the longest, or compute each for itself.
+It runs on the virtual clock, at rates from an occasional queue to overload. Prompts have the
+lengths of the Mooncake trace, divided by fifty, and share nothing. Prefills take four prompts at
+once; they pad them to the longest, or compute each for itself.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _RATES: Final = {PADDED_CPU: (22.0, 26.0, 32.0), SMOLLM2_CPU: (26.0, 32.0)}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`waste_percent`: tokens that padding adds, to those asked for; it costs time where the law
-    pads.
+    """`waste_percent`: the tokens that padding adds, relative to the requested tokens.
+
+    It costs time only where the law pads.
     """
 
     law: str

@@ -1,7 +1,7 @@
 """One instance on the virtual clock: the admission core, the block pool as cache, a law as time.
 
 Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for
-each running sequence. While no prompt is computed, the decode steps up to the next end are added up
+each running sequence. While no prompt is computed, the decode steps up to the next end are summed
 in closed form.
 """
 
@@ -28,9 +28,10 @@ from pdmesh.engine.sim.block_pool import BlockPool
 
 @dataclass(slots=True)
 class Job:
-    """One leg here.
+    """One leg on this worker.
 
-    `on_first` hears when the prompt is computed, `on_end` when all `num_output` tokens are drawn.
+    `on_first` is called when the prompt is computed, `on_end` when all `num_output` tokens are
+    drawn.
     """
 
     leg: int
@@ -54,9 +55,9 @@ class Job:
 
 @dataclass(slots=True)
 class Worker:
-    """`work` is what it is asked to do: PREFILL, DECODE or LOCAL (both).
+    """`work` is what it does: PREFILL, DECODE or LOCAL (both).
 
-    Times in seconds of the clock.
+    Times are in seconds of the clock.
     """
 
     instance_id: str
@@ -81,7 +82,7 @@ class Worker:
     _step: int = 0
     _num_context: int = 0
     _is_stepping: bool = False
-    _epoch: int = 0  # of the planned step; joining replans it
+    _epoch: int = 0  # of the planned step; a job that joins replans it
     _span_began: float = 0.0
     _span_step_s: float = 0.0  # while only decoding, more than one step ahead
 
@@ -123,9 +124,7 @@ class Worker:
         self._enter(job)
 
     def _keep(self, job: Job, num_blocks: int) -> None:
-        """The first blocks of its prompt can be found from now on, and a copy of them is in the
-        host pool.
-        """
+        """Keep the first blocks of the job's prompt in the cache, and a copy in the host pool."""
         hashes = job.hashes[:num_blocks]
         for block, block_hash in zip(job.blocks, hashes, strict=False):
             self.pool.store(block, block_hash)
@@ -143,7 +142,7 @@ class Worker:
     # --- steps -----------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
-        """Something joined: a span of mere decoding ends with the step under way."""
+        """A job joined: a span of pure decoding ends with the step under way."""
         if not self._is_stepping:
             self._is_stepping = True
             self._epoch += 1
@@ -153,7 +152,7 @@ class Worker:
             self._cut_span()
 
     def _cut_span(self) -> None:
-        """What joined takes part from the end of the step under way."""
+        """The job that joined takes part from the end of the step under way."""
         elapsed = self.clock.now - self._span_began
         num_steps = math.floor(elapsed / self._span_step_s) + 1
         until = self._span_began + num_steps * self._span_step_s
@@ -253,8 +252,8 @@ class Worker:
             self._num_context = 0
 
     def _keep_answer(self, job: Job) -> None:
-        """The answer's full blocks stay in the cache as they do in an engine, though this trace
-        asks for them by other names.
+        """Keep the answer's full blocks in the cache as an engine does, though this trace asks for
+        them by other names.
         """
         total = (job.num_prompt + job.num_output) // self.block_size
         new = max(0, total - len(job.blocks))
@@ -271,7 +270,7 @@ class Worker:
         self.admission.range_freed(job.leg, self.clock.now)
 
     def abort(self, job: Job) -> None:
-        """Whoever asked for it wants no more of it."""
+        """The gateway no longer wants the job."""
         self._prompts.pop(job.leg, None)
         if self._running.pop(job.leg, None) is not None:
             (end,) = (step for step, leg in self._ends if leg == job.leg)
@@ -281,7 +280,7 @@ class Worker:
         self.release(job)
 
     def kill(self) -> None:
-        """Nothing of what is planned happens any more."""
+        """The worker dies: nothing that is planned happens any more."""
         self.is_dead = True
         self._epoch += 1
         self._is_stepping = True

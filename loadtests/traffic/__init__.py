@@ -1,3 +1,1 @@
-"""Requests as they come in reality: workloads, the loops that send them, and a page on what came
-back.
-"""
+"""Realistic requests: workloads, the loops that send them, and a page on the answers."""

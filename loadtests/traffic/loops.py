@@ -1,7 +1,7 @@
 """Workloads sent to a real mesh over HTTP: open loop at their own times, or users in a closed loop.
 
-Each request is a streamed completion of token ids, so that its length and what it shares with
-others are exactly the workload's. An open loop never waits for answers: what is late is late.
+Each request is a streamed completion of token ids, so that its length and its shared prefix are
+exactly the workload's. An open loop never waits for answers, however late they are.
 `loadtests.traffic.replay --ceiling` says what the generator itself carries, against canned answers.
 """
 
@@ -31,14 +31,14 @@ _GIVE_UP_S: Final = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got.
+    """The answer to one request.
 
-    Times in seconds since it was sent; inf if it never got there. `status` 0: no answer.
+    Times are in seconds since it was sent; inf if it never got that far. `status` 0: no answer.
     """
 
     arrival: Arrival
     sent_at: float  # since the run began
-    lag_s: float = 0.0  # behind its time, by the generator's own fault
+    lag_s: float = 0.0  # how late the generator sent it
     status: int = 0
     ttft_s: float = math.inf
     e2e_s: float = math.inf
@@ -56,7 +56,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`names_scenario`: requests carry their scenario, and the mesh has a group for each."""
+    """`names_scenario`: requests name their scenario, and the mesh has a group for each
+    scenario.
+    """
 
     host: str
     port: int
@@ -93,7 +95,9 @@ class Target:
 
 
 def prompt_tokens(arrival: Arrival, block_size: int) -> list[int]:
-    """Named blocks always give the same tokens; the rest is this request's own."""
+    """The prompt's tokens: a named block always gives the same tokens; the rest is the request's
+    own.
+    """
     tokens = [token for name in arrival.blocks for token in _block_tokens(name, block_size)]
     rng = random.Random(arrival.at_s)
     rest = arrival.num_prompt_tokens - len(tokens)
@@ -106,14 +110,14 @@ def _block_tokens(name: bytes, block_size: int) -> tuple[int, ...]:
 
 
 class Connections:
-    """Kept-alive connections, made when none is idle; at most as many as requests are under way."""
+    """Kept-alive connections, made when none is idle; there are never more than open requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, answer: Answer) -> None:
-        """Fills the answer in. A connection that broke, or was never made, gives status 0."""
+        """Fill the answer in. A connection that broke, or was never made, gives status 0."""
         request = self._target.request(answer.arrival)
         try:
             reader, writer = await self._open()
@@ -142,7 +146,7 @@ class Connections:
 
 
 async def _read(reader: asyncio.StreamReader, answer: Answer, began: float) -> bool:
-    """True if the connection can be used again."""
+    """Read the answer; returns whether the connection can be used again."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     status = int(head[9:12])
     length = re.search(rb"content-length: *(\d+)", head)
@@ -171,7 +175,7 @@ async def _read_events(reader: asyncio.StreamReader, answer: Answer, began: floa
 async def open_loop(
     target: Target, arrivals: Sequence[Arrival], on_answer: Callable[[Answer], None]
 ) -> list[Answer]:
-    """Each request at its own time, whatever became of those before."""
+    """Send each request at its own time, whatever became of earlier ones."""
     connections, answers = Connections(target), []
     tasks: set[asyncio.Task[None]] = set()
     began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""One page of plots of a run: latencies with their percentiles, goodput, what was refused, hits,
-and who had the load.
+"""One page of plots of a run: latencies with their percentiles, goodput, refusals, hits, and the
+load of each instance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import matplotlib as mpl
 from loadtests.traffic.report import Part, Run, Slo
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # after the choice of a backend without a screen
+import matplotlib.pyplot as plt  # imported after a backend without a screen is chosen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ _MARKED: Final = (0.5, 0.95, 0.99)
 
 
 def draw(run: Run, found: Sequence[Part], slo: Slo, path: Path) -> None:
-    """Of `found` the first part is the whole."""
+    """The first part in `found` is the whole run."""
     done = [a for a in run.answers if a.is_answered]
     whole, scenarios = found[0], found[1:]
     names = [p.name for p in scenarios]

@@ -5,9 +5,9 @@
     make bench NAME=replay ARGS="--workload services --rate 12"   # two services, twelve scenarios
     make bench NAME=replay ARGS="--workload chats --url http://127.0.0.1:8000"
 
-Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at
---law. `azure` composes three scenarios (code, conversation, and Mooncake's) on one clock; none of
-the traces has a scenario field of its own.
+Without --url it starts its own mesh: --prefill and --decode instances of --engine; sim engines have
+--law. `azure` combines three scenarios (code, conversation, and Mooncake's) on one clock; none of
+the traces has a scenario field.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _long_prompts(options: argparse.Namespace) -> list[Arrival]:
 
 
 def _rtp(options: argparse.Namespace, make: Callable[..., list[Arrival]]) -> list[Arrival]:
-    """A dozen requests of each scenario, as many scenarios as that makes."""
+    """A dozen requests per scenario; the number of scenarios follows from the number of
+    requests.
+    """
     arrivals = make(
         random.Random(options.seed),
         num_scenarios=options.first // 12,
@@ -135,7 +137,7 @@ WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Played(Run):
-    """`cpu_s`: of all the mesh's processes while it was sent to; 0 for a mesh that is not ours."""
+    """`cpu_s`: CPU of all the mesh's processes during the load; 0 for a mesh that is not ours."""
 
     cpu_s: float = 0.0
 
@@ -143,7 +145,7 @@ class Played(Run):
 def _spec(options: argparse.Namespace) -> MeshSpec:
     settings = {"PREFILL": {"NUM_SLOTS": str(options.slots)}, "DECODE": {}}
     if options.engine == "sim":
-        # Both roles compute the same model, or they are no pair.
+        # Both roles must compute the same model to be a pair.
         shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
         settings["PREFILL"] |= {**shared, "NUM_KV_BLOCKS": str(options.prefill_blocks)}
         settings["DECODE"] |= {**shared, "NUM_SLOTS": str(DECODE_SLOTS)}
@@ -228,7 +230,7 @@ async def _send(target: Target, arrivals: list[Arrival]) -> list[Answer]:
 
 
 def _rejections(mesh: Mesh) -> dict[str, float]:
-    """Over all gateways."""
+    """Calls by rejections, summed over all gateways."""
     found: Counter[str] = Counter()
     for name in mesh.names:
         if name.startswith("gateway"):
@@ -237,7 +239,7 @@ def _rejections(mesh: Mesh) -> dict[str, float]:
 
 
 def by_rejections(page: str) -> dict[str, float]:
-    """Calls by how many prefills refused them, from the cumulated buckets of the gateway's
+    """Calls by how many prefills refused them, from the cumulative buckets of a gateway's
     histogram.
     """
     found: dict[str, float] = {}
@@ -270,7 +272,9 @@ def _say(line: str) -> None:
 
 
 async def ceiling(num_users: int = 32, duration_s: float = 5.0) -> float:
-    """Requests/s of 512 prompt tokens and 16 answered that this generator alone can carry."""
+    """The most requests/s that this generator can send, of 512 prompt tokens and 16 answered
+    ones.
+    """
     with canned_server() as port:
         answers = await closed_loop(
             Target("127.0.0.1", port),

@@ -1,4 +1,6 @@
-"""What a run of real load gave: a table, JSON and Markdown files and one page of plots (S138)."""
+"""The results of a run of real load: a table, JSON and Markdown files and one page of plots
+(S138).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Slo:
 class Part:
     """All requests, or one scenario's.
 
-    Quantiles p50, p90, p95, p99. Goodput: requests/s within the SLO.
+    Quantiles are p50, p90, p95 and p99. Goodput is in requests/s within the SLO.
     """
 
     name: str
@@ -66,7 +68,7 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def parts(answers: Sequence[Answer], slo: Slo) -> list[Part]:
-    """The whole first, then each scenario."""
+    """The whole run first, then each scenario."""
     span_s = max((a.sent_at for a in answers), default=0.0) or 1.0
     scenarios = sorted({a.arrival.scenario for a in answers})
     by_scenario = [
@@ -96,11 +98,11 @@ def table(found: Sequence[Part]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`admitted`: prompts or streams by instance; `rejections`: calls by the most prefills that
-    refused each, from the gateway's histogram; `prediction_errors`: the master's mean relative
-    error of prefill times, by kind of instance. Empty for a mesh that is not ours.
+    """`admitted`: prompts or streams by instance; `rejections`: calls by the number of prefills
+    that refused each, from the gateway's histogram; `prediction_errors`: the master's mean relative
+    error of prefill times, by kind of instance. They are empty for a mesh that is not ours.
 
-    `ceiling_per_s`: what the generator alone can send; 0: not measured.
+    `ceiling_per_s`: the most that the generator can send; 0: not measured.
     """
 
     answers: Sequence[Answer]
@@ -111,17 +113,17 @@ class Run:
 
     @property
     def late_ms(self) -> float:
-        """The most that a request was sent after its time."""
+        """The largest delay with which a request was sent."""
         return 1e3 * max((a.lag_s for a in self.answers), default=0.0)
 
     @property
     def peak_per_s(self) -> int:
-        """Most requests sent in a second."""
+        """The most requests sent in one second."""
         return max(Counter(int(a.sent_at) for a in self.answers).values(), default=0)
 
 
 def write(run: Run, slo: Slo, out: Path | None) -> None:
-    """Prints the table; with `out`, OUT.json, OUT.md and OUT.png too."""
+    """Print the table; with `out`, also write OUT.json, OUT.md and OUT.png."""
     found = parts(run.answers, slo)
     statuses = dict(sorted(Counter(a.status for a in run.answers).items()))
     ceiling = f", alone it carries {run.ceiling_per_s:.0f}" if run.ceiling_per_s else ""

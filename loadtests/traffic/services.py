@@ -19,7 +19,7 @@ DECODE_SLOTS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Tokens; the SLO is on the whole answer, in seconds."""
+    """Lengths are in tokens; the SLO is for the whole answer, in seconds."""
 
     service: str
     name: str
@@ -40,7 +40,9 @@ SCENARIOS: Final = (
 
 
 class Requests:
-    """A scenario's prompts, one after the other: its prefix, then what no other request has."""
+    """A scenario's prompts, one after the other: its prefix, then tokens that no other
+    request has.
+    """
 
     def __init__(self, number: int, scenario: Scenario) -> None:
         self._scenario, self._numbers = scenario, itertools.count(number * 1_000_000)
@@ -56,7 +58,7 @@ class Requests:
 
 
 def mesh_spec(law: str, scenarios: Sequence[Scenario]) -> MeshSpec:
-    """Sim instances at `law`."""
+    """A mesh of sim instances with `law`."""
     env = {"SIM_LAW": law, "SIM_EOS_PERIOD": "0"}
     service_env: dict[str, dict[str, str]] = {}
     for number, scenario in enumerate(scenarios):
@@ -77,7 +79,7 @@ def mesh_spec(law: str, scenarios: Sequence[Scenario]) -> MeshSpec:
 
 
 def arrivals(rng: random.Random, num_requests: int, rate_per_s: float) -> list[Arrival]:
-    """Of all scenarios at random, at Poisson times."""
+    """Arrivals of random scenarios at Poisson times."""
     asks = [Requests(number, scenario) for number, scenario in enumerate(SCENARIOS)]
     now, found = 0.0, []
     for _ in range(num_requests):

@@ -1,13 +1,13 @@
-"""Users in a closed loop, more and more of them until one of their requests fails its SLO, by
-scenario (S65).
+"""Users in a closed loop, more and more in each scenario until one of its requests fails its SLO
+(S65).
 
     python -m loadtests.traffic.until_failure --out loadtests/results/until-failure-2026-11-22
 
-Six scenarios of two services, each with a group of its own (one prefill, one decode) on one mesh,
-so that what one carries says nothing of the others (S4). All ramp at once: a level lasts
---duration-s; a scenario whose requests all kept their SLO gets half as many users again, one that
-failed stays at its last good number. The last good rate is given beside what its profile promises
-(normalised: 1).
+Six scenarios of two services each have their own group (one prefill, one decode) on one mesh, so
+that they do not affect each other (S4). All ramp at once, and a level lasts --duration-s. A
+scenario whose requests all kept their SLO gets 1.5 times as many users; a scenario that failed
+stays at its last good number. The last good rate is given relative to what its profile promises
+(1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.engine.laws import LAWS
 from pdmesh.launcher.mesh import Mesh
 
 _MAX_LEVELS: Final = 12
-_THINK_S: Final = 0.05  # at most, and half of it on average
+_THINK_S: Final = 0.05  # the longest pause; the mean is half of it
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Ramp:
     has_failed: bool = False
 
     def after(self, success: float, rate_per_s: float) -> None:
-        """A level is over: `success` is the share of requests that kept their SLO."""
+        """A level is over; `success`: the share of requests that kept their SLO."""
         if self.has_failed:
             return
         if success < 1.0:
@@ -67,7 +67,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one scenario did at one number of users.
+    """The result of one scenario at one number of users.
 
     `per_s`: users over the mean time of a turn, since a level is short.
     """
@@ -141,7 +141,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def promised_per_s(law: str, scenario: Scenario) -> float:
-    """What one prefill and one decode carry by their profile, with the prefix found cached."""
+    """What one prefill and one decode can carry by their profile, with the prefix found cached."""
     profiled = profile(
         LAWS[law],
         num_prompt=scenario.num_tokens,

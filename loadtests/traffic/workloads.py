@@ -1,7 +1,7 @@
 """Requests to send: when, how long, and which blocks of the prompt they share with others.
 
-One form for traces and for generated load, so that the simulator and the generator of real load
-take the same. Sharing is told by the names of a prompt's blocks: equal leading names are a shared
+Traces and generated load have one form, so that the simulator and the generator of real load use
+the same. The names of a prompt's blocks show what it shares: equal leading names are a shared
 prefix.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 _TRACE_BLOCK: Final = 512  # tokens of a Mooncake hash id
-_TICK_S: Final = 3.0  # to which that trace's arrivals are rounded
+_TICK_S: Final = 3.0  # the Mooncake trace's arrivals are rounded to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Arrival:
 
 
 def block_name(*parts: int) -> bytes:
-    """16 bytes, as the mesh's own block hashes, from a few small numbers."""
+    """16 bytes, like the mesh's own block hashes, from a few small numbers."""
     return b"".join(part.to_bytes(16 // len(parts), "little", signed=True) for part in parts)
 
 
 def trace_file(folder: Path | None, name: str) -> Path:
-    """The file of a public trace; ends the program with what to do where it is not there."""
+    """The file of a public trace. If it is missing, the program ends and says what to do."""
     if folder is None or not (folder / name).exists():
         raise SystemExit(
             f"{name} is not {'there' if folder is None else f'in {folder}'}: say with --traces "
@@ -73,9 +73,7 @@ def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None
 
 
 def _split(ids: Sequence[int], num_tokens: int, block_size: int) -> tuple[bytes, ...]:
-    """Each traced block as blocks of `block_size`; the partial last one of the prompt has no
-    name.
-    """
+    """Split each traced block into blocks of `block_size`; a partial last block has no name."""
     per_id = _TRACE_BLOCK // block_size
     names = (block_name(i, part) for i in ids for part in range(per_id))
     return tuple(name for name, _ in zip(names, range(num_tokens // block_size), strict=False))
@@ -104,8 +102,9 @@ def prefixed_scenarios(
     block_size: int = 64,
     num_templates: int = 1,
 ) -> list[Arrival]:
-    """`num_requests` of each scenario in random order; each starts with one of its scenario's
-    templates, the rest is its own.
+    """`num_requests` of each scenario, in random order.
+
+    Each starts with one of its scenario's templates, and the rest is its own.
     """
     order = [s for s in range(num_scenarios) for _ in range(num_requests)]
     rng.shuffle(order)
@@ -128,8 +127,10 @@ def prefixed_scenarios(
 def short_chats(
     rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
 ) -> list[Arrival]:
-    """Lengths of RTP-LLM's first workload (S131): 300 to 1,000 in, 340 on average, 7 out; a shared
-    head and a tail of its own.
+    """RTP-LLM's first workload (S131): prompts of 300 to 1,000 tokens, 340 on average, answers of
+    7.
+
+    Each prompt has a shared head and its own tail.
     """
     arrivals = prefixed_scenarios(
         rng,
@@ -150,7 +151,7 @@ def _cut(arrival: Arrival, num_tokens: int) -> Arrival:
 def long_prompts(
     rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
 ) -> list[Arrival]:
-    """Lengths of its second: 2,500 in, 114 out, a third of each prompt shared."""
+    """RTP-LLM's second workload: 2,500 tokens in, 114 out, with a third of each prompt shared."""
     return prefixed_scenarios(
         rng,
         num_scenarios=num_scenarios,
@@ -174,9 +175,9 @@ def chats(
     think_s: float,
     block_size: int = 64,
 ) -> list[Arrival]:
-    """Conversations: each turn's prompt is the one before, an answer and a question longer.
+    """Conversations: each turn's prompt is the previous prompt plus an answer and a question.
 
-    All begin with the same 2 blocks.
+    All of them begin with the same 2 blocks.
     """
     arrivals, start = [], 0.0
     for chat in range(num_chats):
@@ -207,9 +208,9 @@ def poisson(arrivals: Iterable[Arrival], rate_per_s: float, rng: random.Random) 
 def scaled(
     arrivals: Iterable[Arrival], *, time: float = 1.0, lengths: float = 1.0, block_size: int = 64
 ) -> list[Arrival]:
-    """Times and lengths times a factor.
+    """The same requests, with times and lengths multiplied by a factor.
 
-    Sharing keeps its pattern: the first blocks of what was shared stay shared.
+    The pattern of sharing stays: the first blocks of a shared prefix stay shared.
     """
     out = []
     for arrival in arrivals:
@@ -227,7 +228,7 @@ def scaled(
 
 
 def _thinned(blocks: tuple[bytes, ...], factor: float) -> tuple[bytes, ...]:
-    """Each nth name: a prefix shared for k blocks stays shared for k * factor."""
+    """Every n-th name: a prefix shared over k blocks stays shared over k * factor blocks."""
     if factor >= 1.0:
         return blocks
     count = int(len(blocks) * factor)

@@ -1,1 +1,3 @@
-"""Users from A to 4A on twelve prefills: on demand against queues at the workers."""
+"""Users from A to 4A on twelve prefills: on-demand forwarding compared with queues at the
+workers.
+"""

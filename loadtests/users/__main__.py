@@ -1,13 +1,13 @@
-"""Users from A to 4A on a mesh of sim instances: on-demand forwarding against queues at the workers
-(S7, S45, S62, S65).
+"""Users from A to 4A on a mesh of sim instances: on-demand forwarding compared with queues at the
+workers (S7, S45, S62, S65).
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
 
-On demand: prefills that accept or refuse, and a waiting room at the gateway. The baseline: the same
-prefills with a long queue each, and the shortest one chosen by reports 100 ms old; they count what
-is left to compute of each prompt, which the paper's did not. Same prompts, same SLO
-(`plan.py`). Below the mesh's own table stands the twin of its last row on a virtual clock,
-and what the queues would do if they were reported at once.
+On demand, prefills accept or refuse, and the gateway has a waiting room. In the baseline, the same
+prefills have a long queue each, and the shortest queue is chosen by reports that are 100 ms old.
+The reports count what is left to compute of each prompt, which the paper's did not. Prompts and SLO
+are the same (`plan.py`). Below the mesh's own table stands the twin of its last row on a virtual
+clock, and what the queues would do if they were reported at once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from loadtests.users.report import (
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
-_WARM_S: Final = 6.0  # with the most users: every prefill comes to hold every prefix
-_PAUSE_S: Final = 1.0  # between two points, in which what was cut off ends
+_WARM_S: Final = 6.0  # with the most users, until every prefill holds every prefix
+_PAUSE_S: Final = 1.0  # between two points, until requests that were cut off have ended
 
 
 def _spec(variant: Variant, slo_s: float) -> MeshSpec:
@@ -99,7 +99,7 @@ async def _on_mesh(
 
 
 def _simulated(num_users: int, options: argparse.Namespace) -> tuple[list[Point], list[float]]:
-    """The points, and how far off each variant's estimates of TTFT were, in ms."""
+    """The points, and the error of each variant's estimates of TTFT in ms."""
     points, errors = [], []
     for name, variant, report_s in (
         (ON_DEMAND.name, ON_DEMAND, None),

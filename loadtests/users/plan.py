@@ -1,10 +1,10 @@
-"""What users A to 4A ask, and of what mesh (S7, S45, S62): prompts that hit prefixes of different
-length, and two ways to wait.
+"""The prompts of users A to 4A, and their mesh (S7, S45, S62): prefixes of different lengths, and
+two ways to wait.
 
-As where P/D-Serve shows why queues fail (section 2.2.2): prompts of one scenario, equally long, of
-which a prefill computes more or less by the prefix it holds, and reports of queues every 100 ms. A
-first token counts within 0.5 s, three times what a prompt takes on an idle prefill, whoever
-forwards (S9: an SLO for each scenario).
+It follows P/D-Serve's example of why queues fail (section 2.2.2): prompts of one scenario have
+equal lengths, but a prefill computes more or less of each by the prefix that it holds, and queues
+are reported every 100 ms. A first token counts within 0.5 s, three times what a prompt takes on an
+idle prefill, in both variants (S9: an SLO for each scenario).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NUM_TOKENS: Final = 768
 PREFIX_TOKENS: Final = (320, 384, 448)  # half of a prompt on average
 NUM_OUTPUT: Final = 2
 
-# Of a prompt whose prefix the prefill holds, computed alone. With b_p prompts at once the engine
-# takes b_p times as long for each.
+# The time of a prompt whose prefix the prefill holds, computed by itself. With b_p prompts at once,
+# the engine takes b_p times as long for each.
 MEAN_PREFILL_S: Final = statistics.mean(
     LAW.prefill_s(NUM_TOKENS - prefix, prefix) for prefix in PREFIX_TOKENS
 )
@@ -54,7 +54,7 @@ QUEUES: Final = Variant("queues, shortest by 100 ms reports", "shortest_queue", 
 
 
 class Prompts:
-    """Prompts one after the other: one of the prefixes by chance, then what no other prompt has."""
+    """Prompts, one after the other: a random prefix, then tokens that no other prompt has."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self._numbers = random.Random(seed), itertools.count(1)

@@ -1,6 +1,4 @@
-"""What users A to 4A got: a point for each number of them, the bars it is measured by, and the
-figure.
-"""
+"""What users A to 4A got: a point for each number of users, the bars, and the figure."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from loadtests.harness.results import quantile
 from loadtests.traffic.loops import Answer
 from loadtests.users.plan import CAPACITY_PER_S, ON_DEMAND, QUEUES
 
-_EDGE = 0.1  # of a run: its beginning and its end are not counted
+_EDGE = 0.1  # of a run, at its beginning and at its end, that does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`success_percent`: first token within the SLO, of `num_requests` sent within the window;
-    `accepted_per_s`: answered within it.
+    """`success_percent`: how many of the `num_requests` sent in the window had their first token
+    within the SLO. `accepted_per_s`: requests answered in the window.
     """
 
     variant: str
@@ -36,7 +34,7 @@ class Point:
 def point(
     variant: str, num_users: int, answers: Sequence[Answer], slo_s: float, duration_s: float
 ) -> Point:
-    """Without the first and last tenth of the run."""
+    """The point of a run, without its first and last tenth."""
     first, last = _EDGE * duration_s, (1 - _EDGE) * duration_s
     sent = [a for a in answers if first < a.sent_at < last]
     done = [a for a in sent if a.is_answered]
@@ -76,7 +74,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def bars(points: Sequence[Point]) -> str:
-    """A line for each bar (S62, S45), at the most users: what was found, and whether it is met."""
+    """For each bar (S62, S45) a line: what was found with the most users, and whether it is met."""
     most = max(p.num_users for p in points)
     at_most = {p.variant: p for p in points if p.num_users == most}
     ours, queues = at_most[ON_DEMAND.name], at_most[QUEUES.name]

@@ -1,1 +1,1 @@
-"""What moves the KV in a comparison: the product, block-by-block baselines, and other libraries."""
+"""What moves KV in a comparison: the product, block-by-block baselines, and other libraries."""

@@ -1,8 +1,8 @@
-"""The same transport without the agent: block by block as the paper's baseline does it, and one
-payload alone.
+"""The same transport without the agent: block by block like the paper's baseline, and as a single
+payload.
 
-Kind to the baselines: blocks go straight from cache to cache, no checksum is made, and the receiver
-knows the table, so that the ack is all that a block costs beside its bytes.
+The comparison favours the baselines: blocks go straight from cache to cache, no checksum is made,
+and the receiver knows the table. So a block costs only its bytes and its ack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.kv.transport.base import ByteArray, KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
 
 _WINDOW = 32  # blocks in flight
-_PAYLOADS = 2  # payloads in flight: the next one's handshake is hidden, as in UCX's own test
+_PAYLOADS = 2  # payloads in flight: this hides the next one's handshake, as in UCX's own test
 _DEADLINE_S = 60.0
 
 
@@ -27,7 +27,7 @@ class RawPeer:
         self._connection: KvConnection | None = None
         self._on_message: Callable[[], None] = lambda: None
         self._next_key = 0
-        self.arrivals: list[float] = []  # of the last blocks that were acknowledged one by one
+        self.arrivals: list[float] = []  # times of the blocks last acknowledged one by one
 
     async def start(self) -> str:
         return await self.transport.start(self)
@@ -54,7 +54,7 @@ class RawPeer:
         return self._connection
 
     def keys(self, count: int) -> range:
-        """Keys of the next payloads; both ends count alike."""
+        """The keys of the next payloads; both ends count in the same way."""
         first = self._next_key + 1
         self._next_key += count
         return range(first, first + count)
@@ -62,7 +62,7 @@ class RawPeer:
     # -- the sender -------------------------------------------------------------------------------
 
     async def send_acked(self, blocks: Sequence[ByteArray]) -> float:
-        """Each block after the ack of the one before; returns when the first was posted."""
+        """Send each block after the previous block's ack; returns when the first was posted."""
         todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
         done = asyncio.get_running_loop().create_future()
         started = 0.0
@@ -82,7 +82,7 @@ class RawPeer:
         return started
 
     async def send_window(self, blocks: Sequence[ByteArray], window: int = _WINDOW) -> float:
-        """As many as `window` at once; returns when the first was posted."""
+        """Send with up to `window` blocks in flight; returns when the first was posted."""
         ready = asyncio.get_running_loop().create_future()
         self._on_message = lambda: ready.set_result(None)
         async with asyncio.timeout(_DEADLINE_S):
@@ -97,7 +97,7 @@ class RawPeer:
     # -- the receiver -----------------------------------------------------------------------------
 
     async def recv_acked(self, blocks: Sequence[ByteArray]) -> float:
-        """Returns when the last block was there."""
+        """Receive all blocks; returns the time at which the last block was there."""
         todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
         done = asyncio.get_running_loop().create_future()
         self.arrivals = []

@@ -1,10 +1,10 @@
-"""Mooncake's transfer engine over tcp in an interpreter of its own: each line `kind bytes serial`
-is one read by the target.
+"""Mooncake's transfer engine over tcp in its own interpreter: each line `kind bytes serial` is one
+read by the target.
 
     PYTHON peer_mooncake.py LARGEST BLOCK_BYTES      # starts its source as a second process
 
-Answers each line with milliseconds. `contiguous` is one buffer, `blocks` a batch of one per block
-in random order.
+It answers each line with milliseconds. `contiguous` is one buffer; `blocks` is a batch with one
+read per block, in random order.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def target(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output: answers go to a copy of it, its own words to standard
-    # error.
+    # The library logs to standard output. So answers go to a copy of standard output, and the
+    # library's lines to standard error.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if sys.argv[3:] == ["source"]:

@@ -1,15 +1,15 @@
-"""nixl in an interpreter of its own: each line `kind bytes` on standard input is one transfer, as
-vLLM's NixlConnector reads.
+"""nixl in its own interpreter: each line `kind bytes` on standard input is one transfer, read like
+by vLLM's NixlConnector.
 
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
-Answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random ones of a
-cache half as large again as the largest prompt, on both sides, as ours are; the caches are
-registered and all their blocks prepared beforehand, and making the request of a transfer is part of
-its time. For those two the target knows by itself that there is something to read. For `told` it
-learns that from the source, by the library's own notification, and time counts from when the source
-has the blocks. `checked` adds what ours always does: an xxh3_128 of each part of 4 MiB comes with
-the notification, and the target compares it; parts overlap.
+It answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random blocks
+of a cache that is 1.5 times the largest prompt, on both sides, as in ours. The caches are
+registered and all their blocks prepared beforehand; making a transfer's request is part of its
+time. In these two kinds, the target knows by itself that there is something to read. In `told`, it
+learns that from the source, by the library's own notification, and the time counts from when the
+source has the blocks. `checked` adds what ours always does: an xxh3_128 of each part of 4 MiB comes
+with the notification, and the target compares it; parts overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BlockIds = npt.NDArray[np.int32]
 
 
 class Cache:
-    """One side's registered blocks. The source's say which they are."""
+    """One side's registered blocks. The source's blocks hold their own numbers."""
 
     def __init__(self, role: str, largest: int, block: int) -> None:
         self.agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
@@ -41,13 +41,13 @@ class Cache:
         self.words = np.empty((self.num_blocks, block // 8), np.uint64)
         self.words[:] = np.arange(1, self.num_blocks + 1, dtype=np.uint64)[:, None]
         if role == "target":
-            self.words[:] = 0  # written too, so that no page is new when bytes come
+            self.words[:] = 0  # written, so that no page is new when bytes come
         self.address = int(self.words.ctypes.data)
         self.views = [memoryview(row) for row in self.words]  # type: ignore[arg-type]  # numpy arrays are buffers
         self.agent.register_memory([(self.address, self.words.nbytes, 0, "")], "DRAM")
 
     def take(self, serial: int, seed: int, count: int) -> BlockIds:
-        """The blocks of a prompt: both processes know those of both sides."""
+        """The blocks of a prompt; both processes know the blocks of both sides."""
         order = np.random.default_rng((serial, seed)).permutation(self.num_blocks)
         return order[:count].astype(np.int32)
 
@@ -96,7 +96,7 @@ class Target:
         self._agent = self._cache.agent
         self._name = self._agent.add_remote_agent(bytes.fromhex(metadata))
         self._say(self._agent.get_agent_metadata().hex())
-        self._told: deque[list[str]] = deque()  # notifications that were not asked for yet
+        self._told: deque[list[str]] = deque()  # notifications that were not read yet
         self._mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, block)
         self._theirs = self._prepare(self._name, self._address, block)
         self._num_done = 0
@@ -131,7 +131,7 @@ class Target:
         return time.monotonic() - float(started), is_ok
 
     def _checked(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
-        """Each part is read while the one before it is checked, which is how ours does it too."""
+        """Each part is read while the previous part is checked, as in ours."""
         started = ""
         before: tuple[Any, BlockIds, str] | None = None
         is_ok = True
@@ -161,7 +161,7 @@ class Target:
     def _finish(self, transfer: Any) -> bool:
         handle, state = transfer
         while state == "PROC":
-            time.sleep(0)  # its progress thread needs a core too
+            time.sleep(0)  # its progress thread needs a core, too
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")
@@ -198,8 +198,8 @@ def main(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output: answers go to a copy of it, its own words to standard
-    # error.
+    # The library logs to standard output. So answers go to a copy of standard output, and the
+    # library's lines to standard error.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = source if sys.argv[3:] == ["source"] else main

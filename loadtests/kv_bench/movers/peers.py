@@ -1,5 +1,5 @@
-"""Other transfer libraries beside ours, each in processes of its own: an interpreter that has it,
-or ours with a folder that has.
+"""Other transfer libraries, each in its own processes: in an interpreter that has the library, or
+in ours with a folder that has it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("contiguous", "blocks", "told", "checked"),
     "mooncake": ("contiguous", "blocks"),
 }
-# Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's
-# memory.
+# The transports of each library: Mooncake has its own tcp and none for the memory of one machine.
 TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
 _POLLING: Final = ("nixl",)
 
 
 def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
-    """The program that runs a peer's script, and its environment: `where` itself, or ours with a
-    folder of packages.
+    """The interpreter that runs a peer's script, and its environment.
+
+    It is `where` itself, or ours if `where` is a folder of packages.
     """
     if not where.is_dir():
         return str(where), {}
     where = where.resolve()
-    libraries = where / "nvidia" / "cuda_runtime" / "lib"  # nixl links to it, used or not
+    libraries = where / "nvidia" / "cuda_runtime" / "lib"  # nixl always links to it
     return sys.executable, {"PYTHONPATH": str(where), "LD_LIBRARY_PATH": str(libraries)}
 
 
 class Peer:
     """One library's two processes over one transport. `is_there` is False if they did not start.
 
-    Those that poll without end, as nixl's progress threads do, are stopped while others are
+    Processes that poll without end, as nixl's progress threads do, are stopped while others are
     measured: they would take a core.
     """
 
     def __init__(self, name: str, where: Path, transport: str, largest: int) -> None:
         self._is_polling = name in _POLLING
-        load_library()  # nixl moves over UCX: with our settings
+        load_library()  # nixl uses UCX, and should have our settings
         program, its_own = interpreter_of(where)
         environment = dict(TRANSPORTS[transport]) | os.environ | {"UCX_LOG_LEVEL": "error"}
         environment |= its_own
@@ -80,7 +80,7 @@ class Peer:
         return float(answer) if answer and answer != "failed" else None
 
     def close(self) -> None:
-        """Both processes: the peer's source is of its group."""
+        """End both processes: the peer's source is in its process group."""
         self._signal(signal.SIGKILL)
         with self._process:  # closes its pipes and waits
             pass

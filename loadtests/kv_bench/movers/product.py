@@ -1,9 +1,9 @@
-"""Block-free transfer as the product does it: agents on threads of their own, gather on the
-engine's, scatter on the agent's.
+"""Block-free transfer as in the product: agents on their own threads, gather on the engine's
+thread, scatter on the agent's.
 
-`whole` is the paper's picture in slow motion: gather, one range on the wire, scatter, one after the
-other. `chunked` is what a whole-model hand-over does: the wire begins when all is staged, and
-scatter follows it chunk by chunk. With `layers` each layer is announced as soon as it is gathered.
+`whole` makes the paper's steps one after the other: gather, one range on the wire, scatter.
+`chunked` is what a whole-model hand-over does: the wire begins when all is staged, and scatter
+follows it chunk by chunk. With `layers`, each layer is announced as soon as it is gathered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BlockIds = npt.NDArray[np.intp]
 
 @dataclass(slots=True)
 class Times:
-    """`time.monotonic`, one clock for both processes. Those in `_s` are busy seconds, not spans."""
+    """Times of `time.monotonic`, one clock for both processes; `_s` fields are busy seconds."""
 
     started: float = 0.0
     computed: float = 0.0  # the prefill's last layer was ready
@@ -75,7 +75,7 @@ class TimedTransport(UcxTransport):
 
 @dataclass
 class Sender:
-    """`tell` says to the receiver that the ticket is open."""
+    """`tell` tells the receiver that the ticket is open."""
 
     largest: int
     tell: Callable[[], object]
@@ -97,7 +97,7 @@ class Sender:
             self._closed.set()
 
     def run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:
-        """Returns when nobody reads the staging range any more."""
+        """Returns when nothing reads the staging range any more."""
         self._closed.clear()
         times = self._run(command, cache, ids)
         if not self._closed.wait(_DEADLINE_S):
@@ -138,8 +138,8 @@ class Sender:
         staging: ArenaRange,
         ids: BlockIds,
     ) -> Times:
-        """With computation, decode was chosen when the request was accepted: it pulls before there
-        is anything.
+        """With computation, the decode is chosen when the request is accepted, so it pulls before
+        any layer is ready.
         """
         ticket_id = f"t{command.serial}"
         views = np.split(self.agent.staging(staging), layout.num_layers)
@@ -163,7 +163,7 @@ class Sender:
 
 @dataclass
 class Receiver:
-    """`wait` returns when the sender has told that the ticket is open."""
+    """`wait` returns when the sender says that the ticket is open."""
 
     largest: int
     wait: Callable[[], object]
@@ -218,7 +218,7 @@ class Receiver:
     def _as_it_comes(
         self, ticket: Ticket, landing: ArenaRange, cache: PagedCache, ids: BlockIds
     ) -> Times:
-        """Scattered on the agent's thread as ranges are verified, as a decode does."""
+        """Scatter on the agent's thread as ranges are verified, as a decode does."""
         times = Times()
 
         def land(offset: int, data: ByteArray) -> None:

@@ -1,5 +1,5 @@
-"""One of the two processes: does what its standard input says, line by line, and answers each line
-with one of its own.
+"""One of the two processes: it does what its standard input says, and answers each line with a
+line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SendingWorker:
         self.cache_of = functools.cache(functools.partial(PagedCache, largest, 1))
         self.empty = HostArena(
             largest
-        )  # never written: the kernel's zero page, as ucx_perftest sends it
+        )  # never written: the kernel's zero page, which ucx_perftest also sends
         self.product = Sender(largest, functools.partial(os.write, pipe, b"t"))
         self.raw = RawPeer()
         self.loop = asyncio.new_event_loop()
@@ -45,7 +45,7 @@ class SendingWorker:
         return [self.product.agent.start(), self.loop.run_until_complete(self.raw.start())]
 
     def meet(self, addresses: list[str]) -> None:
-        """The receiver connects; let this side of the handshake run."""
+        """Let the handshake run while the receiver connects."""
 
         async def met() -> None:
             async with asyncio.timeout(10):
@@ -113,7 +113,7 @@ class ReceivingWorker:
 
 
 def main() -> None:
-    # UCX writes what it has to say to standard output: answers go to a copy of it.
+    # UCX logs to standard output, so answers go to a copy of it.
     global _answers
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,5 +1,5 @@
-"""From rows to what is said about them: medians with spread, and ratios of two modes taken within
-the same round.
+"""Computes figures from rows: medians with spread, and ratios of two modes within the same
+round.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from loadtests.kv_bench.rounds import Row
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-BAR_TOTAL: Final = 0.54  # of block by block
+BAR_TOTAL: Final = 0.54  # of the time block by block
 BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
-BAR_VISIBLE: Final = 0.35  # of whole-model mode
+BAR_VISIBLE: Final = 0.35  # of the time in whole-model mode
 BAR_NIXL: Final = 1.0
 WIRE_BAR_FROM: Final = 16 << 20
 
@@ -73,8 +73,9 @@ class Figures:
         column: str = "total_ms",
         of_column: str = "",
     ) -> Spread | None:
-        """`mode` over the best of `of_modes` that the same round measured; `of_column`: theirs, if
-        it is another one.
+        """`mode` relative to the best of `of_modes` in the same round.
+
+        `of_column`: the column of `of_modes`, if it is another one.
         """
         ours = self.per_round(transport, num_bytes, mode, column)
         of_column = of_column or column
@@ -89,8 +90,8 @@ class Figures:
     def perftest_rate(self, transport: str, num_bytes: int, wait: str) -> Spread | None:
         """Our payload's rate as a share of perftest's, which waits by `wait`: poll or sleep.
 
-        perftest never writes what it sends: its source is one page of zeros, in the cache. So is
-        that of WIRE_EMPTY.
+        perftest never writes what it sends: its source is one page of zeros, in the cache. The
+        source of WIRE_EMPTY is the same.
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)
@@ -99,7 +100,7 @@ class Figures:
 def _against_nixl(
     figures: Figures, transport: str, num_bytes: int, *, mode: str, column: str, kind: str
 ) -> Spread | None:
-    """Its transfer begins when prefill is over: what it takes is all visible."""
+    """nixl's transfer begins when prefill is over, so all of its time is visible."""
     return figures.ratio(transport, num_bytes, mode, (f"nixl_{kind}",), column, "total_ms")
 
 

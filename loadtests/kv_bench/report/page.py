@@ -1,5 +1,5 @@
-"""The Markdown of a run: which bars are met, times, the split into gather, wire and scatter, and
-the peers.
+"""A run as Markdown: which bars are met, times, the split into gather, wire and scatter, and
+peers.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""What the ratio of prefills to decodes is worth, and whether the loop finds it: all on the virtual
-clock (`make bench NAME=ratio`).
+"""What the right ratio of prefills to decodes is worth, and whether the loop finds it, all on the
+virtual clock (`make bench NAME=ratio`).
 """

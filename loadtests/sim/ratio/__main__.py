@@ -1,5 +1,5 @@
-"""Everything that can be said of the ratio without a machine: one command, one report with its
-spread over seeds.
+"""All measurements of the ratio on the virtual clock: one command, one report with the spread over
+seeds.
 
 python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes
 on two cores python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of
@@ -46,7 +46,7 @@ _NUM_QUIET: Final = 24  # runs without a fault, for the rest of the week
 
 
 def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """(kind of result, what makes it), each on its own."""
+    """(kind of result, the function that makes it), independent of each other."""
     made: list[Job] = []
     if "sweep" in parts:
         for workload in sweep.WORKLOADS:

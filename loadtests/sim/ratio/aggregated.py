@@ -1,8 +1,8 @@
-"""Disaggregated against aggregated serving on as many instances: the highest rate at which 99 %
-keep both SLOs (S63).
+"""Disaggregated compared with aggregated serving on the same number of instances: the highest rate
+at which 99 % of requests keep both SLOs (S63).
 
-The factor depends on the law, the lengths and the SLOs; the paper's 6.7 is of its own hardware and
-first version. Aggregated instances run chunked prefill; of the chunk sizes tried, the best counts.
+The factor depends on the law, the lengths and the SLOs; the paper's 6.7 is for its own hardware and
+its first version. Aggregated instances run chunked prefill; the best of several chunk sizes counts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _disaggregated(split: Split) -> MeshShape:
 
 
 def goodput(scene: Scene, mode: str, shape: MeshShape, seed: int) -> Goodput:
-    """By bisection, to 4 %."""
+    """The goodput, found by bisection to 4 %."""
     low, high = 0.0, 4.0
     while keeps(scene, shape, high, seed):
         low, high = high, 2 * high

@@ -1,10 +1,11 @@
 """A week of 10,000 devices at the paper's rate of faults, 1 to 2 per week and 400 devices (S38).
 
-First the week of all machines, without requests: devices fail by chance, each takes its instance
-with it, a spare machine loads and stands in, and the broken one is a spare when it is repaired.
-That says which groups lack what, and when. Then requests, in every one of these times, with the
-request core's own migration; and in groups that lack nothing, as a sample of the rest of the week,
-in which nothing ever happens but chance. The week's share of success is of both, weighted by time.
+First comes the week of all machines, without requests. Devices fail by chance, and each takes its
+instance with it; a spare machine loads and stands in, and the broken machine becomes a spare when
+it is repaired. That says which groups lack what, and when. Then requests are played in each of
+these times, with the request core's own migration. They are also played in groups that lack
+nothing, as a sample of the rest of the week. The week's share of success combines both, weighted by
+time.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ REPAIR_S: Final = 86_400.0
 RATE_PER_S: Final = 4.6  # requests, per group
 E2E_SLO_S: Final = 20.0
 LOAD_S: Final = 300.0  # a model of hundreds of billions of parameters loads within minutes
-QUIET_S: Final = 900.0  # of a group that lacks nothing, per run
+QUIET_S: Final = 900.0  # simulated per run of a group that lacks nothing
 _BEFORE_S: Final = 120.0  # simulated before a fault
-_AFTER_S: Final = 300.0  # and after the last substitute serves
+_AFTER_S: Final = 300.0  # simulated after the last substitute serves
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`spare_after_s`: until a machine is there that can stand in."""
+    """`spare_after_s`: the time until a machine can stand in."""
 
     at_s: float
     role: Role
@@ -50,7 +51,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The time of a group around one loss, or several that overlap.
+    """The time of a group around one loss, or around several losses that overlap.
 
     Times of losses count from its beginning.
     """
@@ -69,7 +70,7 @@ class Machines:
     at: dict[int, tuple[int, int]]
     num_in_repair: int = 0
     most_in_repair: int = 0
-    empty: deque[tuple[int, int, float]] = field(default_factory=deque)  # places that wait, since
+    empty: deque[tuple[int, int, float]] = field(default_factory=deque)  # place, waiting since
     losses: dict[int, list[Loss]] = field(default_factory=dict)  # by group, times of the week
 
     @classmethod
@@ -79,7 +80,7 @@ class Machines:
         return cls(deque(range(num, num + NUM_SPARES)), at)
 
     def fail(self, machine: int, now: float) -> bool:
-        """Whether it was not in repair already."""
+        """The machine fails. Returns whether it was not in repair already."""
         if machine in self.spares:
             self.spares.remove(machine)
         elif (place := self.at.pop(machine, None)) is not None:
@@ -124,7 +125,7 @@ def machines_of_a_week(per_week_and_400: float, seed: int) -> Machines:
 
 
 def num_weeks_without_a_spare(per_week_and_400: float, num_weeks: int) -> int:
-    """Of so many weeks: those in which a group once had to wait for a repair."""
+    """In how many of `num_weeks` weeks a group had to wait for a repair."""
     weeks = (machines_of_a_week(per_week_and_400, seed) for seed in range(num_weeks))
     return sum(any(x.spare_after_s for own in w.losses.values() for x in own) for w in weeks)
 
@@ -172,9 +173,9 @@ class Outcome:
 
 
 def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
-    """A group of 3:5 at 60 % of what it can.
+    """A group of 3:5 at 60 % of its capacity.
 
-    Of a role that loses one it is the busiest, with all its requests (SIGKILL).
+    A role loses its busiest instance, with all of its requests (SIGKILL).
     """
     rng = random.Random(seed)
     mesh = LiveMesh(SHAPE, seed, load_s=LOAD_S, e2e_slo_s={"chat": E2E_SLO_S})
@@ -212,8 +213,9 @@ def quiet(seed: int) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Week:
-    """Shares of requests answered at all and in time, over the week; `in_time_around`: in the times
-    around faults alone.
+    """Shares of requests answered at all and in time, over the week.
+
+    `in_time_around`: the share in time, only in the times around faults.
     """
 
     per_week_and_400: float

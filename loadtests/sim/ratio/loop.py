@@ -40,7 +40,7 @@ def run(
     *,
     has_ratio: bool = True,
 ) -> Control:
-    """One group under Poisson arrivals; the loop on or off."""
+    """Run one group under Poisson arrivals, with the loop on or off."""
     mesh = LiveMesh(SHAPE, seed, load_s=30.0)
     mesh.set_up("chat-0", "chat", split.num_prefill, split.num_decode)
     control = Control(mesh, WINDOW_S, until, has_ratio=has_ratio)
@@ -53,9 +53,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The workload changed at 300 s: how many windows until the loop planned, and what it
-    wanted.
-    """
+    """The workload changes at 300 s: how many windows until the loop plans, and what it plans."""
 
     what: str
     seed: int
@@ -67,7 +65,7 @@ class Change:
 
 
 def change(what: str, seed: int) -> Change:
-    """The paper's two: outputs half as long again, and longer prompts."""
+    """One of the paper's two changes: outputs of 1.5 times the length, or longer prompts."""
     after = LONG_ANSWERS if what == "outputs +50 %" else LONG_PROMPTS
     split = Split(4, 4) if what == "outputs +50 %" else Split(3, 5)
     control = run(split, 5.2, lambda t: BALANCED if t < CHANGE_AT_S else after, 1500.0, seed)
@@ -81,7 +79,7 @@ def change(what: str, seed: int) -> Change:
 
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """An hour of one workload at 60 % of what the split carries: nothing should be done."""
+    """An hour of one workload at 60 % of the split's capacity: the loop should do nothing."""
 
     seed: int
     num_windows: int
@@ -96,9 +94,9 @@ def calm(seed: int) -> Calm:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """From a wrong split, without a profile.
+    """The loop starts from a wrong split, without a profile.
 
-    `distance`: role changes from where it ended to the formula's best.
+    `distance`: how many role changes the final split is from the formula's best.
     """
 
     start: str
@@ -112,7 +110,7 @@ class Convergence:
 
 
 def converge(start: Split, seed: int) -> Convergence:
-    """Load: 85 % of what the best split carries, for an hour; the best is the formula's."""
+    """The load is 85 % of what the formula's best split carries, for an hour."""
     workload = Workload("balanced", BALANCED)
     best = workload.profile().best_split(TOTAL, least=2)
     rate = 0.85 * workload.profile().phi(best).value * TOTAL

@@ -14,7 +14,7 @@ from loadtests.harness.results import Spread
 from loadtests.sim.ratio import aggregated, faults, sweep
 from pdmesh.core.ratio.model import Split
 
-MODEST: Final = 0.6  # the paper's margin of the best ratio over others
+MODEST: Final = 0.6  # the paper's margin of the best ratio over other ratios
 _NUM_WEEKS: Final = 1000
 
 
@@ -125,7 +125,7 @@ _MISMATCHED: Final = (
 
 
 def _over_one_sided(gains: Mapping[Split, float]) -> str:
-    """Over 1:N and N:1, as far as neither is the best."""
+    """The gain over 1:N and N:1, as far as neither is the best."""
     ends = [s for s in gains if 1 in (s.num_prefill, s.num_decode)]
     named = ", ".join(
         f"{gains[s]:+.0%} over {s}" for s in sorted(ends, key=lambda s: s.num_prefill)
@@ -321,8 +321,9 @@ def _faults(results: Results) -> list[str]:
 
 
 def _upper_bound(num_bad: int, num: int) -> float:
-    """Of the share of bad ones, with 95 % confidence: by Wilson, which for none bad is close to 3 /
-    num.
+    """The upper bound of the share of bad requests, with 95 % confidence (Wilson).
+
+    If none is bad, it is close to 3 / num.
     """
     z = 1.645
     share, spread = num_bad / num, z * z / num

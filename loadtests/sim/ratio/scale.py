@@ -1,5 +1,5 @@
-"""What the control plane's decisions cost with 10,000 instances: real CPU time of the cores,
-nothing simulated but the mesh (S66).
+"""What the control plane's decisions cost with 10,000 instances: real CPU time of the cores; only
+the mesh is simulated (S66).
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU seconds of one round over all, or of one decision; the best of several, as the machine is
-    shared.
+    """CPU seconds of one round over all instances, or of one decision.
+
+    The best of several counts, since the machine is shared.
     """
 
     what: str
     num_instances: int
     seconds: float
-    per_s: float  # how often it happens in the mesh, so that seconds * per_s is a share of one core
+    per_s: float  # how often it happens in the mesh: seconds * per_s is a share of one core
 
 
 def costs(num_instances: int) -> list[Cost]:

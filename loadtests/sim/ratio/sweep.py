@@ -1,5 +1,5 @@
-"""Throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a
-closed loop, more until one answer is late.
+"""The throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a
+closed loop, more and more until one answer is late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECODE_SLOTS: Final = 8
 _GROWTH: Final = 1.2  # of users, from one run to the next
 _PER_USER: Final = 6  # requests, at least
 _MIN_REQUESTS: Final = 160
-_PATIENCE: Final = 3.0  # the E2E SLO, in times of what a request takes with full batches
+_PATIENCE: Final = 3.0  # the E2E SLO, as a multiple of a request's time with full batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ WORKLOADS: Final = (
 )
 
 
-# One prefill carries 0.6 of the unit and one decode 0.7, as in the paper's scenario: here in
+# One prefill carries 0.6 units and one decode 0.7, as in the paper's scenario; the unit here is
 # requests/s.
 _PAPER_LAW: Final = Law("paper", prefill_token_s=1 / 600, step_fixed_s=1 / (0.7 * 20))
 _PAPER: Final = Lengths(1000, 21, spread=0.0)
@@ -79,7 +79,7 @@ PAPER_SPLITS: Final = (Split(1, 1), Split(4, 1), Split(1, 4), Split(3, 2))
 
 
 class ClosedLoop(VirtualMesh):
-    """`num_users` that each ask again as soon as they were answered."""
+    """`num_users` users, each of whom asks again as soon as the answer has come."""
 
     def __init__(self, workload: Workload, split: Split, num_users: int, seed: int) -> None:
         super().__init__(workload.shape(split), "default", seed, Weights())
@@ -89,7 +89,7 @@ class ClosedLoop(VirtualMesh):
         self.ends: list[float] = []
 
     def play(self) -> None:
-        """Users come one after the other, so that they are not in step."""
+        """Users start one after the other, so that they are not in step."""
         for number in range(self._num_users):
             self.clock.at(0.01 * number, self._ask)
         self.clock.run()
@@ -105,9 +105,7 @@ class ClosedLoop(VirtualMesh):
             self.submit(self._num_asked, Arrival(self.clock.now, num_prompt, num_output))
 
     def per_s(self) -> float:
-        """Answers/s while all users asked: without the first ones, and the last who had nobody
-        behind them.
-        """
+        """Answers/s while all users asked, without the first and the last answers."""
         first, last = self._num_users, len(self.ends) - self._num_users
         if last <= first + 1:
             first = 0
@@ -116,9 +114,9 @@ class ClosedLoop(VirtualMesh):
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Most answers/s of a split with none late, and the users that took.
+    """The most answers/s of a split without a late answer, and the number of users for it.
 
-    `e2e_s`, `t_p_s`: means there.
+    `e2e_s`, `t_p_s`: the means at that number.
     """
 
     workload: str
@@ -132,8 +130,8 @@ class Best:
 
 
 def best(workload: Workload, split: Split, seed: int) -> Best:
-    """More users until an answer is late; throughput stops growing long before where one role is
-    the bottleneck.
+    """Add users until an answer is late; if one role is the bottleneck, throughput stops growing
+    long before that.
     """
     slo_s = workload.slo_s()
     formula = workload.profile().phi(split).value * split.total
