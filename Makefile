@@ -77,7 +77,7 @@ e2e: $(DONE)/dev $(DONE)/vllm model ## test the real model through the whole mes
 	@$(PYTEST) tests/e2e $(ARGS)
 chaos: $(DONE)/dev ## two minutes of random faults and orders under load, with a check of I1-I9 after each step; CHAOS_S=600 runs ten minutes, CHAOS_SEED=n repeats a run
 	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s --basetemp=.cache/chaos tests/chaos/test_nemesis.py $(ARGS)
-faults: $(DONE)/dev ## test each fault by itself: kill, freeze and cut off every process while streams run
+faults: $(DONE)/dev ## test each fault separately: kill, freeze and cut off every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 compose-test: $(DONE)/dev ## run and test the docker compose cluster; starts a container engine if none runs
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
