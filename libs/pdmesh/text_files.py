@@ -17,7 +17,7 @@ from typing import Final
 MAX_BYTES: Final = 128 << 20  # of a model; the largest that is known has 40 MB
 PIECE_BYTES: Final = 256 << 10
 _MAX_FILES: Final = 32
-_TOKENIZER: Final = "tokenizer.json"
+_TOKENIZER: Final = "tokenizer.json"  # which gateways read
 # What says which token an id is, in folders without a tokenizer.json.
 _OTHER_VOCABULARY: Final = re.compile(
     r"tekken\.json|tokenizer\.model(\.v\d+\w*)?|[\w.-]{1,64}\.tiktoken|tiktoken\.model"
@@ -47,6 +47,11 @@ class TextFiles:
     digest: str
     vocabulary: str
     num_bytes: int
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether a gateway can read its vocabulary."""
+        return _TOKENIZER in self.digests
 
     def pieces(self) -> Iterator[tuple[str, bytes]]:
         """All files, in order of their names, each in pieces. Raises OSError. Blocks."""

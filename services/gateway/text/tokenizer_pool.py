@@ -76,11 +76,14 @@ class TokenizerPool:
         self._make_gauges()
 
     async def load_own(self, folder: Path) -> None:
-        """Raises BadModelDir. Nothing happens if the folder has no tokenizer."""
+        """Raises BadModelDir. Nothing happens if the folder has no tokenizer.json."""
         try:
             files = await asyncio.to_thread(read_text_files, folder)
         except BadTextFiles as exc:
             log.info("tokenizer.no_own", reason=str(exc))
+            return
+        if not files.is_readable:
+            log.info("tokenizer.no_own", reason="it has no tokenizer.json")
             return
         self._own = files
         self._keep(files, await self._parsed(files))

@@ -20,11 +20,11 @@ from pdmesh.engine.base import Engine, EngineInfo
 from pdmesh.engine.factory import BuiltEngine, build_engine
 from pdmesh.instance.incarnation import artefact, role_settings
 from pdmesh.instance.incarnation.artefact import Artefact
+from pdmesh.instance.incarnation.model_text import LoadedText, text_of
 from pdmesh.instance.incarnation.role_settings import RoleRefused
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.holders import HolderDirectory
-from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
 from pdmesh.v1.common_pb2 import LoadTimings
 
 log = structlog.get_logger(__name__)
@@ -63,7 +63,7 @@ class LoadedEngine:
     info: EngineInfo
     holders: HolderDirectory | None
     timings: PartTimes
-    text: TextFiles | None  # what gateways need of the model; None: it has no such files
+    text: LoadedText
 
     @property
     def engine(self) -> Engine:
@@ -77,6 +77,7 @@ class LoadedEngine:
         await self.engine.stop()
         if self.holders is not None:
             await self.holders.close()
+        await asyncio.to_thread(self.text.remove)
 
 
 async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
@@ -95,23 +96,13 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
     try:
         with timings.measure("build"):
             info = await built.engine.start()
+        text = await text_of(settings.model_dir)
     except BaseException:
         await built.engine.stop()
         raise
     seconds = {part: round(s, 3) for part, s in timings.seconds.items()}
     log.info("engine.started", engine=info.engine, role=role_spec.role.value, seconds=seconds)
-    text = await asyncio.to_thread(_text_of, settings.model_dir)
     return LoadedEngine(role_spec, settings, built, info, holders, timings, text)
-
-
-def _text_of(folder: Path | None) -> TextFiles | None:
-    if folder is None or not folder.is_dir():  # the sim engine needs none
-        return None
-    try:
-        return read_text_files(folder)
-    except BadTextFiles as exc:
-        log.warning("model.no_text", error=str(exc))
-        return None
 
 
 async def with_artefact(

@@ -71,8 +71,8 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
     record.unsupported_shaping.extend(info.unsupported_shaping)
-    if loaded.text is not None:
-        record.text.CopyFrom(_text(loaded.text))
+    if (text := loaded.text.files) is not None:
+        record.text.CopyFrom(_text(text))
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.kv_tail_start = info.partial_sampling.start
     record.kv_tail_step = info.partial_sampling.step

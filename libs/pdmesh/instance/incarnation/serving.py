@@ -72,7 +72,7 @@ class Serving:
         rpc.add_service(
             self._server,
             instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"],
-            InstanceServicer(self.host, self._record, self._blocks, self.loaded.text),
+            InstanceServicer(self.host, self._record, self._blocks, self.loaded.text.files),
         )
         self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
         await rpc.start(self._server)  # this may be cancelled: an assignment may be withdrawn

@@ -1,0 +1,54 @@
+"""What gateways need of the model that this instance has loaded: files that make tokens of text."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from pdmesh.engine.vllm.model.text_conversion import converted
+from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedText:
+    """`files` None: it has none, so gateways use those of their own folder."""
+
+    files: TextFiles | None = None
+    made: tempfile.TemporaryDirectory[str] | None = None  # with the files, if they were converted
+
+    def remove(self) -> None:
+        if self.made is not None:
+            self.made.cleanup()
+
+
+async def text_of(folder: Path | None) -> LoadedText:
+    """A model whose files gateways cannot read is served all the same, and the log says why."""
+    if folder is None:  # the sim engine needs none
+        return LoadedText()
+    try:
+        files = await asyncio.to_thread(_read, folder)
+        if files is None or files.is_readable:
+            return LoadedText(files)
+        return await _converted(folder)
+    except BadTextFiles as exc:
+        log.warning("model.no_text", reason=str(exc))
+        return LoadedText()
+
+
+def _read(folder: Path) -> TextFiles | None:
+    return read_text_files(folder) if folder.is_dir() else None
+
+
+async def _converted(folder: Path) -> LoadedText:
+    made = tempfile.TemporaryDirectory(prefix="pdmesh-text-")
+    try:
+        return LoadedText(await converted(folder, Path(made.name)), made)
+    except BaseException:
+        made.cleanup()
+        raise
