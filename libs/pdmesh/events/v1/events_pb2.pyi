@@ -334,7 +334,7 @@ Global___FaultReport: _TypeAlias = FaultReport  # noqa: Y015
 
 @_typing.final
 class InstanceLoad(_message.Message):
-    """How loaded an instance is. Published by instances when it changes, at most every 20 ms. Binary."""
+    """How loaded an instance is. Published by instances when it changes, at most every 15 ms; also every second. Binary."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
