@@ -190,6 +190,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format of the model")
+    for kind, example in (("tool", "hermes"), ("reasoning", "qwen3")):
+        add(
+            f"--{kind}-parser",
+            metavar="NAME",
+            help=f"vLLM's {kind} parser, such as {example}; none: no parser (default: the one that "
+            "the model's chat template tells)",
+        )
     add("--nats-url", default=_nats_url(), help="use this NATS server instead of starting one")
     add(
         "--redis-url",

@@ -63,6 +63,8 @@ class MeshSpec:
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
     model_name: str | None = None
     dtype: str | None = None
+    tool_parser: str | None = None  # vLLM's name of one; None: the gateway's own setting
+    reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
     keys_file: Path | None = None  # API keys and tenants; without it, all callers are admitted
@@ -90,6 +92,8 @@ _OPTIONS: Final = {
     "--grpc-port": "grpc_port",
     "--model": "model_dir",
     "--dtype": "dtype",
+    "--tool-parser": "tool_parser",
+    "--reasoning-parser": "reasoning_parser",
     "--nats-url": "nats_url",
     "--redis-url": "redis_url",
     "--keys": "keys_file",
@@ -243,6 +247,8 @@ def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, 
     return {
         **keys,
         **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
+        **({"TOOL_PARSER": spec.tool_parser} if spec.tool_parser else {}),
+        **({"REASONING_PARSER": spec.reasoning_parser} if spec.reasoning_parser else {}),
         "HOST": spec.host,
         "HTTP_PORT": str(ports.http),
         "GRPC_PORT": str(ports.grpc),

@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
 _START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
+_END_S: Final = 5.0  # between the end of what it says and its own
 _ANSWER_S: Final = 30.0  # a parser that takes longer hangs
 
 
@@ -177,8 +178,7 @@ class ParserLife:
                 log.warning("parser.lost", pid=self.pid, num_waiting=len(self._waiting))
         finally:
             self._lose()
-            self._kill()
-            await self._process.wait()
+            await self._gone()
 
     def _lose(self) -> None:
         """It works on the oldest request; the others only waited behind it."""
@@ -189,6 +189,14 @@ class ParserLife:
             if not future.done():
                 future.set_exception(ParserLost(is_guilty=is_guilty))
             is_guilty = False
+
+    async def _gone(self) -> None:
+        """Its stdout ended, so it has ended mostly: one that is gone is not killed again."""
+        try:
+            await asyncio.wait_for(self._process.wait(), _END_S)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -75,6 +75,19 @@ def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
     assert found["health-monitor"].region == ""
 
 
+def test_the_gateways_get_the_parsers_that_are_named(tmp_path: Path) -> None:
+    ports = {"": Ports(8000, 8001)}
+    wiring = Wiring("nats://x", "redis://x", ports, "secret", "token", tmp_path, tmp_path / "model")
+    for asked, expected in (
+        (["--tool-parser", "hermes", "--reasoning-parser", "none"], ("hermes", "none")),
+        ([], (None, None)),
+    ):
+        spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+        (env,) = (each.env for each in services(spec, wiring) if each.service == "gateway")
+        names = ("PDMESH_GATEWAY_TOOL_PARSER", "PDMESH_GATEWAY_REASONING_PARSER")
+        assert tuple(map(env.get, names)) == expected
+
+
 @pytest.mark.parametrize(
     ("regions", "message"),
     [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],

@@ -112,6 +112,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         grpc_port=options.grpc_port,
         model_dir=_model_dir(options),
         dtype=options.dtype,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
         nats_url=options.nats_url,
         redis_url=options.redis_url,
         keys_file=_keys_file(options),
