@@ -172,6 +172,12 @@ class EngineFailed(MeshError):
     is_retryable = True
 
 
+class AdapterUnusable(MeshError):
+    """A LoRA adapter cannot be loaded: its files, or the model, are not what they should be."""
+
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "ADAPTER_UNUSABLE"
+
+
 BY_REASON: Final[Mapping[str, type[MeshError]]] = {
     kind.default_reason: kind for kind in MeshError.__subclasses__()
 }

@@ -12,7 +12,7 @@ from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.loopback import join
-from pdmesh.net.nats.board import fault_board, out_of_service_board
+from pdmesh.net.nats.board import adapter_board, fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
@@ -21,6 +21,7 @@ from pdmesh.services.gateway.access.access_control import access_control
 from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket
 from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.path_proof import PathProof
+from pdmesh.services.gateway.routing.adapter_names import AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.desired_slos import DesiredSlos
 from pdmesh.services.gateway.routing.fleet import MeshView, gateway_name
@@ -49,7 +50,9 @@ async def serve(settings: Settings, app: App) -> None:
     out_of_service.watch(out_of_service_board(bus), fault_board(bus))
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
-    mesh = MeshView(view, out_of_service, canaries)
+    adapters = AdapterNames()
+    adapters.watch(adapter_board(bus))
+    mesh = MeshView(view, out_of_service, canaries, adapters)
     gateway = Gateway(settings, mesh, tokenizers, publisher, app.not_ready, access)
     slos = DesiredSlos(gateway.slos)
     slos.watch(desired_store(bus))
@@ -75,6 +78,7 @@ async def serve(settings: Settings, app: App) -> None:
         await gateway.stop()
         await out_of_service.close()
         await canaries.close()
+        await adapters.close()
         await slos.close()
         await view.close()
         await bus.close()

@@ -1,5 +1,5 @@
-"""A master's work beside placement: groups, plans, upgrades, cordons, pins, usage, and their admin
-API.
+"""A master's work beside placement: groups, plans, upgrades, cordons, pins, adapters, usage, and
+their admin API.
 
 Every part works only at the leader, and checks `leadership` before it writes.
 """
@@ -13,10 +13,11 @@ from pdmesh.core.placement.plan import Placement
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
-from pdmesh.net.nats.board import out_of_service_board, pin_board
+from pdmesh.net.nats.board import adapter_board, out_of_service_board, pin_board
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
@@ -54,7 +55,8 @@ class Control:
         upgrades = UpgradeLoop(groups, plans, link.publisher, leadership, placement.share_requests)
         usage = UsageLoop(groups, usage_store(bus), leadership)
         pins = Pins(pin_board(bus), index, link, secret, leadership)
-        self.loops = ControlLoops(groups, plans, upgrades, usage, pins)
+        adapters = Adapters(adapter_board(bus), link.view, leadership)
+        self.loops = ControlLoops(groups, plans, upgrades, usage, pins, adapters)
         self.upgrade_feed = UpgradeFeed(fleet, bus, upgrades.tell)
         self.servicer = AdminServicer(access, self.loops, leadership)
 

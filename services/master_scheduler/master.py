@@ -242,3 +242,8 @@ class Master:
             "Prefixes that operators pinned",
             lambda: len(self._control.loops.pins.known),
         )
+        metrics.gauge(
+            names.ADAPTERS,
+            "LoRA adapters that are registered",
+            lambda: len(self._control.loops.adapters.known),
+        )

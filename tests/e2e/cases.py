@@ -27,6 +27,7 @@ class Case:
     seed: int | None = None
     shaping: LogitShaping = UNSHAPED
     stop_token_ids: tuple[int, ...] = ()
+    adapter: str = ""  # folder of a LoRA adapter
 
     def sampling(self, stop_token_ids: frozenset[int] = frozenset()) -> Sampling:
         return Sampling(

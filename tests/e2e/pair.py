@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.instance.arena import ArenaAllocator
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import (
+    AdaptersChanged,
     ArenaRange,
     BlocksChanged,
     DecodeJob,
@@ -69,6 +71,7 @@ class Host:
     blocks: set[bytes] = field(default_factory=set)
     pool_blocks: set[bytes] = field(default_factory=set)  # the host pool holds them
     tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (tier, event)
+    adapters: tuple[str, ...] = ()  # digests of those that are loaded
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -102,14 +105,13 @@ class Host:
                 self.staging.free(self.tickets.pop(output.ticket_id))
             case LandingFreed():
                 self.landing.free(self.landings.pop(output.leg))
-            case BlocksChanged(tier=Tier.HOST):
-                self.pool_blocks = self.pool_blocks - set(output.removed) | set(output.stored)
             case TiersReported():
                 for key, count in output.report.counts.items():
                     self.tier_counts[key] = self.tier_counts.get(key, 0) + count
+            case AdaptersChanged():
+                self.adapters = output.loaded
             case BlocksChanged():
-                self.blocks = set() if output.is_cleared else self.blocks - set(output.removed)
-                self.blocks |= set(output.stored)
+                self._hear_blocks(output)
             case TicketOpened():
                 del self.ticket_of[output.leg]  # it is closed by itself, whatever comes of the leg
                 self.legs[output.leg].put_nowait(output)
@@ -119,6 +121,13 @@ class Host:
                 self._hear_decode(output)
             case _:
                 raise AssertionError(f"vLLM does not say {type(output).__name__}")
+
+    def _hear_blocks(self, output: BlocksChanged) -> None:
+        removed, stored = set(output.removed), set(output.stored)
+        if output.tier is Tier.HOST:
+            self.pool_blocks = self.pool_blocks - removed | stored
+        else:
+            self.blocks = stored if output.is_cleared else self.blocks - removed | stored
 
     def _hear_decode(self, output: KvPulling | KvArrived | KvReceived | Tokens | Finished) -> None:
         if isinstance(output, KvPulling | KvArrived):
@@ -179,6 +188,7 @@ class Pair:
     num_computed_at_decode: int = 0  # prompt tokens that decode had to compute
     num_handed_over: int = 0
     last_received: KvReceived | None = None
+    adapter: Adapter | None = None
 
     def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
         """Of the prompt's full blocks."""
@@ -186,7 +196,9 @@ class Pair:
         return tuple(block_hashes(root, prompt, self.prefill.info.block_size))
 
     def root(self) -> str:
-        return tenant_root(b"e2e", "default", self.salt, self.prefill.info.model_fingerprint).hex()
+        fingerprint = self.prefill.info.model_fingerprint
+        digest = self.adapter.digest if self.adapter is not None else ""
+        return tenant_root(b"e2e", "default", self.salt, fingerprint, digest).hex()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
         first = await self.prefilled(prompt, sampling)
@@ -247,6 +259,7 @@ class Pair:
                 is_per_layer,
                 cache_salt=self.root(),
                 block_hashes=self.names(prompt),
+                adapter=self.adapter,
             )
         )
         return leg
@@ -306,6 +319,7 @@ class Pair:
                 rest,
                 deadline_s,
                 self.root(),
+                adapter=self.adapter,
             )
         )
         return leg

@@ -52,6 +52,7 @@ def main() -> None:
         [{"prompt_token_ids": case["prompt"]} for case in cases],
         [sampling_params(case) for case in cases],
         use_tqdm=False,
+        lora_request=lora_requests([case["adapter"] for case in cases]),
     )
     drawn = [output.outputs[0] for output in outputs]
     answers = {
@@ -60,6 +61,19 @@ def main() -> None:
     }
     Path(tokens_file).write_text(json.dumps(answers))
     os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+
+
+def lora_requests(folders: list[str]) -> Any:
+    """vLLM's own, as its server would make them of names; None if no case has an adapter."""
+    if not any(folders):
+        return None
+    from vllm.lora.request import LoRARequest
+
+    numbers = {folder: number for number, folder in enumerate(sorted(set(folders) - {""}), 1)}
+    made = {
+        folder: LoRARequest(Path(folder).name, number, folder) for folder, number in numbers.items()
+    }
+    return [made.get(folder) for folder in folders]
 
 
 def sampling_params(case: Mapping[str, Any]) -> Any:

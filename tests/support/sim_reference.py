@@ -14,13 +14,20 @@ from pdmesh.engine.sim.vocabulary import EOS_ID
 
 
 def sim_reference(
-    prompt: Sequence[int], sampling: Sampling, params: SimParams | None = None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    params: SimParams | None = None,
+    adapter: str = "",
 ) -> tuple[list[int], FinishReason]:
-    """All tokens after `prompt` and why they end. A sampled request needs a seed."""
+    """All tokens after `prompt` and why they end. A sampled request needs a seed.
+
+    `adapter`: the digest of one.
+    """
     model = SimModel(params or SimParams())
     weights, gain = model.state_weights.tolist(), model.token_gain.tolist()
     key = draw_key(sampling, 0)
-    state = digest = num_tokens = 0
+    state = int(adapter[:16], 16) | 1 if adapter else 0
+    digest = num_tokens = 0
     tokens: list[int] = []
     pending = list(prompt)
     while True:

@@ -287,6 +287,8 @@ def _add_admin(
         parser.add_argument("--reason", default="", help="a reason, recorded with the change")
     pins = add("pins", "manage pinned prefixes, whose KV is not evicted")
     _add_pins(pins, _admin_options(common, is_first=False))
+    adapters = add("adapters", "manage LoRA adapters, which clients name as models")
+    _add_adapters(adapters, _admin_options(common, is_first=False))
 
 
 def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argparse.ArgumentParser:
@@ -386,6 +388,30 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
     remove.add_argument("pin", help="the pin's name")
     for each in (add, shown, remove):
         each.set_defaults(module="pins")
+
+
+def _add_adapters(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", parents=[admin], help="serve an adapter, or replace it")
+    add.add_argument("adapter", help="its name for clients: letters, digits, - and _")
+    add.add_argument(
+        "--model", default="", help="the model that it changes (default: the only one)"
+    )
+    add.add_argument(
+        "--path",
+        type=values.absolute_path,
+        required=True,
+        metavar="DIR",
+        help="folder with adapter_config.json and adapter_model.safetensors, as instances see it",
+    )
+    shown = actions.add_parser(
+        "list", parents=[admin], help="show adapters and who has loaded them"
+    )
+    shown.add_argument("--json", action="store_true", help="print JSON")
+    remove = actions.add_parser("remove", parents=[admin], help="take an adapter from clients")
+    remove.add_argument("adapter", help="its name")
+    for each in (add, shown, remove):
+        each.set_defaults(module="adapters")
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Final
 
 _MAX_DURATION_S: Final = 1000 * 86_400  # the leader decides what is allowed
@@ -68,6 +69,10 @@ def port(text: str) -> int:
 
 def version(text: str) -> int:
     return _whole_number(text, 2**63 - 1)
+
+
+def absolute_path(text: str) -> str:
+    return str(Path(text).absolute())
 
 
 def _whole_number(text: str, maximum: int, *, minimum: int = 0) -> int:

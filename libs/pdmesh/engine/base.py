@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
@@ -96,6 +98,7 @@ class PrefillJob:
     cache_salt: str = ""
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class DecodeJob:
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
     stall_s: float = math.inf
+    adapter: Adapter | None = None
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
@@ -277,6 +281,15 @@ class TiersReported:
     report: TierReport
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptersChanged:
+    """A LoRA adapter was loaded or unloaded, or could not be loaded."""
+
+    loaded: tuple[str, ...]  # digests of those that are loaded now
+    event: str  # loaded, unloaded, failed
+    seconds: float = 0.0  # that it took
+
+
 Output = (
     TicketOpened
     | Prefilled
@@ -291,6 +304,7 @@ Output = (
     | LandingFreed
     | BlocksChanged
     | TiersReported
+    | AdaptersChanged
 )
 
 
@@ -312,6 +326,7 @@ class EngineInfo:
         default=(), repr=False
     )  # KV transport address of each rank
     partial_sampling: PartialSampling = NO_PARTIALS  # where it names beginnings of blocks
+    max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +407,17 @@ class Engine(Protocol):
 
         They replace the prefixes of the last call.
         """
+        ...
+
+    async def inspect_adapter(self, path: str) -> AdapterFacts:
+        """Whether it could load the LoRA adapter in this folder.
+
+        Raises AdapterUnusable with what an operator can act on.
+        """
+        ...
+
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        """These adapters are registered: others are unloaded as soon as no job uses them."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

@@ -56,6 +56,8 @@ class EngineSettings:
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapter_rank: int = 16
     # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoint: str = ""  # vLLM: for its workers, see failpoints.py
@@ -147,6 +149,8 @@ def build_sim(
         max_pulls=settings.max_pulls,
         partial_sampling=settings.partial_sampling,
         fail_every=settings.sim_fail_every,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)
@@ -210,6 +214,8 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         max_num_batched_tokens=settings.max_num_batched_tokens,
         tiers=settings.tiers,
         speculation=settings.speculation,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
         file_digests=settings.file_digests,
         failpoints=settings.failpoint,
     )

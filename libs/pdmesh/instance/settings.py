@@ -58,6 +58,11 @@ class InstanceSettings(ServiceSettings):
         gt=0,
         description="Cost of checking one proposed token, as a share of a step's fixed cost",
     )
+    enable_lora: bool = shared(
+        False, description="Serve LoRA adapters (pdmesh adapters); costs memory for their slots"
+    )
+    max_loras: int = shared(4, ge=1, le=256, description="LoRA adapters loaded at once")
+    max_lora_rank: int = shared(16, ge=1, le=512, description="Highest rank of a LoRA adapter")
     group_id: str = shared("default", description="Group of this instance")
     scenario: str = shared("default", description="Scenario that its group serves")
     region: str = shared("", description="Region of this instance")

@@ -101,6 +101,21 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/pdmesh.v1.AdminService/AddAdapter',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pdmesh.v1.AdminService/ListAdapters',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/pdmesh.v1.AdminService/RemoveAdapter',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -197,6 +212,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters, and which instances have loaded them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Take an adapter from clients. Requests that run end with it; then instances unload it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -264,6 +300,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RemovePin,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -619,6 +670,87 @@ class AdminService:
             '/pdmesh.v1.AdminService/RemovePin',
             pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/AddAdapter',
+            pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/ListAdapters',
+            pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/RemoveAdapter',
+            pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,12 @@ class AdminServiceStub:
     ListPins: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]
     """The pins, and who holds their blocks now."""
     RemovePin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AddAdapterRequest, _admin_service_pb2.AddAdapterResponse]
+    """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAdaptersRequest, _admin_service_pb2.ListAdaptersResponse]
+    """The adapters, and which instances have loaded them."""
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RemoveAdapterRequest, _admin_service_pb2.RemoveAdapterResponse]
+    """Take an adapter from clients. Requests that run end with it; then instances unload it."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -91,6 +97,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListPins: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]  # type: ignore[assignment]
     """The pins, and who holds their blocks now."""
     RemovePin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]  # type: ignore[assignment]
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AddAdapterRequest, _admin_service_pb2.AddAdapterResponse]  # type: ignore[assignment]
+    """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAdaptersRequest, _admin_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """The adapters, and which instances have loaded them."""
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RemoveAdapterRequest, _admin_service_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
+    """Take an adapter from clients. Requests that run end with it; then instances unload it."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
@@ -198,5 +210,29 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.RemovePinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.RemovePinResponse, _abc.Awaitable[_admin_service_pb2.RemovePinResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _admin_service_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.AddAdapterResponse, _abc.Awaitable[_admin_service_pb2.AddAdapterResponse]]:
+        """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_service_pb2.ListAdaptersResponse]]:
+        """The adapters, and which instances have loaded them."""
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _admin_service_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.RemoveAdapterResponse, _abc.Awaitable[_admin_service_pb2.RemoveAdapterResponse]]:
+        """Take an adapter from clients. Requests that run end with it; then instances unload it."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -407,6 +407,35 @@ class StopReason(_message.Message):
 Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 @_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter that a request wants. Its content is what counts: an operator may give its name other content at any time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    digest: _builtins.str
+    """SHA-256 of its files, hex"""
+    path: _builtins.str
+    """of their folder, as instances see it"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
     """Tokens counted for one request."""
 
@@ -539,6 +568,8 @@ class InstanceRecord(_message.Message):
     KV_REGION_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_SHAPING_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -598,6 +629,8 @@ class InstanceRecord(_message.Message):
     """and each so many tokens further; 0: they have no names"""
     kv_region: _builtins.str
     """that its KV stays in: it pairs only with instances of an equal one; empty: its group spans regions, or none is named"""
+    max_adapters: _builtins.int
+    """LoRA adapters that its engine holds at once; 0: it takes none"""
     @_builtins.property
     def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one KV transport address per device, in device order"""
@@ -625,6 +658,10 @@ class InstanceRecord(_message.Message):
     @_builtins.property
     def text(self) -> Global___ModelText:
         """absent: it has no files of its model; gateways use their own"""
+
+    @_builtins.property
+    def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """digests of those that it holds now"""
 
     def __init__(
         self,
@@ -671,10 +708,12 @@ class InstanceRecord(_message.Message):
         kv_region: _builtins.str = ...,
         unsupported_shaping: _abc.Iterable[_builtins.str] | None = ...,
         text: Global___ModelText | None = ...,
+        max_adapters: _builtins.int = ...,
+        loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -230,6 +230,7 @@ class Prefill(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -252,6 +253,10 @@ class Prefill(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """absent: the model itself"""
+
     def __init__(
         self,
         *,
@@ -267,10 +272,11 @@ class Prefill(_message.Message):
         cache_salt: _builtins.str = ...,
         kv_transfer: Global___KvTransfer.ValueType = ...,
         model: _builtins.str = ...,
+        adapter: _common_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +304,7 @@ class Start(_message.Message):
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -321,6 +328,10 @@ class Start(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """max_tokens counts what decode may still produce"""
 
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """absent: the model itself"""
+
     def __init__(
         self,
         *,
@@ -338,10 +349,11 @@ class Start(_message.Message):
         awaits_first_token: _builtins.bool = ...,
         prompt_compute_ms: _builtins.int = ...,
         model: _builtins.str = ...,
+        adapter: _common_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -874,6 +886,58 @@ class GetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class InspectAdapterRequest(_message.Message):
+    """Sent by the master before it registers an adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """of its folder"""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectAdapterRequest: _TypeAlias = InspectAdapterRequest  # noqa: Y015
+
+@_typing.final
+class InspectAdapterResponse(_message.Message):
+    """The adapter fits the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """as in Adapter"""
+    rank: _builtins.int
+    """the highest of its modules"""
+    num_bytes: _builtins.int
+    """of its files"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectAdapterResponse: _TypeAlias = InspectAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetKvSnapshotRequest(_message.Message):

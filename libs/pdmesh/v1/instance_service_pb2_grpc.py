@@ -55,6 +55,11 @@ class InstanceServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.FromString,
                 _registered_method=True)
+        self.InspectAdapter = channel.unary_unary(
+                '/pdmesh.v1.InstanceService/InspectAdapter',
+                request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class InstanceServiceServicer:
@@ -89,6 +94,13 @@ class InstanceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectAdapter(self, request, context):
+        """Whether its engine could load the LoRA adapter in a folder; refused with what is wrong. Loads nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InstanceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_InstanceServiceServicer_to_server(servicer, server):
                     servicer.GetModelText,
                     request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.SerializeToString,
+            ),
+            'InspectAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectAdapter,
+                    request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class InstanceService:
             '/pdmesh.v1.InstanceService/GetModelText',
             pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextRequest.SerializeToString,
             pdmesh_dot_v1_dot_instance__service__pb2.GetModelTextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.InstanceService/InspectAdapter',
+            pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterRequest.SerializeToString,
+            pdmesh_dot_v1_dot_instance__service__pb2.InspectAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class InstanceServiceStub:
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
     GetModelText: _grpc.UnaryStreamMultiCallable[_instance_service_pb2.GetModelTextRequest, _instance_service_pb2.GetModelTextResponse]
     """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
+    InspectAdapter: _grpc.UnaryUnaryMultiCallable[_instance_service_pb2.InspectAdapterRequest, _instance_service_pb2.InspectAdapterResponse]
+    """Whether its engine could load the LoRA adapter in a folder; refused with what is wrong. Loads nothing."""
 
 @_typing.type_check_only
 class InstanceServiceAsyncStub(InstanceServiceStub):
@@ -61,6 +63,8 @@ class InstanceServiceAsyncStub(InstanceServiceStub):
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
     GetModelText: _aio.UnaryStreamMultiCallable[_instance_service_pb2.GetModelTextRequest, _instance_service_pb2.GetModelTextResponse]  # type: ignore[assignment]
     """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
+    InspectAdapter: _aio.UnaryUnaryMultiCallable[_instance_service_pb2.InspectAdapterRequest, _instance_service_pb2.InspectAdapterResponse]  # type: ignore[assignment]
+    """Whether its engine could load the LoRA adapter in a folder; refused with what is wrong. Loads nothing."""
 
 class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by each instance, whatever its role."""
@@ -96,5 +100,13 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_instance_service_pb2.GetModelTextResponse], _abc.AsyncIterator[_instance_service_pb2.GetModelTextResponse]]:
         """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them."""
+
+    @_abc_1.abstractmethod
+    def InspectAdapter(
+        self,
+        request: _instance_service_pb2.InspectAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_service_pb2.InspectAdapterResponse, _abc.Awaitable[_instance_service_pb2.InspectAdapterResponse]]:
+        """Whether its engine could load the LoRA adapter in a folder; refused with what is wrong. Loads nothing."""
 
 def add_InstanceServiceServicer_to_server(servicer: InstanceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

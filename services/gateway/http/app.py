@@ -326,6 +326,6 @@ def _model_entry(model: KnownModel) -> ModelEntry:
         created=int(time.time() - model.age_s),
         owned_by="pdmesh",
         root=model.name,
-        parent=None,
+        parent=model.parent,
         max_model_len=model.max_model_len,
     )

@@ -200,9 +200,9 @@ class Frontend:
         name = self.model_name(asked, scenario)
         check_model(tenant, name)
         fleet = self.shared.fleet
-        context_length = self.context_length(name)
+        context_length, base = self.context_length(name), fleet.base_model(name)
         tokenizer = await self.shared.tokenizers.get(
-            name, fleet.text_of(name), lambda: fleet.text_sources(name)
+            base, fleet.text_of(base), lambda: fleet.text_sources(base)
         )
         return ServedModel(name, tokenizer, context_length)
 
@@ -224,13 +224,14 @@ class Frontend:
     ) -> Call:
         """Start a call, which must be closed.
 
-        Raises InvalidRequest, NoInstance, Draining or Overloaded.
+        Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
         """
         self.check_open()
-        spec = self._with_scenario(spec)
+        spec = self._with_scenario(self._with_adapter(spec))
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
+        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
         prompts = [
-            Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
+            Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt, digest)
             for tokens in spec.prompts
         ]
         if self.shared.poison:
@@ -253,6 +254,14 @@ class Frontend:
             generation.start()
         return call
 
+    def _with_adapter(self, spec: CallSpec) -> CallSpec:
+        """The call with the content that its adapter has now: that stays to its end.
+
+        Raises ModelNotFound for an adapter that was removed while the prompt was encoded.
+        """
+        found = self.shared.fleet.adapted(self.model_name(spec.model, spec.scenario))
+        return spec if found is None else replace(spec, adapter=found)
+
     def _with_scenario(self, spec: CallSpec) -> CallSpec:
         """The call with its scenario. Rules look at the longest of its prompts.
 
@@ -261,7 +270,7 @@ class Frontend:
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
             return spec
-        fleet, model = self.shared.fleet, spec.model
+        fleet, model = self.shared.fleet, spec.base_model
         longest = max(map(len, spec.prompts), default=0)
         rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
         found, by = scenario_by_rule(rules, spec.operation, longest), "rule"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.prompt import Prompt
-from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket
+from pdmesh.v1.common_pb2 import Adapter, InstanceRecord, SamplingParams, Ticket
 from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
 from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
@@ -31,7 +32,7 @@ class ChoiceIdentity:
 class LegCommands:
     """The messages of one choice. `emitted` is always all that it has emitted so far."""
 
-    __slots__ = ("_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids")
+    __slots__ = ("_adapter", "_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class LegCommands:
         self._spec, self._prompt, self._identity = spec, prompt, identity
         self._stop_token_ids = stop_token_ids
         self._shaping = shaping_to_proto(spec.sampling.shaping)
+        self._adapter = adapter_to_proto(spec.adapter)
 
     def plan_query(
         self,
@@ -56,7 +58,8 @@ class LegCommands:
         query = PlanQuery(
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            model=spec.model,
+            model=spec.base_model,
+            adapter_digest=self._adapter.digest if self._adapter is not None else "",
             scenario=spec.scenario,
             block_hashes=prompt.hashes(reference, emitted) if reference else (),
             num_prompt_tokens=len(prompt.tokens) + len(emitted),
@@ -96,7 +99,8 @@ class LegCommands:
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 kv_transfer=kv_transfer,
-                model=self._spec.model,
+                model=self._spec.base_model,
+                adapter=self._adapter,
             )
         )
 
@@ -128,7 +132,8 @@ class LegCommands:
                 remaining_ms=self._remaining_ms(),
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
-                model=self._spec.model,
+                model=self._spec.base_model,
+                adapter=self._adapter,
             )
         )
 
@@ -155,6 +160,13 @@ class LegCommands:
 
     def _remaining_ms(self) -> int:
         return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
+
+
+def adapter_to_proto(found: AdaptedModel | None) -> Adapter | None:
+    if found is None:
+        return None
+    adapter = found.adapter
+    return Adapter(name=adapter.name, digest=adapter.digest, path=adapter.path)
 
 
 def shaping_to_proto(shaping: LogitShaping) -> LogitShapingMessage | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
+from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -74,7 +75,13 @@ class CallSpec:
     has_token_ids: bool = False  # the answer holds token ids beside its text
     parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE
+    adapter: AdaptedModel | None = None  # that `model` names
 
     @property
     def text_rules(self) -> TextRules:
         return self.sampling.text_rules(self.sampling.end_ids(self.tokenizer.eos_token_ids))
+
+    @property
+    def base_model(self) -> str:
+        """The model that instances have."""
+        return self.model if self.adapter is None else self.adapter.model

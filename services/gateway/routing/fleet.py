@@ -20,6 +20,7 @@ from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, NoInstance, shortened
 from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
+from pdmesh.services.gateway.routing.adapter_names import AdaptedModel, AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.v1.common_pb2 import (
@@ -57,6 +58,8 @@ def _local(record: InstanceRecord) -> LocalInstance:
         record.group_id,
         pair_of(record),
         record.kv_region,
+        record.max_adapters > 0,
+        frozenset(record.loaded_adapters),
     )
 
 
@@ -71,15 +74,19 @@ def _offer(record: InstanceRecord) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Whose instances a request may meet: of its model, with the vocabulary of its tokens.
+    """Whose instances a request may meet: of its model, with the vocabulary of its tokens, and with
+    slots for adapters if it wants one.
 
     Empty `vocabulary`: the gateway's own folder gave the tokenizer, so it says nothing.
     """
 
     model: str
     vocabulary: str = ""
+    adapter: str = ""
 
     def is_served_by(self, record: InstanceRecord) -> bool:
+        if self.adapter and not record.max_adapters:
+            return False
         theirs = record.text.vocabulary
         is_readable = not (self.vocabulary and theirs) or self.vocabulary == theirs
         return record.model == self.model and is_readable
@@ -87,11 +94,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model as clients see it in a list. `age_s`: since this gateway first saw it."""
+    """A model as clients see it in a list. `age_s`: since this gateway first saw it.
+
+    `parent`: the model that it changes, if it is a LoRA adapter.
+    """
 
     name: str
     age_s: float
     max_model_len: int
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ class MeshView:
     records: RegistryView
     out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
     canaries: CanaryShares = field(default_factory=CanaryShares)
+    adapters: AdapterNames = field(default_factory=AdapterNames)
 
 
 class FleetView:
@@ -177,20 +189,41 @@ class FleetView:
         out = self._mesh.out_of_service
         serving = (*self._prefills, *self._fusions, *self._decodes)
         able = {r.model for r in serving if not (r.is_draining or out.is_out(r.instance_id))}
-        return [entry for m in sorted(able) if (entry := self.known_model(m)) is not None]
+        names = [*sorted(able), *(n for n in self._mesh.adapters.names() if self._is_able(n, able))]
+        return [entry for m in names if (entry := self.known_model(m)) is not None]
+
+    def _is_able(self, name: str, able: set[str]) -> bool:
+        found = self.adapted(name)
+        return found is not None and found.model in able
+
+    def adapted(self, name: str) -> AdaptedModel | None:
+        """What an adapter's name stands for now; None: it is a model's own, or unknown."""
+        found = self._mesh.adapters.find(name)
+        if found is None or self._catalogue.since(name) is not None:
+            return None
+        return found if self._catalogue.since(found.model) is not None else None
+
+    def base_model(self, name: str) -> str:
+        """The model that instances have for this name."""
+        found = self.adapted(name)
+        return name if found is None else found.model
 
     def known_model(self, model: str) -> KnownModel | None:
         """None if it is not known. Of a model that is away: as it was."""
-        since, reference = self._catalogue.since(model), self.reference(model)
+        base = self.base_model(model)
+        since, reference = self._catalogue.since(base), self.reference(base)
         if since is None or reference is None:
             return None
-        return KnownModel(model, self._clock() - since, reference.max_model_len)
+        parent = None if base == model else base
+        return KnownModel(model, self._clock() - since, reference.max_model_len, parent)
 
     def model_name(self, asked: str, scenario: str = "") -> str:
         """Raises ModelNotFound. A model whose instances are away keeps its name for a while."""
         found = self._catalogue.resolve(asked, scenario, self._clock())
         if found is not None:
             return found
+        if self.adapted(asked) is not None:
+            return asked
         if asked in {"", DEFAULT_MODEL}:
             raise NoInstance("no instance serves any model now")
         raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
@@ -224,6 +257,7 @@ class FleetView:
 
         The last one that was seen, if all are gone.
         """
+        model = self.base_model(model)
         for records in (self._prefills, self._fusions, self._decodes):
             for record in records:
                 if record.model == model:
@@ -232,6 +266,7 @@ class FleetView:
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """Fields of `LogitShaping` that some instance of the model cannot take."""
+        model = self.base_model(model)
         serving = (*self._prefills, *self._fusions, *self._decodes)
         return frozenset(f for r in serving if r.model == model for f in r.unsupported_shaping)
 
@@ -310,7 +345,12 @@ class FleetView:
         canary = self._mesh.canaries.draw(scenario or DEFAULT_SCENARIO)
         others = [i for i, r in self._records.items() if not wanted.is_served_by(r)]
         query = LocalQuery(
-            wanted.model, scenario, {*excluded, *out, *others}, frozenset(avoided), canary
+            wanted.model,
+            scenario,
+            {*excluded, *out, *others},
+            frozenset(avoided),
+            canary,
+            wanted.adapter,
         )
         plan = self._ranking.rank(query, num_open)
         return (

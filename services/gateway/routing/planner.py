@@ -107,7 +107,9 @@ class Planner:
 
         `vocabulary`: of the query's tokens.
         """
-        self._asks.append(_Ask(asker, plan, query, Wanted(query.model, vocabulary)))
+        self._asks.append(
+            _Ask(asker, plan, query, Wanted(query.model, vocabulary, query.adapter_digest))
+        )
         self._has_asks.set()
 
     def refusal(

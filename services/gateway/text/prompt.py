@@ -18,12 +18,15 @@ class Prompt:
     `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
     """
 
-    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "_tenant", "data", "tokens")
+    __slots__ = ("_adapter", "_hashes", "_roots", "_salt", "_secret", "_tenant", "data", "tokens")
 
-    def __init__(self, tokens: array[int], secret: bytes, tenant: str, salt: str) -> None:
+    def __init__(
+        self, tokens: array[int], secret: bytes, tenant: str, salt: str, adapter: str = ""
+    ) -> None:
+        """`adapter`: digest of the LoRA adapter that computes it."""
         self.tokens = tokens
         self.data = tokens_to_bytes(tokens)
-        self._secret, self._tenant, self._salt = secret, tenant, salt
+        self._secret, self._tenant, self._salt, self._adapter = secret, tenant, salt, adapter
         self._roots: dict[str, bytes] = {}
         self._hashes: dict[tuple[str, int], list[bytes]] = {}
 
@@ -49,7 +52,7 @@ class Prompt:
         """The root of the chain of hashes: prefixes are shared only under an equal root."""
         found = self._roots.get(fingerprint)
         if found is None:
-            found = tenant_root(self._secret, self._tenant, self._salt, fingerprint)
+            found = tenant_root(self._secret, self._tenant, self._salt, fingerprint, self._adapter)
             self._roots[fingerprint] = found
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
@@ -22,6 +23,7 @@ class ControlLoops:
     upgrades: UpgradeLoop
     usage: UsageLoop
     pins: Pins
+    adapters: Adapters
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
         """The loops, which never end; if one fails, the master fails."""
@@ -31,4 +33,5 @@ class ControlLoops:
             self.upgrades.run(),
             self.usage.run(),
             self.pins.run(),
+            self.adapters.run(),
         ]

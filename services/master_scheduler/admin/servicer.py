@@ -50,6 +50,7 @@ class AdminServicer:
         self._access, self._leadership = access, leadership
         self._groups, self._view = loops.groups, loops.groups.view
         self._upgrades, self._plans, self._pins = loops.upgrades, loops.plans, loops.pins
+        self._adapters = loops.adapters
         self._usage = loops.usage
         self._texts = TextWorker()
 
@@ -207,6 +208,23 @@ class AdminServicer:
     ) -> pb.RemovePinResponse:
         await self._pins.remove(request.pin_id, self._enter(context))
         return pb.RemovePinResponse()
+
+    async def AddAdapter(  # noqa: N802
+        self, request: pb.AddAdapterRequest, context: Context
+    ) -> pb.AddAdapterResponse:
+        return await self._adapters.add(request, self._enter(context))
+
+    async def ListAdapters(  # noqa: N802
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        self._enter(context)
+        return pb.ListAdaptersResponse(adapters=self._adapters.states())
+
+    async def RemoveAdapter(  # noqa: N802
+        self, request: pb.RemoveAdapterRequest, context: Context
+    ) -> pb.RemoveAdapterResponse:
+        await self._adapters.remove(request.name, self._enter(context))
+        return pb.RemoveAdapterResponse()
 
     def check_access(self, context: Context) -> None:
         """Raises NotAllowed."""

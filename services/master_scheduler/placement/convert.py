@@ -79,6 +79,8 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         fetches_from_peers=record.fetches_from_peers,
         region=record.region,
         kv_region=record.kv_region,
+        takes_adapters=record.max_adapters > 0,
+        adapters=frozenset(record.loaded_adapters),
     )
 
 
@@ -104,6 +106,7 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
         partials=partials,
         block_size=query.block_size,
         region=region,
+        adapter=query.adapter_digest,
     )
 
 

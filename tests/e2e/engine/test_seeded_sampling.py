@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import plain_vllm, prefill_config
@@ -75,9 +76,11 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
         yield host
 
 
-async def locally(host: Host, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+async def locally(
+    host: Host, prompt: Sequence[int], sampling: Sampling, adapter: Adapter | None = None
+) -> list[int]:
     leg = Pair(host, host).next_leg(host)
-    host.engine.prefill(PrefillJob(leg, "r", 0, array("I", prompt), sampling))
+    host.engine.prefill(PrefillJob(leg, "r", 0, array("I", prompt), sampling, adapter=adapter))
     first = await host.next_output(leg)
     assert isinstance(first, Prefilled), first
     tokens, is_over = [first.token], first.finish_reason is not None

@@ -15,6 +15,7 @@ from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.net.nats.usage_store import UsageStore
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
@@ -73,7 +74,10 @@ class Site:
         )
         usage = UsageLoop(self.loop, UsageStore(MemoryBucket()), leads)  # type: ignore[arg-type]  # a fake
         pins = self._pins(MeshLink(MemoryBus(), view, events))  # type: ignore[arg-type]  # a fake
-        loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins)
+        bucket: Any = self.out_of_service_bucket  # a fake; never opened
+        registered = Board(bucket, pb.RegisteredAdapter)
+        adapters = Adapters(registered, view, leads)
+        loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins, adapters)
         self.admin = AdminServicer(AdminAccess(""), loops, leads)
         opening = asyncio.create_task(self.view.open())
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ its landing range.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -58,6 +59,7 @@ class Capacity:
     # An engine that can preempt needs no room for each whole answer: reserve at most this many
     # tokens of it.
     max_reserved_output: int | None = None
+    num_adapters: int = 0  # LoRA adapters that legs may use at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Ask:
     remaining_s: float
     model_fingerprint: str | None = None  # of the ticket, for decode
     model: str = ""  # that the request means; empty: not said
+    adapter: str = ""  # digest of the LoRA adapter that it computes with; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class _Held:
     range: ArenaRange | None
     num_blocks: int
     is_retrieving: bool
+    adapter: str = ""
     has_ended: bool = False
 
 
@@ -114,6 +118,7 @@ class Admission:
     _held: dict[int, _Held] = field(default_factory=dict)
     _num_blocks_used: int = 0
     _num_retrieving: int = 0
+    _adapters: Counter[str] = field(default_factory=Counter)  # legs that compute with each
     _hold_s: float = 0.02  # moving average: how long a slot is held
     _staging: ArenaAllocator = field(init=False)
     _landing: ArenaAllocator = field(init=False)
@@ -156,7 +161,7 @@ class Admission:
         num_blocks = self._blocks_for(ask)
         if refused := self._refuse_always(ask, num_blocks) or self._refuse_now(ask, num_blocks):
             return refused
-        held = _Held(ask.work, now, None, num_blocks, ask.work is Work.DECODE)
+        held = _Held(ask.work, now, None, num_blocks, ask.work is Work.DECODE, ask.adapter)
         if ask.work is not Work.LOCAL:
             held.range = self._arena(ask.work).reserve(self._kv_bytes(ask))
             if held.range is None:
@@ -164,6 +169,8 @@ class Admission:
         self._held[ask.leg] = held
         self._num_blocks_used += num_blocks
         self._num_retrieving += held.is_retrieving
+        if held.adapter:
+            self._adapters[held.adapter] += 1
         self.version += 1
         return Admitted(ask.leg, held.range)
 
@@ -217,8 +224,13 @@ class Admission:
             self.version += 1
 
     def _free_blocks(self, held: _Held) -> None:
+        """It computes no more: its blocks and its adapter are free."""
         self._num_blocks_used -= held.num_blocks
         held.num_blocks = 0
+        if held.adapter:
+            self._adapters[held.adapter] -= 1
+            self._adapters += Counter()  # without those that no leg uses
+            held.adapter = ""
 
     def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
         """Reasons that hold even for an empty instance."""
@@ -231,6 +243,8 @@ class Admission:
         if ask.model_fingerprint not in (None, capacity.model_fingerprint):
             detail = kv_format.difference(ask.model_fingerprint, capacity.model_fingerprint)
             return Refused(RefusalReason.WRONG_MODEL, detail=detail)
+        if ask.adapter and not capacity.num_adapters:
+            return Refused(RefusalReason.WRONG_MODEL, detail="it takes no adapters: ENABLE_LORA")
         if self._least_len(ask) > capacity.max_model_len or num_blocks > capacity.num_blocks:
             return Refused(
                 RefusalReason.TOO_LONG, detail="longer than the context or the KV memory"
@@ -248,9 +262,15 @@ class Admission:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
             return self._later(RefusalReason.BUSY, "too many retrievals")
+        if not self._has_adapter_slot(ask.adapter):
+            return self._later(RefusalReason.BUSY, "all adapter slots are in use")
         if num_blocks > self.num_blocks_free:
             return self._later(RefusalReason.NO_KV, "no free KV blocks")
         return None
+
+    def _has_adapter_slot(self, adapter: str) -> bool:
+        is_shared = not adapter or adapter in self._adapters
+        return is_shared or len(self._adapters) < self.capacity.num_adapters
 
     def _later(self, reason: RefusalReason, detail: str) -> Refused:
         wait_ms = round(1000 * self._hold_s / self.capacity.num_slots)
@@ -284,6 +304,8 @@ class Admission:
         assert len(held) <= self.num_places
         assert self._num_blocks_used == sum(h.num_blocks for h in held)
         assert 0 <= self._num_blocks_used <= self.capacity.num_blocks
+        assert self._adapters == Counter(h.adapter for h in held if h.adapter)
+        assert len(self._adapters) <= self.capacity.num_adapters
         assert self._num_retrieving == sum(h.is_retrieving for h in held)
         assert self._num_retrieving <= self.capacity.max_retrievals
         for work in (Work.PREFILL, Work.DECODE):

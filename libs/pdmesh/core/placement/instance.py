@@ -39,6 +39,8 @@ class Identity:
     fetches_from_peers: bool = False  # it fetches blocks from the host pools of peers
     region: str = ""
     kv_region: str = ""  # where its KV stays; empty: its group spans regions
+    takes_adapters: bool = False
+    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has loaded
 
     @property
     def cell(self) -> tuple[str, str]:

@@ -29,13 +29,16 @@ class LocalInstance:
     group_id: str
     pair: str  # equal for instances that may exchange KV
     region: str
+    takes_adapters: bool = False
+    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has loaded
 
 
 @dataclass(frozen=True, slots=True)
 class LocalQuery:
     """`excluded` instances failed for this request; `avoided` instances are named last.
 
-    `canary`: the group of the scenario's canary, and whether it gets this request.
+    `canary`: the group of the scenario's canary, and whether it gets this request. `adapter`: only
+    instances that take LoRA adapters can serve it; those that have loaded this one come first.
     """
 
     model: str
@@ -43,6 +46,7 @@ class LocalQuery:
     excluded: Collection[str] = ()
     avoided: Collection[str] = ()
     canary: tuple[str, bool] | None = None
+    adapter: str = ""  # digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,14 @@ class LocalRanking:
             if i.model == query.model
             and i.id not in query.excluded
             and (i.scenario or scenario) == scenario
+            and (not query.adapter or i.takes_adapters)
         ]
 
-        def order(instance: LocalInstance) -> tuple[bool, int, bytes]:
+        def order(instance: LocalInstance) -> tuple[bool, bool, int, bytes]:
             is_far = bool(self.region) and instance.region not in (self.region, "")
-            return is_far, num_open(instance.id, instance.incarnation), self._ties[instance.id]
+            is_new = bool(query.adapter) and query.adapter not in instance.adapters
+            num = num_open(instance.id, instance.incarnation)
+            return is_far, is_new, num, self._ties[instance.id]
 
         able.sort(key=order)
         for some in ([i for i in able if i.id not in query.avoided], able):

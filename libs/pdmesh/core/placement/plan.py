@@ -142,7 +142,8 @@ class _Cell:
 
         Returns the cell itself if there are none.
         """
-        if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
+        is_plain = not (query.excluded or query.adapter)
+        if is_plain and query.num_prompt_tokens <= self.safe_tokens:
             any_member = (self.prefills or self.decodes)[0]
             if query.num_blocks(any_member) <= self.safe_blocks:
                 return self
@@ -268,6 +269,8 @@ class Placement:
                 message = f"no instance serves {model} for the scenario {scenario}"
                 return NoPlan(SCENARIO_NOT_FOUND, message)
             return NoPlan(MODEL_NOT_FOUND, f"no instance serves {model}")
+        if query.adapter and not any(i.identity.takes_adapters for i in serving):
+            return NoPlan(NO_INSTANCE, "no instance of this model takes adapters: ENABLE_LORA")
         if not any(_could_hold(i, query) for i in serving):
             return NoPlan(PROMPT_TOO_LONG, "prompt and output do not fit any instance")
         return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
@@ -389,6 +392,8 @@ def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> 
     A prefill holds only the prompt, bounded by the model's length.
     """
     identity = instance.identity
+    if query.adapter and not identity.takes_adapters:
+        return False
     if identity.max_model_len and query.num_prompt_tokens >= identity.max_model_len:
         return False
     is_prompt_alone = identity.role is Role.PREFILL and not is_local

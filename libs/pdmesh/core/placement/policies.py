@@ -24,6 +24,7 @@ from pdmesh.core.placement.predictor import LatencyPredictor
 # share, so 3 % of a score is a tenth of the differences between them.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
+_TO_LOAD: Final = 8.0
 _FULL: Final = 4.0  # puts a full instance, which will refuse, behind all instances with a slot
 
 
@@ -43,6 +44,7 @@ class Query:
     partials: Sequence[PartialBlockName] = ()
     block_size: int = 0
     region: str = ""  # where the request came in: instances there are preferred
+    adapter: str = ""  # digest of the LoRA adapter that it wants; empty: the model itself
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may need, within the model's length."""
@@ -59,7 +61,8 @@ class Weights:
 
     alpha: the prefix that the instance holds itself; beta: the prefix that it could fetch from a
     peer; gamma: predicted latency; load: the share of its slots in use; chat: it served this chat's
-    last turn; spread: the share of its cache in use, for the blocks that the prompt would add.
+    last turn; spread: the share of its cache in use, for the blocks that the prompt would add;
+    adapter: it has loaded the LoRA adapter.
     """
 
     alpha: float = 1.0
@@ -68,6 +71,7 @@ class Weights:
     load: float = 0.5
     chat: float = 0.2
     spread: float = 0.3
+    adapter: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Policy:
 def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """Our score, a sum of these terms:
 
-      alpha*local/total + beta*max(0, remote-local)/total + chat
+      alpha*local/total + beta*max(0, remote-local)/total + chat + adapter
       - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
 
     Latency is the wait for the prompts booked there plus the predicted time of this prefill. The
@@ -156,17 +160,26 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
         scores.append(score)
     scale = weights.gamma / max(latencies, default=1.0)
     scores = [score - scale * latency for score, latency in zip(scores, latencies, strict=True)]
-    if known.affine:
-        for i, instance in enumerate(instances):
-            if instance.id in known.affine:
-                scores[i] += weights.chat
+    if known.affine or query.adapter:
+        _prefer_homes(query, instances, known, scores)
     return scores
+
+
+def _prefer_homes(
+    query: Query, instances: Sequence[Instance], known: Known, scores: list[float]
+) -> None:
+    """Add to the scores of those that served the chat, or have loaded the adapter."""
+    for i, instance in enumerate(instances):
+        scores[i] += known.weights.chat * (instance.id in known.affine)
+        scores[i] += known.weights.adapter * (query.adapter in instance.identity.adapters)
 
 
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
     """The share of KV that stays free times the share of free slots.
 
-    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size.
+    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size. One
+    that has to load the query's adapter first gets a part of its share: an adapter that many ask
+    for spreads over all of them, others stay where they are.
     """
     num_blocks = query.num_blocks(instances[0])
     scores = []
@@ -175,7 +188,10 @@ def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
         used = instance.num_slots_used + instance.num_booked
         slots, blocks = instance.num_slots or 1, instance.identity.num_kv_blocks or 1
         is_full = free <= 0 or used >= slots
-        scores.append(_EPSILON if is_full else min(1.0, free / blocks) * (1.0 - used / slots))
+        score = _EPSILON if is_full else min(1.0, free / blocks) * (1.0 - used / slots)
+        if query.adapter and query.adapter not in instance.identity.adapters:
+            score /= _TO_LOAD
+        scores.append(score)
     return scores
 
 

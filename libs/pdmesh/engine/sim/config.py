@@ -28,4 +28,6 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     partial_sampling: PartialSampling = NO_PARTIALS
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapter_rank: int = 16
     fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from pdmesh import failpoints
+from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
     BlocksChanged,
@@ -36,12 +37,13 @@ from pdmesh.engine.base import (
     TicketOpened,
     TokenBatch,
 )
+from pdmesh.engine.sim.adapter_lane import AdapterLane
 from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
-from pdmesh.engine.sim.model import SimModel, draw_key
+from pdmesh.engine.sim.model import SimModel, draw_key, shift_of
 from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
@@ -104,6 +106,7 @@ class SimEngine:
                 tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s, tiers.counts)
             source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
             self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
+        self._adapters = AdapterLane(config, self._go, self._give_up, self._emit, self._die)
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
@@ -132,6 +135,7 @@ class SimEngine:
             max_model_len=params.max_model_len,
             kv_addresses=(self._stager.address,),
             partial_sampling=config.partial_sampling,
+            max_adapters=config.max_adapters,
         )
 
     async def stop(self) -> None:
@@ -141,6 +145,7 @@ class SimEngine:
         await self._retriever.stop()
         if self._tiers is not None:
             await self._tiers.stop()
+        await self._adapters.stop()
         await self._agent.close()
 
     def prefill(self, job: PrefillJob) -> None:
@@ -148,12 +153,28 @@ class SimEngine:
         if self._stager.is_per_layer(job):
             self._emit(TicketOpened(job.leg, self._stager.open(job)))
         if self._is_to_fail():
-            if self._stager.is_per_layer(job):
-                self._stager.release(job.ticket_id)
+            self._give_up(job)
             why = f"one prompt in {self._config.fail_every} fails (sim_fail_every)"
             self._emit(Failed(job.leg, EngineFailed.default_reason, why))
-        elif self._tiers is None or not self._tiers.begin(job):
-            self._arrive(job)
+        elif job.adapter is not None:
+            self._adapters.begin(job)
+        else:
+            self._go(job)
+
+    def _go(self, job: PrefillJob | DecodeJob) -> None:
+        """The job has its adapter, if it needs one."""
+        if isinstance(job, PrefillJob):
+            if self._tiers is None or not self._tiers.begin(job):
+                self._arrive(job)
+            return
+        self._retriever.begin(job)
+        if (token := self._adapters.first_token(job.leg)) is not None:
+            self._retriever.join(job.leg, token)
+
+    def _give_up(self, job: PrefillJob) -> None:
+        """It fails before it is computed: a ticket that is open already closes."""
+        if self._stager.is_per_layer(job):
+            self._stager.release(job.ticket_id)
 
     def _is_to_fail(self) -> bool:
         every = self._config.fail_every
@@ -166,17 +187,22 @@ class SimEngine:
 
     def decode(self, job: DecodeJob) -> None:
         failpoints.hit("decode.accepted")
-        self._retriever.begin(job)
+        if job.adapter is not None:
+            self._adapters.begin(job)
+        else:
+            self._go(job)
 
     def join(self, leg: int, first_token: int) -> None:
-        self._retriever.join(leg, first_token)
+        if not self._adapters.join(leg, first_token):
+            self._retriever.join(leg, first_token)
 
     def abort(self, leg: int) -> None:
         prompt = self._lane.remove(leg)
         if prompt is not None:
             self._pool.release(prompt.blocks)
         fetching = self._tiers.abort(leg) if self._tiers is not None else None
-        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else fetching)
+        waiting = self._adapters.abort(leg)
+        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else fetching) or waiting
         if job is not None and job.staging is not None and not self._stager.is_per_layer(job):
             self._emit(TicketClosed(job.ticket_id, "released"))  # nothing was staged under it
         self._stager.release_leg(leg)
@@ -202,6 +228,12 @@ class SimEngine:
         if self._tiers is not None:
             self._tiers.stack.pin(prefixes)
 
+    async def inspect_adapter(self, path: str) -> AdapterFacts:
+        return await self._adapters.inspect(path)
+
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        self._adapters.keep(digests)
+
     async def outputs(self) -> AsyncIterator[list[Output]]:
         while True:
             await self._has_output.wait()
@@ -220,6 +252,7 @@ class SimEngine:
     def stats(self) -> EngineStats:
         running = len(self._arrivals) + len(self._lane) + len(self._sequences)
         running += self._tiers.num_waiting if self._tiers is not None else 0
+        running += self._adapters.num_waiting
         return EngineStats(
             num_running=running + self._retriever.num_retrieving,
             num_kv_blocks_free=self._pool.num_free,
@@ -241,6 +274,7 @@ class SimEngine:
         assert self._pool.num_free == self._config.num_kv_blocks
         assert self._retriever.num_retrieving == 0
         assert self._tiers is None or self._tiers.is_idle
+        assert self._adapters.is_idle
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -328,7 +362,8 @@ class SimEngine:
         """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
-        states = self._model.states(np.frombuffer(job.prompt, np.uint32))
+        tokens = np.frombuffer(job.prompt, np.uint32)
+        states = self._model.states(tokens, shift_of(job.adapter))
         if prompt.states is None:  # if not, its layers were written one by one
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
@@ -415,8 +450,16 @@ class SimEngine:
     # -- outputs ----------------------------------------------------------------------------------
 
     def _emit(self, output: Output) -> None:
+        if self._config.max_adapters and isinstance(output, Prefilled | Finished | Failed):
+            self._release_adapter(output)
         self._outputs.append(output)
         self._has_output.set()
+
+    def _release_adapter(self, output: Prefilled | Finished | Failed) -> None:
+        """A job that continues here after its first token keeps its adapter."""
+        is_over = not isinstance(output, Prefilled) or output.finish_reason or output.ticket
+        if is_over:
+            self._adapters.left(output.leg)
 
     def _emit_block_changes(self) -> None:
         stored, removed = self._pool.take_changes()

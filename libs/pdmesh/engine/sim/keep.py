@@ -14,6 +14,7 @@ from pdmesh.core.kv.prefix.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.model import shift_of
 from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 
 
@@ -44,7 +45,7 @@ def keep_answer(
     num_kept = min(num_kept, len(blocks) + pool.num_free)
     blocks += pool.allocate(max(0, num_kept - len(blocks)))
     tokens = tokens[: num_kept * size]
-    states = memory.model.states(np.frombuffer(tokens, np.uint32))
+    states = memory.model.states(np.frombuffer(tokens, np.uint32), shift_of(job.adapter))
     memory.write(blocks, states, len(job.prompt))
     parent = job.block_hashes[-1] if job.block_hashes else b""
     rest = tokens[num_hashed * size :]

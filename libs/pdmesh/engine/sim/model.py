@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.vocabulary import EOS_ID, Vocabulary, build_vocabulary
@@ -85,6 +86,11 @@ def _shaping_key(shaping: LogitShaping) -> int:
     return int.from_bytes(hashlib.blake2b(repr(unlimited).encode(), digest_size=8).digest())
 
 
+def shift_of(adapter: Adapter | None) -> int:
+    """By how much an adapter shifts every state of its sequences."""
+    return 0 if adapter is None else int(adapter.digest[:16], 16) | 1
+
+
 @dataclass(frozen=True)
 class SimModel:
     """The functions, with their weights laid out once."""
@@ -141,16 +147,16 @@ class SimModel:
         weighted: Words = self.position_weights * gain
         return weighted
 
-    def states(self, token_ids: npt.NDArray[np.uint32]) -> Words:
-        """The state after each token of a prefix, shape [num_tokens]."""
+    def states(self, token_ids: npt.NDArray[np.uint32], shift: int = 0) -> Words:
+        """The state after each token of a prefix, shape [num_tokens]. `shift`: the adapter's."""
         terms = (token_ids.astype(np.uint64) + _ONE) * self.state_weights[: len(token_ids)]
         states: Words = np.cumsum(terms, dtype=np.uint64)
-        return states
+        return states + np.uint64(shift) if shift else states
 
-    def last_state(self, token_ids: npt.NDArray[np.uint32]) -> int:
+    def last_state(self, token_ids: npt.NDArray[np.uint32], shift: int = 0) -> int:
         """The last of `states`."""
         weights = self.state_weights[: len(token_ids)]
-        return int(np.dot(token_ids.astype(np.uint64) + _ONE, weights))
+        return int(np.dot(token_ids.astype(np.uint64) + _ONE, weights)) + shift & MASK
 
     def kv_words(self, states: Words, layers: slice) -> Words:
         """KV of tokens in some layers, shape [layers, num_tokens, token_bytes / 8]."""

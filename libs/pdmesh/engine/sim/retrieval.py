@@ -44,6 +44,7 @@ from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.model import Tick
 from pdmesh.engine.base import DecodeJob, Failed, KvPulling, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.memory import SimKv
+from pdmesh.engine.sim.model import shift_of
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.transport.base import ByteArray
@@ -259,7 +260,8 @@ class Retriever:
         if not retrieval.is_complete or first is None or digest is None:
             return
         del self._retrievals[job.leg]
-        state = self._memory.model.last_state(np.frombuffer(job.prompt, np.uint32))
+        tokens = np.frombuffer(job.prompt, np.uint32)
+        state = self._memory.model.last_state(tokens, shift_of(job.adapter))
         self._on_retrieved(Retrieved(job, first, retrieval.blocks, state, digest))
 
     def _release(self, leg: int) -> None:

@@ -15,6 +15,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import PrefillJob, Ticket, hands_on
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.model import shift_of
 from pdmesh.engine.sim.prefill import PromptUnderWay
 from pdmesh.kv.agent.agent import KvAgent
 
@@ -54,7 +55,8 @@ class Stager:
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
-            prompt.states = self._memory.model.states(np.frombuffer(job.prompt, np.uint32))
+            tokens = np.frombuffer(job.prompt, np.uint32)
+            prompt.states = self._memory.model.states(tokens, shift_of(job.adapter))
         start = prompt.num_cached + prompt.num_computed
         end = start + prompt.num_in_chunk
         self._memory.write_layer(layer, prompt.blocks, prompt.states[:end], start)

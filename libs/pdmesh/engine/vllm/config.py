@@ -27,6 +27,7 @@ SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.Ada
 # machine. On a CPU without instructions for its number format, a step of this size takes 13 s.
 CPU_STEP_TOKENS = 512
 MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of slots, as vLLM has them
 LOOKUP_MIN, LOOKUP_MAX = 2, 4  # how many tokens must match before their successors are proposed
 
 
@@ -65,6 +66,8 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION  # tokens proposed by prompt lookup
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoints: str = ""  # armed in the workers, see failpoints.py
@@ -175,6 +178,14 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
     if config.speculation.max_tokens:
         arguments["speculative_config"] = speculative_config(config)
         arguments["scheduler_cls"] = SCHEDULER_CLASS
+    if config.max_adapters:
+        # As many in host memory as in slots: vLLM never chooses which one leaves.
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": config.max_adapters,
+            "max_cpu_loras": config.max_adapters,
+            "max_lora_rank": next(r for r in LORA_RANKS if r >= config.max_adapter_rank),
+        }
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments

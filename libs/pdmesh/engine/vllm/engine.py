@@ -10,13 +10,14 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.deadlines import PULL_GRACE_S
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
@@ -45,6 +46,7 @@ from pdmesh.engine.vllm.config import (
 )
 from pdmesh.engine.vllm.connector.scheduler.handoff import load_params, store_params
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks
+from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.host.description import endpoint_of, info_of
 from pdmesh.engine.vllm.host.job_facts import (
@@ -74,7 +76,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import AdapterUnusable, EngineFailed, MeshError
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
 
@@ -104,6 +106,7 @@ class VllmEngine:
         self._jobs: Jobs | None = None
         self._queue = OutputQueue()
         self._requests: Requests | None = None
+        self._adapters: VllmAdapters | None = None
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
@@ -165,12 +168,22 @@ class VllmEngine:
             self._tiers = TierClient(
                 self._control.broadcast, num_ranks, config.tiers.timeout_s, self._find_holders
             )
+        if config.max_adapters:
+            assert self._private_dir is not None
+            self._adapters = VllmAdapters(
+                config,
+                llm,
+                self._private_dir / "adapters",
+                lambda changed: self._queue.put([changed]),
+                lambda error: self._task_died("vllm-adapters", error),
+            )
         self._requests = Requests(
             llm,
             config.instance_id,
             self._tiers,
             self._names.num_held,
             RequestEvents(self._on_drawn, self._on_refused, self._on_ended, self._die),
+            self._adapters,
         )
         self._events = self._watched(self._follow_events(), "vllm-kv-events")
 
@@ -187,6 +200,8 @@ class VllmEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        if self._adapters is not None:
+            await self._adapters.host.stop()
         await self._process.stop()
         if self._control is not None:
             await self._control.close()  # a worker that is still there then exits
@@ -216,7 +231,14 @@ class VllmEngine:
         names = self._names_to_fetch(job)
         assert self._requests is not None
         self._requests.submit(
-            job.leg, list(job.prompt), job.sampling, max_tokens, job.cache_salt, params, names
+            job.leg,
+            list(job.prompt),
+            job.sampling,
+            max_tokens,
+            job.cache_salt,
+            params,
+            names,
+            job.adapter,
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
@@ -248,7 +270,13 @@ class VllmEngine:
         prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
         assert self._requests is not None
         self._requests.submit(
-            job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params
+            job.leg,
+            prompt,
+            job.sampling,
+            job.sampling.max_tokens,
+            job.cache_salt,
+            params,
+            adapter=job.adapter,
         )
 
     def _open_ticket(self, job: PrefillJob, staging: ArenaRange) -> None:
@@ -290,6 +318,15 @@ class VllmEngine:
         if self._tiers is not None:
             self._tiers.pin(prefixes)
 
+    async def inspect_adapter(self, path: str) -> AdapterFacts:
+        if self._adapters is None:
+            raise AdapterUnusable("this instance takes no adapters: set ENABLE_LORA")
+        return await self._adapters.host.inspect(path)
+
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        if self._adapters is not None:
+            self._adapters.host.keep(digests)
+
     async def outputs(self) -> AsyncIterator[list[Output]]:
         async for batch in self._queue.batches():
             yield batch
@@ -329,6 +366,7 @@ class VllmEngine:
         assert self.is_idle
         assert not self._deadlines
         assert self._tiers is None or self._tiers.is_idle
+        assert self._adapters is None or self._adapters.host.is_idle
 
     # -- one job ----------------------------------------------------------------------------------
 
@@ -344,9 +382,9 @@ class VllmEngine:
         assert self._jobs is not None
         self._apply(self._jobs.handle(drawn))
 
-    def _on_refused(self, leg: int, message: str) -> None:
+    def _on_refused(self, leg: int, error: MeshError) -> None:
         assert self._jobs is not None
-        self._apply(self._jobs.refused(leg, message))
+        self._apply(self._jobs.refused(leg, error.message, error.reason))
 
     def _on_ended(self, leg: int) -> None:
         self._pull_ended(leg)

@@ -23,6 +23,7 @@ from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import Peer, Phase, RoleSpec, Tick
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
+from pdmesh.instance.incarnation.adapter_follower import AdapterFollower
 from pdmesh.instance.incarnation.assignment import assignment_from
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
 from pdmesh.instance.incarnation.record import record_of
@@ -40,7 +41,7 @@ from pdmesh.lifecycle import App
 from pdmesh.net.assignments import Assignments
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.nats.board import fault_board, pin_board
+from pdmesh.net.nats.board import adapter_board, fault_board, pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
@@ -78,7 +79,9 @@ class Member:
         self._settings, self._app = settings, app
         self._registry, self._assignments = mesh.registry, mesh.assignments
         self._faults, self._pin_board = fault_board(mesh.bus), pin_board(mesh.bus)
+        self._adapter_board = adapter_board(mesh.bus)
         self._pins: PinFollower | None = None
+        self._adapters: AdapterFollower | None = None
         self._life = InstanceLife(
             app.incarnation, own.role_spec if own is not None else None, epoch
         )
@@ -220,6 +223,8 @@ class Member:
             self._mind(work, may_end=False)
         self._serving, self._own = serving, None
         self._pins = PinFollower(self._pin_board, lambda pins: _pin(loaded, pins))
+        if loaded.info.max_adapters:
+            self._adapters = AdapterFollower(self._adapter_board, loaded.engine.keep_adapters)
         self._watch_over(serving)
 
     def _watch_over(self, serving: Serving) -> None:
@@ -340,8 +345,9 @@ class Member:
             self._loading.cancel()  # only once: the load frees what it has built so far
             await asyncio.wait([self._loading])
         await end(self._tasks)
-        if self._pins is not None:
-            await self._pins.close()
+        for follower in (self._pins, self._adapters):
+            if follower is not None:
+                await follower.close()
         if self._serving is not None and self._erased.is_set():
             await self._serving.erase_blocks()
         await self._presence.stop()

@@ -73,6 +73,8 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.unsupported_shaping.extend(info.unsupported_shaping)
     if (text := loaded.text.files) is not None:
         record.text.CopyFrom(_text(text))
+    record.max_adapters = info.max_adapters
+    record.loaded_adapters.extend(serving.host.loaded_adapters)
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.kv_tail_start = info.partial_sampling.start
     record.kv_tail_step = info.partial_sampling.step

@@ -39,7 +39,7 @@ OPTIONS: Final = frozenset(
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers",
         "sim_token_bytes", "sim_seed",
         "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance",
-        "speculative_token_cost",
+        "speculative_token_cost", "enable_lora", "max_loras", "max_lora_rank",
     }
 )  # fmt: skip
 
@@ -115,6 +115,8 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
             settings.speculative_acceptance,
             settings.speculative_token_cost,
         ),
+        max_adapters=settings.max_loras if settings.enable_lora else 0,
+        max_adapter_rank=settings.max_lora_rank,
         failpoint=settings.failpoint,
         tiers=tiers_of(settings),
         sim_law=settings.sim_law,
@@ -157,4 +159,5 @@ def capacity_of(
         model=info.model,
         num_ranks=info.num_ranks,
         max_reserved_output=settings.max_reserved_output or None,
+        num_adapters=info.max_adapters,
     )

@@ -6,6 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
+from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
@@ -78,6 +79,7 @@ class Parsed:
     prompt: array[int]
     sampling: Sampling
     block_hashes: tuple[bytes, ...]
+    adapter: Adapter | None = None
 
 
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
@@ -96,7 +98,15 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     if m.sampling.num_drawn > len(prompt):
         text = "must not exceed the prompt's tokens, of which the drawn ones are part"
         raise InvalidRequest(text, field="sampling.num_drawn")
-    return Parsed(prompt, sampling_from_proto(m.sampling), hashes)
+    adapter = adapter_from_proto(m.adapter) if m.HasField("adapter") else None
+    return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter)
+
+
+def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
+    """Raises InvalidRequest with the field's name."""
+    adapter = Adapter(m.name, m.digest, m.path)
+    adapter.check()
+    return adapter
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:

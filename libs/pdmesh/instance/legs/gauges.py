@@ -67,6 +67,7 @@ for _name, _help, _read, _unit in (
         "1",
     ),
     (names.PULLS_QUEUED, "KV pulls that wait for their turn", lambda h: h.num_pulls_queued, "1"),
+    (names.ADAPTERS_LOADED, "LoRA adapters in slots", lambda h: len(h.loaded_adapters), "1"),
     (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
 ):
     _gauge(_name, _help, _read, _unit)

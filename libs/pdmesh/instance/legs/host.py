@@ -68,7 +68,7 @@ class InstanceHost:
         self._sources = SourceWatch(clock, reports.on_error, reports.on_record)
         self._life = LegLife(engine, admission, clock, config.pulls, self._sources, new_secret)
         self._life.on_late = self._after_changes
-        self._outputs = Outputs(self._life, clock, reports.on_blocks)
+        self._outputs = Outputs(self._life, clock, reports.on_blocks, reports.on_record)
         self._idle = asyncio.Event()
         self._idle.set()
         self._outboxes: dict[Outbox, None] = {}
@@ -105,6 +105,11 @@ class InstanceHost:
     @property
     def num_kv_connections(self) -> int:
         return int(self.engine.stats().extra.get("num_kv_connections", 0))
+
+    @property
+    def loaded_adapters(self) -> tuple[str, ...]:
+        """Digests."""
+        return self._outputs.loaded_adapters
 
     @property
     def num_tickets(self) -> int:

@@ -45,6 +45,13 @@ tier_bytes_used: Final[dict[str, int]] = {}  # by tier, as last reported
 tier_pinned: Final[dict[str, int]] = {}
 tier_leased: Final[dict[str, int]] = {}
 
+adapter_changes: Final = metrics.counter(
+    names.ADAPTER_CHANGES, "LoRA adapters by event: loaded, unloaded, failed"
+)
+adapter_load_s: Final = metrics.histogram(
+    names.ADAPTER_LOAD_DURATION, "From the first request for a LoRA adapter to its use"
+)
+
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
 

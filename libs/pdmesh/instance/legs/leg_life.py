@@ -105,6 +105,7 @@ class LegLife:
             remaining_s=m.remaining_ms / 1000,
             model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
             model=m.model,
+            adapter=parsed.adapter.digest if parsed.adapter is not None else "",
         )
         decision = self.admission.admit(ask, self._clock())
         if isinstance(decision, Refused):
@@ -149,6 +150,7 @@ class LegLife:
             cache_salt=m.cache_salt,
             block_hashes=parsed.block_hashes,
             traceparent=m.traceparent,
+            adapter=parsed.adapter,
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)
@@ -186,6 +188,7 @@ class LegLife:
                 block_hashes=parsed.block_hashes,
                 traceparent=m.traceparent,
                 stall_s=self._limits.stall_s,
+                adapter=parsed.adapter,
             )
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pdmesh.core.instance.admission import Work
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.engine.base import (
+    AdaptersChanged,
     BlocksChanged,
     Failed,
     Finished,
@@ -33,16 +34,18 @@ from pdmesh.v1.instance_service_pb2 import KV_STAGE_ARRIVED, LogprobsDrawn, Sess
 
 
 class Outputs:
-    """`on_blocks` is told of changes of the engine's cache."""
+    """`on_blocks` is told of changes of the engine's cache, `on_record` of those of the record."""
 
     def __init__(
         self,
         life: LegLife,
         clock: Callable[[], float],
         on_blocks: Callable[[BlocksChanged], None],
+        on_record: Callable[[], None],
     ) -> None:
+        self.loaded_adapters: tuple[str, ...] = ()
         self._life, self._legs = life, life.table
-        self._clock, self._on_blocks = clock, on_blocks
+        self._clock, self._on_blocks, self._on_record = clock, on_blocks, on_record
 
     def pass_on(self, output: Output) -> None:
         _HANDLE[type(output)](self, output)
@@ -152,6 +155,13 @@ class Outputs:
     def _on_blocks_changed(self, output: BlocksChanged) -> None:
         self._on_blocks(output)
 
+    def _on_adapters_changed(self, output: AdaptersChanged) -> None:
+        self.loaded_adapters = output.loaded
+        instruments.adapter_changes.add(1, {names.ATTR_EVENT: output.event})
+        if output.event == "loaded":
+            instruments.adapter_load_s.record(output.seconds)
+        self._on_record()
+
     def _on_tiers_reported(self, output: TiersReported) -> None:
         instruments.count_tiers(output.report)
         for fault in output.report.faults:
@@ -177,4 +187,5 @@ _HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
     LandingFreed: Outputs._on_landing_freed,
     BlocksChanged: Outputs._on_blocks_changed,
     TiersReported: Outputs._on_tiers_reported,
+    AdaptersChanged: Outputs._on_adapters_changed,
 }

@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
+from pdmesh.core.adapters.adapter import check_path
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import InvalidRequest, WrongIncarnation
 from pdmesh.instance.legs import instruments
@@ -27,6 +28,8 @@ from pdmesh.v1.instance_service_pb2 import (
     GetStatusRequest,
     GetStatusResponse,
     Hello,
+    InspectAdapterRequest,
+    InspectAdapterResponse,
     SessionRequest,
     SessionResponse,
 )
@@ -116,6 +119,15 @@ class InstanceServicer:
         async with contextlib.aclosing(self._text.pieces(request.digest)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def InspectAdapter(  # noqa: N802
+        self, request: InspectAdapterRequest, context: Context
+    ) -> InspectAdapterResponse:
+        check_path(request.path)
+        facts = await self._host.engine.inspect_adapter(request.path)
+        return InspectAdapterResponse(
+            digest=facts.digest, rank=facts.rank, num_bytes=facts.num_bytes
+        )
 
     async def GetKvSnapshot(  # noqa: N802
         self, request: GetKvSnapshotRequest, context: Context

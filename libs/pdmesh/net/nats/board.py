@@ -23,7 +23,7 @@ from pdmesh.net.nats.kv_bucket import (
     KvWatch,
     WrongRevision,
 )
-from pdmesh.v1.admin_service_pb2 import OutOfService, Pin
+from pdmesh.v1.admin_service_pb2 import OutOfService, Pin, RegisteredAdapter
 
 log = structlog.get_logger(__name__)
 
@@ -160,6 +160,11 @@ def pin_board(bus: NatsBus) -> Board[Pin]:
     It holds names of blocks, and no tokens.
     """
     return Board(KvBucket(bus, "pdmesh-pins"), Pin)
+
+
+def adapter_board(bus: NatsBus) -> Board[RegisteredAdapter]:
+    """The leading master's list of LoRA adapters, by name."""
+    return Board(KvBucket(bus, "pdmesh-adapters"), RegisteredAdapter)
 
 
 def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:

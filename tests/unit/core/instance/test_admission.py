@@ -205,3 +205,34 @@ def test_no_leg_of_another_model_is_taken_whatever_it_asks_for(work: Work) -> No
         assert len(decision.detail) < 200
     own = ask(1, work, model="mine", model_fingerprint=fingerprint)
     assert isinstance(admission.admit(own, 0), Admitted)
+
+
+def test_legs_use_no_more_adapters_at_once_than_there_are_slots() -> None:
+    admission = Admission(replace(CAPACITY, num_slots=6, num_adapters=2))
+    for leg, adapter in enumerate("aab"):
+        assert isinstance(admission.admit(ask(leg, Work.LOCAL, adapter=adapter), 0), Admitted)
+    third = admission.admit(ask(9, Work.LOCAL, adapter="c"), 0)
+    assert refusal(third) is RefusalReason.BUSY
+    assert isinstance(admission.admit(ask(3, Work.LOCAL), 0), Admitted), "one without takes none"
+    admission.ended(0, 1)
+    assert refusal(admission.admit(ask(9, Work.LOCAL, adapter="c"), 1)) is RefusalReason.BUSY
+    admission.ended(1, 1)
+    admission.ended(1, 1)
+    assert isinstance(admission.admit(ask(9, Work.LOCAL, adapter="c"), 1), Admitted)
+    admission.check_invariants()
+
+
+def test_a_staged_prompt_keeps_its_slot_and_not_its_adapter() -> None:
+    admission = Admission(replace(CAPACITY, num_adapters=1))
+    admission.admit(ask(1, adapter="a"), 0)
+    assert refusal(admission.admit(ask(2, adapter="b"), 0)) is RefusalReason.BUSY
+    admission.computed(1)
+    assert isinstance(admission.admit(ask(2, adapter="b"), 0), Admitted)
+    admission.check_invariants()
+
+
+def test_an_instance_without_slots_for_adapters_refuses_them_for_good() -> None:
+    decision = Admission(CAPACITY).admit(ask(1, adapter="a"), 0)
+    assert refusal(decision) is RefusalReason.WRONG_MODEL
+    assert isinstance(decision, Refused)
+    assert decision.retry_after_ms == 0

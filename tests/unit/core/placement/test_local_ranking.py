@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -153,3 +154,19 @@ def test_a_canary_gets_its_turns_and_what_no_other_group_can_serve(
     made.see(instance(f"{r}-{g}", pair=g, group=g) for r in "pd" for g in ("c", "g"))
     query = LocalQuery("m", excluded=excluded, canary=("c", is_its_turn))
     assert named(made.rank(query, none_open)) == expected
+
+
+def test_those_that_have_the_adapter_come_first_and_those_that_take_none_not_at_all() -> None:
+    made = LocalRanking()
+    slots = {"p-0": None, "p-1": (), "p-2": ("a",), "d-0": ("a", "b"), "d-1": ("b",), "d-2": None}
+    made.see(
+        replace(instance(name), takes_adapters=held is not None, adapters=frozenset(held or ()))
+        for name, held in slots.items()
+    )
+    query = LocalQuery("m", adapter="a")
+    busy = Counter({"p-2": 3, "d-0": 3})
+    assert named(made.rank(query, lambda name, _: busy[name])) == "p-2 p-1 d-0 d-1"
+    assert named(made.rank(LocalQuery("m"), none_open)) == "p-0 p-1 p-2 d-0 d-1 d-2"
+    assert named(made.rank(LocalQuery("m", excluded=("p-1", "p-2"), adapter="a"), none_open)) == (
+        "d-0 d-1 colocated"
+    )

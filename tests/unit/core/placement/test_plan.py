@@ -235,3 +235,42 @@ def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_it_is_a
     for each in pair():
         placement.fleet.handle(InstanceUnrecorded(each.instance_id), 0.0)
     assert planned(placement, QUERY).group_id == "canary-default"
+
+
+def taking(*loaded: str, **changes: object) -> dict[str, object]:
+    return {"takes_adapters": True, "adapters": frozenset(loaded), **changes}
+
+
+def test_a_request_for_an_adapter_goes_to_instances_that_take_adapters() -> None:
+    able = [
+        identity("prefill-9", Role.PREFILL, **taking()),
+        identity("decode-9", Role.DECODE, **taking()),
+    ]
+    placement = make(*pair(), *able)
+    plan = planned(placement, replace(QUERY, adapter="a"))
+    assert [c.instance_id for c in plan.prefills] == ["prefill-9"]
+    assert [c.instance_id for c in plan.decodes] == ["decode-9"]
+    assert len(planned(placement, QUERY).prefills) == 3
+    nothing = make(*pair()).plan(replace(QUERY, adapter="a"), {}, 0.0)
+    assert isinstance(nothing, NoPlan)
+    assert (nothing.reason, "ENABLE_LORA" in nothing.message) == ("NO_INSTANCE", True)
+
+
+def test_instances_that_have_loaded_the_adapter_are_preferred_while_they_have_room() -> None:
+    members = [
+        identity(f"{role.value}-{i}", role, **taking(*["a"] * (i == 1)))
+        for role in (Role.PREFILL, Role.DECODE)
+        for i in range(3)
+    ]
+    wanting = replace(QUERY, adapter="a")
+    firsts: Counter[str] = Counter()
+    for seed in range(200):
+        plan = planned(make(*members, seed=seed), wanting)
+        assert len(plan.prefills) == len(plan.decodes) == 3
+        firsts[plan.prefills[0].instance_id] += 1
+        firsts[plan.decodes[0].instance_id] += 1
+    assert firsts["prefill-1"] == 200
+    assert firsts["decode-1"] > firsts["decode-0"] + firsts["decode-2"] > 10, "others get some"
+    full = make(*members)
+    full.fleet.handle(load("prefill-1", used=8), 0.0)
+    assert planned(full, wanting).prefills[0].instance_id != "prefill-1"

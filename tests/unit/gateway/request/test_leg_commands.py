@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from array import array
 
-from pdmesh.core.request.events import AskPlan
+from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.request.events import AskPlan, Candidate, SendPrefill
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
+from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.prompt import Prompt
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_WHOLE
 from tests.fakes.tokenizers import SIM_TOKENIZER
 
 
@@ -34,3 +38,26 @@ def test_conversations_of_two_tenants_are_two_whatever_they_call_them() -> None:
     assert mine != asked_chat_id("acme", "c", b"t"), "nobody else can make it"
     assert asked_chat_id("acmec", "") == asked_chat_id("acme", "") == ""
     assert asked_chat_id("acme", "c" * 256) != "c" * 256
+
+
+def test_a_request_for_an_adapter_names_the_model_and_the_content_everywhere() -> None:
+    """Block names, cache salt, plan and legs: what lacks the content meets another one's KV."""
+    tokens = array("I", range(130))
+    record = InstanceRecord(instance_id="p", incarnation=1, model_fingerprint="f", block_size=64)
+    sent = {}
+    for digest in ("", "d1", "d2"):
+        found = AdaptedModel(Adapter("sql", digest, "/sql"), "base") if digest else None
+        name = "sql" if digest else "base"
+        spec = CallSpec("chat", name, (tokens,), SamplingSpec(), SIM_TOKENIZER, adapter=found)
+        prompt = Prompt(tokens, b"s", "acme", "", digest)
+        commands = LegCommands(spec, prompt, ChoiceIdentity("r", 0), ())
+        query = commands.plan_query(AskPlan(1, 0, ()), record, (), 1)
+        send = SendPrefill(1, Candidate("p", 1), 1, 0, 5)
+        prefill = commands.prefill(send, record, (), KV_TRANSFER_WHOLE).prefill
+        assert query.model == prefill.model == "base"
+        assert query.adapter_digest == prefill.adapter.digest == digest
+        assert prefill.HasField("adapter") == bool(digest)
+        assert list(query.block_hashes) == list(prefill.block_hashes)
+        sent[digest] = (bytes(query.block_hashes[0]), prefill.cache_salt)
+    assert len({first for first, _ in sent.values()}) == 3
+    assert len({salt for _, salt in sent.values()}) == 3

@@ -8,11 +8,12 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import cast
 
 import pytest
 
+from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.instance.admission import Admission, Capacity, Work
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
@@ -59,6 +60,11 @@ class EndedEngine:
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None: ...
 
     def forget_peer(self, peer: KvPeer) -> None: ...
+
+    async def inspect_adapter(self, path: str) -> AdapterFacts:
+        raise NotImplementedError
+
+    def keep_adapters(self, digests: Collection[str]) -> None: ...
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None: ...
 
     async def outputs(self) -> AsyncIterator[list[Output]]:

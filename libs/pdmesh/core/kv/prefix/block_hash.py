@@ -2,8 +2,8 @@
 
 Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash
 would share each other's cache. Hence it is a keyed cryptographic chain (BLAKE2b). Its root binds
-everything that changes the bytes: tenant, salt, and the model fingerprint (model, adapter, dtype,
-block size, layout).
+everything that changes the bytes: tenant, salt, the model fingerprint (model, dtype, block size,
+layout), and the content of an adapter.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ def tokens_from_bytes(data: bytes) -> array[int]:
 
 
 @functools.lru_cache(maxsize=1024)  # needed with every request, and nearly always the same
-def tenant_root(secret: bytes, tenant: str, salt: str, model_fingerprint: str) -> bytes:
-    """The key of one tenant's chain under one model. `secret` is the deployment's own."""
-    parts = (tenant, salt, model_fingerprint)
+def tenant_root(
+    secret: bytes, tenant: str, salt: str, model_fingerprint: str, adapter: str = ""
+) -> bytes:
+    """The key of one tenant's chain under one model. `secret` is the deployment's own.
+
+    `adapter`: digest of the LoRA adapter that changes the model.
+    """
+    parts = (tenant, salt, model_fingerprint, *((adapter,) if adapter else ()))
     message = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)
     return hmac.digest(secret, message, "sha256")[:HASH_BYTES]
 

@@ -54,4 +54,5 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
         # vLLM cannot apply these to the tokens that it proposes.
         unsupported_shaping=("min_p", "logit_bias") if config.speculation.max_tokens else (),
         kv_addresses=endpoint.addresses,
+        max_adapters=config.max_adapters,
     )

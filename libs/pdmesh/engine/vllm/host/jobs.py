@@ -51,7 +51,7 @@ from pdmesh.engine.vllm.messages import (
     Staged,
     StageFailed,
 )
-from pdmesh.errors import KvFormatMismatch, KvTransferFailed
+from pdmesh.errors import EngineFailed, KvFormatMismatch, KvTransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +149,18 @@ class Jobs:
         self._taking[job.leg] = _Taking(job)
         return []
 
-    def refused(self, leg: int, message: str) -> list[Effect]:
+    def refused(
+        self, leg: int, message: str, reason: str = EngineFailed.default_reason
+    ) -> list[Effect]:
         """vLLM never took the request, so nothing of it can reach a worker."""
         if self._per_layer.owns(leg):
-            return self._per_layer.refused(leg, message)
+            return self._per_layer.refused(leg, message, reason)
         if self._whole.owns(leg):
-            return self._whole.refused(leg, message)
+            return self._whole.refused(leg, message, reason)
         local, taking = self._local.pop(leg, None), self._taking.pop(leg, None)
         effects: list[Effect] = []
         if (taking and not taking.is_over) or local:
-            effects.append(Failed(leg, "ENGINE_FAILED", message))
+            effects.append(Failed(leg, reason, message))
         if taking:
             effects.append(LandingFreed(leg))
         return effects

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 
 from pdmesh.engine.base import (
+    AdaptersChanged,
     BlocksChanged,
     Failed,
     LandingFreed,
@@ -66,7 +67,7 @@ def _belongs_to(output: Output, leg: int) -> bool:
     match output:
         case TicketClosed() | LandingFreed() | BlocksChanged() | TokenBatch() | Failed():
             return False
-        case TiersReported():
+        case TiersReported() | AdaptersChanged():
             return False
         case Prefilled(ticket=None):
             return False

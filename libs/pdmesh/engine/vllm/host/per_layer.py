@@ -70,10 +70,10 @@ class PerLayerPrefills:
             effects.append(CancelRequest(leg))
         return effects + self._end(streaming)
 
-    def refused(self, leg: int, message: str) -> list[Effect]:
+    def refused(self, leg: int, message: str, reason: str) -> list[Effect]:
         """vLLM never took the request, but the ticket may be open."""
         streaming = self._by_leg[leg]
-        failed = [] if streaming.is_over else [Failed(leg, "ENGINE_FAILED", message)]
+        failed = [] if streaming.is_over else [Failed(leg, reason, message)]
         return [*failed, *self._end(streaming)]
 
     def drawn(self, drawn: Drawn) -> list[Effect]:

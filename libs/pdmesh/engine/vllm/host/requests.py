@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.job_facts import Drawn
 from pdmesh.engine.vllm.host.sampling import drawn, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
+from pdmesh.errors import AdapterUnusable, EngineFailed, MeshError
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net.tasks import watched
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = structlog.get_logger(__name__)
@@ -33,6 +37,7 @@ class _Reader:
 
     leg: int
     num_logprobs: int | None
+    adapter: Adapter | None = None
     request_id: str = ""
     is_cancelled: bool = False
 
@@ -45,7 +50,7 @@ class RequestEvents:
     """
 
     drawn: Callable[[Drawn], None]
-    refused: Callable[[int, str], None]
+    refused: Callable[[int, MeshError], None]
     ended: Callable[[int], None]
     die: Callable[[str], None]
 
@@ -60,8 +65,9 @@ class Requests:
         tiers: TierClient | None,
         num_held: Callable[[Sequence[bytes]], int],
         events: RequestEvents,
+        adapters: VllmAdapters | None = None,
     ) -> None:
-        self._llm, self._instance_id = llm, instance_id
+        self._llm, self._instance_id, self._adapters = llm, instance_id, adapters
         self._tiers, self._num_held, self._events = tiers, num_held, events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._readers: dict[int, _Reader] = {}
@@ -84,9 +90,10 @@ class Requests:
         cache_salt: str,
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes] = (),
+        adapter: Adapter | None = None,
     ) -> None:
         """`names`: the blocks that the tiers should provide if they can."""
-        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
+        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs, adapter)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
         )
@@ -117,7 +124,13 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes],
     ) -> None:
-        """Put the tiers' blocks in place, then give vLLM the request (S77)."""
+        """Put its adapter and the tiers' blocks in place, then give vLLM the request (S77)."""
+        if reader.adapter is not None:
+            try:
+                await self._load(reader.leg, reader.adapter)
+            except AdapterUnusable as error:
+                self._refused(reader.leg, error)
+                return
         if names and self._tiers is not None:
             first = self._num_held(names)
             offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)
@@ -125,6 +138,17 @@ class Requests:
                 kv_transfer_params = {**(kv_transfer_params or {}), "tiers": offer}
         params = sampling_params(sampling, max_tokens, kv_transfer_params)
         await self._read(reader, prompt, params, cache_salt)
+
+    async def _load(self, leg: int, adapter: Adapter) -> None:
+        """Raises AdapterUnusable."""
+        if self._adapters is None:
+            raise AdapterUnusable("this engine takes no adapters")
+        await self._adapters.host.acquired(leg, adapter)
+
+    def _lora_request(self, adapter: Adapter | None) -> LoRARequest | None:
+        if adapter is None or self._adapters is None:
+            return None
+        return self._adapters.slots.request_of(adapter.digest)
 
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
         """Forward the request's outputs. `params` is vLLM's own type, imported late.
@@ -139,7 +163,8 @@ class Requests:
         request = tokens_input(prompt, cache_salt=cache_salt or None)
         name = f"{self._instance_id}-{leg}"
         try:
-            queue = await self._llm.add_request(name, request, params)
+            lora = self._lora_request(reader.adapter)
+            queue = await self._llm.add_request(name, request, params, lora_request=lora)
             reader.request_id = queue.request_id
             if reader.is_cancelled:
                 await self._llm.abort(queue.request_id, internal=True)
@@ -160,22 +185,23 @@ class Requests:
 
     async def _on_error(self, reader: _Reader, error: Exception) -> None:
         if not reader.request_id:
-            self._refused(reader.leg, f"vLLM refused the request: {error.__class__.__name__}")
+            message = f"vLLM refused the request: {error.__class__.__name__}"
+            self._refused(reader.leg, EngineFailed(message))
             return
         await self._llm.abort(reader.request_id, internal=True)
         self._events.drawn(Drawn(reader.leg, (), is_error=True))
 
-    def _refused(self, leg: int, message: str) -> None:
+    def _refused(self, leg: int, error: MeshError) -> None:
         if self._tiers is not None:
             self._tiers.forget(leg)
-        self._events.refused(leg, message)
+        self._events.refused(leg, error)
 
     def _leg_died(self, reader: _Reader, error: BaseException) -> None:
         if reader.request_id:
             self._died(f"vllm-{reader.leg}", error)
             return
         log.error("vllm.request.died", leg=reader.leg, exc_info=error)
-        self._refused(reader.leg, f"not begun: {error.__class__.__name__}")
+        self._refused(reader.leg, EngineFailed(f"not begun: {error.__class__.__name__}"))
 
     def _died(self, task: str, error: BaseException) -> None:
         log.error("vllm.task.failed", task=task, exc_info=error)
@@ -184,4 +210,6 @@ class Requests:
     def _forget(self, leg: int) -> None:
         self._tasks.pop(leg, None)
         self._readers.pop(leg, None)
+        if self._adapters is not None:
+            self._adapters.host.release(leg)
         self._events.ended(leg)

@@ -59,13 +59,13 @@ class WholePrefills:
         self._by_leg[job.leg] = _Handing(job)
         self._leg_of_ticket[job.ticket_id] = job.leg
 
-    def refused(self, leg: int, message: str) -> list[Effect]:
+    def refused(self, leg: int, message: str, reason: str) -> list[Effect]:
         """vLLM never took the request, so nothing of it can reach a worker."""
         handing = self._by_leg[leg]
         self._forget(handing)
         if handing.is_aborted:
             return [TicketClosed(handing.job.ticket_id, "released")]
-        return [Failed(leg, "ENGINE_FAILED", message)]
+        return [Failed(leg, reason, message)]
 
     def abort(self, leg: int) -> list[Effect]:
         handing = self._by_leg[leg]

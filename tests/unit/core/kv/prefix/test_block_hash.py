@@ -45,10 +45,19 @@ def test_a_chain_continues_from_its_last_name(a: list[int], size: int, num_befor
 
 
 @pytest.mark.req("S80")
-def test_tenant_salt_and_model_each_make_another_chain() -> None:
-    parts = [("acme", "", "fp"), ("acme", "s", "fp"), ("acme", "", "fp2"), ("acm", "e", "fp")]
+def test_tenant_salt_model_and_adapter_each_make_another_chain() -> None:
+    parts = [
+        ("acme", "", "fp"),
+        ("acme", "s", "fp"),
+        ("acme", "", "fp2"),
+        ("acm", "e", "fp"),
+        ("acme", "", "fp", "d1"),
+        ("acme", "", "fp", "d2"),
+        ("acme", "", "f", "pd2"),
+    ]
     roots = {tenant_root(b"secret", *part) for part in parts} | {
         tenant_root(b"other", "acme", "", "fp")
     }
-    assert len(roots) == 5
+    assert len(roots) == 8
+    assert tenant_root(b"secret", "acme", "", "fp", "") in roots, "none is none, as before"
     assert all(len(root) == HASH_BYTES for root in roots)

@@ -41,7 +41,7 @@ async def test_a_deadline_covers_the_pull_and_neither_the_queue_before_it_nor_th
     config = VllmConfig(instance_id="decode-0", incarnation=1, model="m", model_dir=tmp_path)
     engine = VllmEngine(config)
     cancelled: list[int] = []
-    requests: Any = SimpleNamespace(submit=lambda *_: None, cancel=cancelled.append)
+    requests: Any = SimpleNamespace(submit=lambda *_, **__: None, cancel=cancelled.append)
     engine._requests = requests
     engine._jobs = Jobs(Endpoint("decode-0", 1, "fp", ("address",), 10, 4, 5000, 100), 1)
     for leg in (WAITS, ARRIVED, SILENT):

@@ -1,0 +1,74 @@
+"""`pdmesh adapters`: LoRA adapters that clients ask for by name, as if they were models."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Final
+
+from google.protobuf.json_format import MessageToDict
+
+from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.table import table
+from pdmesh.v1 import admin_service_pb2 as pb
+
+_SHOWN: Final = 12  # hex digits of a digest
+Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+def run(options: argparse.Namespace) -> int:
+    return asyncio.run(_ACTIONS[options.action](options))
+
+
+async def _add(options: argparse.Namespace) -> int:
+    request = pb.AddAdapterRequest(name=options.adapter, model=options.model, path=options.path)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.AddAdapter(request, metadata=metadata, timeout=_ADD_S),
+    )
+    added = response.adapter
+    checked = ", ".join(response.instance_ids)
+    print(f"{added.name}: {added.model}, rank {added.rank}, content {added.digest[:_SHOWN]}")
+    print(f"checked by {checked}; it is loaded when it is first asked for")
+    return 0
+
+
+async def _list(options: argparse.Namespace) -> int:
+    request = pb.ListAdaptersRequest()
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ListAdapters(request, metadata=metadata, timeout=s),
+    )
+    if options.json:
+        print(json.dumps(MessageToDict(response, preserving_proto_field_name=True), indent=2))
+    else:
+        print(adapters_text(response))
+    return 0
+
+
+async def _remove(options: argparse.Namespace) -> int:
+    request = pb.RemoveAdapterRequest(name=options.adapter)
+    await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.RemoveAdapter(request, metadata=metadata, timeout=s),
+    )
+    print(f"{options.adapter} is removed; keep its files until its running requests have ended")
+    return 0
+
+
+_ADD_S: Final = 90.0  # instances read all of the files
+_ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": _remove}
+
+
+def adapters_text(adapters: pb.ListAdaptersResponse) -> str:
+    rows = [
+        (
+            each.adapter.name, each.adapter.model, str(each.adapter.rank),
+            f"{each.adapter.num_bytes / 1e6:.1f} MB", each.adapter.digest[:_SHOWN],
+            ", ".join(each.instance_ids) or "-", each.adapter.path,
+        )
+        for each in adapters.adapters
+    ]  # fmt: skip
+    return table(("ADAPTER", "MODEL", "RANK", "SIZE", "CONTENT", "LOADED AT", "PATH"), rows)

@@ -1,0 +1,95 @@
+"""Decides whether an adapter can be used with a model, from its settings and its tensors' shapes.
+
+An engine copies an adapter's tensors into slots of the model's sizes and checks little of them: one
+of another model must not get that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+
+# PEFT's settings that change what an adapter computes, and that vLLM does not implement.
+_UNSUPPORTED: Final = (
+    "use_dora", "lora_bias", "modules_to_save", "alora_invocation_tokens", "layer_replication",
+    "use_bdlora", "use_qalora", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
+_PREFIX: Final = "base_model.model."
+_SIDES: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What an adapter's files say. `settings` is adapter_config.json."""
+
+    digest: str
+    num_bytes: int
+    settings: Mapping[str, Any] = field(repr=False)  # Any: JSON
+    shapes: Shapes = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The highest of its modules."""
+        return max((min(shape) for shape in self.shapes.values() if shape), default=0)
+
+
+def misfit(facts: AdapterFacts, max_rank: int, base: Shapes | None) -> str:
+    """Why it cannot be used; empty if it can.
+
+    `base`: the model's weights; None if they do not show its layers' sizes (quantised ones).
+    """
+    if why := _unsupported(facts.settings):
+        return why
+    modules: dict[str, list[tuple[int, ...] | None]] = {}
+    for name, shape in facts.shapes.items():
+        side = next((s for s in _SIDES if name.endswith(s)), None)
+        if side is None or not name.startswith(_PREFIX):
+            return f"{name[:120]} is no part of a LoRA adapter of linear layers"
+        module = name.removeprefix(_PREFIX).removesuffix(side)
+        modules.setdefault(module, [None, None])[_SIDES[side]] = shape
+    if not modules:
+        return "it has no tensors"
+    found = (_misfit_of(m, a, b, max_rank, base) for m, (a, b) in sorted(modules.items()))
+    return next(filter(None, found), "")
+
+
+def _unsupported(settings: Mapping[str, Any]) -> str:
+    if settings.get("peft_type") != "LORA":
+        return f"it is not a LoRA adapter: peft_type is {str(settings.get('peft_type'))[:40]}"
+    if named := [name for name in _UNSUPPORTED if settings.get(name)]:
+        return f"{named[0]} is not supported"
+    if settings.get("bias", "none") != "none":
+        return "bias is not supported"
+    if not (_is_positive(settings.get("r")) and _is_positive(settings.get("lora_alpha"))):
+        return "r and lora_alpha must be positive numbers"
+    return ""
+
+
+def _misfit_of(
+    module: str,
+    a: tuple[int, ...] | None,
+    b: tuple[int, ...] | None,
+    max_rank: int,
+    base: Shapes | None,
+) -> str:
+    if a is None or b is None:
+        return f"{module} lacks lora_{'A' if a is None else 'B'}"
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not all((*a, *b)):
+        return f"{module}: lora_A {list(a)} and lora_B {list(b)} do not fit together"
+    if a[0] > max_rank:
+        return f"{module} has rank {a[0]}; the highest here is {max_rank} (MAX_LORA_RANK)"
+    if base is None:
+        return ""
+    weight = base.get(f"{module}.weight")
+    if weight is None:
+        return f"the model has no layer {module}"
+    if weight != (b[0], a[1]):
+        return f"{module} is {list(weight)} in the model, and {[b[0], a[1]]} in the adapter"
+    return ""
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 20

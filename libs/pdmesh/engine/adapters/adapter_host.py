@@ -1,0 +1,196 @@
+"""The shell of `AdapterShelf`: copies, verifies, loads and unloads adapters beside the event loop.
+
+An adapter is loaded from a private copy that was hashed as it was made. So an engine never computes
+with other content than the digest says, whatever becomes of the operator's folder meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+
+from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.adapters.fit import AdapterFacts, Shapes, misfit
+from pdmesh.core.adapters.shelf import AdapterShelf, CannotUse, Effect, Load, Ready, Unload
+from pdmesh.engine.adapters.files import read_adapter
+from pdmesh.engine.base import AdaptersChanged
+from pdmesh.errors import AdapterUnusable
+from pdmesh.net.tasks import watched
+
+log = structlog.get_logger(__name__)
+
+_INSPECTIONS: Final = 2  # at once
+
+
+class AdapterLoader(Protocol):
+    """Puts adapters into an engine's slots. At most one call is under way."""
+
+    async def load(self, digest: str, folder: Path) -> None:
+        """`folder` stays as it is until `unload`. Raises AdapterUnusable."""
+        ...
+
+    async def unload(self, digest: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """`base`: the shapes of the model's weights; None: not known."""
+
+    num_slots: int
+    max_rank: int
+    base: Shapes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    on_ready: Callable[[], None]
+    on_refused: Callable[[str], None]
+
+
+class AdapterHost:
+    """`folder` is this engine's own, and empty. `die`: the engine's state is not known any more."""
+
+    def __init__(
+        self,
+        limits: AdapterLimits,
+        loader: AdapterLoader,
+        folder: Path,
+        emit: Callable[[AdaptersChanged], None],
+        die: Callable[[BaseException], None],
+    ) -> None:
+        self._limits, self._loader, self._folder = limits, loader, folder
+        self._emit, self._die = emit, die
+        self._shelf = AdapterShelf(limits.num_slots)
+        self._askers: dict[int, _Asker] = {}
+        self._inspecting = asyncio.Semaphore(_INSPECTIONS)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """No leg uses an adapter or waits for one."""
+        self._shelf.check_invariants()
+        return not self._askers and not self._shelf.num_waiting
+
+    def acquire(
+        self,
+        leg: int,
+        adapter: Adapter,
+        on_ready: Callable[[], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """Call one of the two, at once if the adapter is loaded. Afterwards it stays until
+        `release`.
+        """
+        self._askers[leg] = _Asker(on_ready, on_refused)
+        self._carry_out(self._shelf.wanted(leg, adapter))
+
+    async def acquired(self, leg: int, adapter: Adapter) -> None:
+        """As `acquire`. Raises AdapterUnusable."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def tell(why: str) -> None:
+            if not ready.done():
+                ready.set_result(why)
+
+        self.acquire(leg, adapter, lambda: tell(""), tell)
+        if why := await ready:
+            raise AdapterUnusable(why)
+
+    def release(self, leg: int) -> bool:
+        """The leg has ended. False for one without an adapter."""
+        asker = self._askers.pop(leg, None)
+        self._carry_out(self._shelf.left(leg))
+        return asker is not None
+
+    def keep(self, digests: Iterable[str]) -> None:
+        """These are registered; others leave when no leg uses them."""
+        self._carry_out(self._shelf.keep(digests))
+
+    async def inspect(self, path: str) -> AdapterFacts:
+        """What an operator is told before an adapter is registered. Raises AdapterUnusable."""
+        async with self._inspecting:
+            facts = await asyncio.to_thread(read_adapter, Path(path))
+        self._check(facts)
+        return facts
+
+    async def stop(self) -> None:
+        """The engine ends: nothing is unloaded, and the copies go with their folder."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=1.0)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ready(leg):
+                    self._askers[leg].on_ready()
+                case CannotUse(leg, why):
+                    self._askers.pop(leg).on_refused(why)
+                case Load(adapter):
+                    self._move(self._load(adapter), f"adapter-load-{adapter.name}")
+                case Unload(digest):
+                    self._move(self._unload(digest), "adapter-unload")
+
+    def _move(self, work: Any, name: str) -> None:  # Any: a coroutine
+        self._task = watched(work, name, self._die)
+
+    async def _load(self, adapter: Adapter) -> None:
+        digest = adapter.digest
+        started = asyncio.get_running_loop().time()
+        try:
+            adapter.check()
+            facts = await asyncio.to_thread(self._copied, adapter)
+            self._check(facts)
+            await self._loader.load(digest, self._copy_of(digest))
+        except AdapterUnusable as exc:
+            await asyncio.to_thread(self._forget_copy, digest)
+            log.warning("adapter.refused", adapter=adapter.name, digest=digest, error=exc.message)
+            self._emit(AdaptersChanged(self._shelf.loaded, "failed"))
+            self._carry_out(self._shelf.failed(digest, f"adapter {adapter.name}: {exc.message}"))
+            return
+        seconds = asyncio.get_running_loop().time() - started
+        log.info(
+            "adapter.loaded",
+            adapter=adapter.name,
+            digest=digest,
+            rank=facts.rank,
+            seconds=round(seconds, 3),
+        )
+        effects = self._shelf.was_loaded(digest)
+        self._emit(AdaptersChanged(self._shelf.loaded, "loaded", seconds))
+        self._carry_out(effects)
+
+    async def _unload(self, digest: str) -> None:
+        await self._loader.unload(digest)
+        await asyncio.to_thread(self._forget_copy, digest)
+        log.info("adapter.unloaded", digest=digest)
+        self._emit(AdaptersChanged(self._shelf.loaded, "unloaded"))
+        self._carry_out(self._shelf.was_unloaded(digest))
+
+    def _copied(self, adapter: Adapter) -> AdapterFacts:
+        """In a thread."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._forget_copy(adapter.digest)
+        facts = read_adapter(Path(adapter.path), self._copy_of(adapter.digest))
+        if facts.digest != adapter.digest:
+            raise AdapterUnusable(
+                f"{adapter.path} holds other content than was registered: add it again"
+            )
+        return facts
+
+    def _check(self, facts: AdapterFacts) -> None:
+        if why := misfit(facts, self._limits.max_rank, self._limits.base):
+            raise AdapterUnusable(why)
+
+    def _copy_of(self, digest: str) -> Path:
+        return self._folder / digest
+
+    def _forget_copy(self, digest: str) -> None:
+        shutil.rmtree(self._copy_of(digest), ignore_errors=True)

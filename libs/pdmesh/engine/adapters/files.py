@@ -1,0 +1,114 @@
+"""The files of an adapter: read and copied at once, so that what is loaded is what was verified.
+
+Only two files count, adapter_config.json and adapter_model.safetensors, so no pickle is ever read.
+The digest is of their bytes. Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.errors import AdapterUnusable
+
+SETTINGS_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+_MAX_SETTINGS: Final = 1 << 20
+_MAX_HEADER: Final = 64 << 20
+_MAX_WEIGHTS: Final = 16 << 30
+_PIECE: Final = 1 << 20
+_DOMAIN: Final = b"pdmesh-lora-1"
+_HEADER: Final = struct.Struct("<Q")
+
+
+class _Tensor(msgspec.Struct):
+    shape: list[int]
+
+
+def read_adapter(folder: Path, copy_to: Path | None = None) -> AdapterFacts:
+    """What the files in `folder` say; with `copy_to`, a new folder, they are copied to it.
+
+    Raises AdapterUnusable with what is wrong.
+    """
+    try:
+        if copy_to is not None:
+            copy_to.mkdir(mode=0o700)
+        hashed, num_bytes = hashlib.sha256(_DOMAIN), 0
+        for name, most in ((SETTINGS_FILE, _MAX_SETTINGS), (WEIGHTS_FILE, _MAX_WEIGHTS)):
+            size = (folder / name).stat().st_size
+            if size > most:
+                raise AdapterUnusable(f"{folder / name} has {size} bytes; at most {most} are read")
+            hashed.update(f"\0{name}\0{size}\0".encode())
+            num_bytes += size
+            copy = None if copy_to is None else copy_to / name
+            for piece in _pieces(folder / name, size, copy):
+                hashed.update(piece)
+        source = folder if copy_to is None else copy_to
+        settings = _settings(source / SETTINGS_FILE)
+        shapes = tensor_shapes(source / WEIGHTS_FILE)
+    except OSError as exc:
+        raise AdapterUnusable(f"cannot read {exc.filename or folder}: {exc.strerror}") from exc
+    except (ValueError, RecursionError, struct.error) as exc:  # msgspec's and JSON's are of these
+        raise AdapterUnusable(f"{folder} holds no adapter: {exc}") from exc
+    return AdapterFacts(hashed.hexdigest(), num_bytes, settings, shapes)
+
+
+def _pieces(path: Path, size: int, copy: Path | None) -> Iterator[bytes]:
+    """The file's first `size` bytes, which are written to `copy` on the way.
+
+    Raises ValueError if it has another length by now.
+    """
+    with path.open("rb") as source:
+        target: BinaryIO | None = copy.open("xb") if copy is not None else None
+        try:
+            while piece := source.read(min(_PIECE, size)):
+                size -= len(piece)
+                if target is not None:
+                    target.write(piece)
+                yield piece
+            if size or source.read(1):
+                raise ValueError(f"{path.name} changed while it was read")
+        finally:
+            if target is not None:
+                target.close()
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return found
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """By name, of a safetensors file. Raises OSError or ValueError."""
+    with path.open("rb") as file:
+        (length,) = _HEADER.unpack(file.read(_HEADER.size))
+        if length > _MAX_HEADER:
+            raise ValueError(f"{path.name} begins with a header of {length} bytes")
+        header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    return {
+        name: tuple(msgspec.json.decode(raw, type=_Tensor).shape) for name, raw in header.items()
+    }
+
+
+def model_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
+    """Of a model's weights; None if they do not show the sizes of its layers.
+
+    Raises OSError or ValueError.
+    """
+    settings = _settings(model_dir / "config.json")
+    if settings.get("quantization_config"):
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        shapes |= tensor_shapes(path)
+    return shapes or None

@@ -1,0 +1,89 @@
+"""LoRA adapters in vLLM's slots.
+
+vLLM names a block of its prefix cache by the adapter's name and path, and a slot by an integer. All
+three follow from the content's digest here: the same content has the same names whenever it is
+loaded, and other content never has them, whatever operators call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from pdmesh.engine.adapters.adapter_host import AdapterHost, AdapterLimits
+from pdmesh.engine.adapters.files import model_shapes
+from pdmesh.engine.base import AdaptersChanged
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.errors import AdapterUnusable, EngineFailed
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+
+def slot_id(digest: str) -> int:
+    """60 bits of the digest, and never 0."""
+    return int(digest[:15], 16) + 1
+
+
+class VllmSlots:
+    """See `AdapterLoader`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._loaded: dict[str, LoRARequest] = {}
+
+    def request_of(self, digest: str) -> LoRARequest:
+        """What a request for this adapter, which is loaded, gives vLLM."""
+        return self._loaded[digest]
+
+    async def load(self, digest: str, folder: Path) -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if slot_id(digest) in map(slot_id, self._loaded):
+            raise AdapterUnusable("another adapter has the same 60 bits of its digest")
+        request = LoRARequest(f"adapter-{digest}", slot_id(digest), str(folder))
+        try:
+            await self._llm.add_lora(request)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM's errors have no common base
+            raise AdapterUnusable(f"vLLM refused it: {_last_line(error)}") from error
+        self._loaded[digest] = request
+
+    async def unload(self, digest: str) -> None:
+        """Raises what vLLM raises: then nobody knows what is in the slot."""
+        del self._loaded[digest]
+        await self._llm.remove_lora(slot_id(digest))
+
+
+class VllmAdapters:
+    """The slots of a vLLM that has started."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        llm: AsyncLLM,
+        folder: Path,
+        emit: Callable[[AdaptersChanged], None],
+        die: Callable[[BaseException], None],
+    ) -> None:
+        self.slots = VllmSlots(llm)
+        try:
+            base = model_shapes(config.model_dir)
+        except (OSError, ValueError) as exc:
+            raise EngineFailed(f"cannot read the shapes of {config.model_dir}: {exc}") from exc
+        limits = AdapterLimits(config.max_adapters, config.max_adapter_rank, base)
+        self.host = AdapterHost(limits, self.slots, folder, emit, die)
+
+
+def _last_line(error: Exception) -> str:
+    """vLLM's own cause, without a traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else error.__class__.__name__)[:300]

@@ -1,0 +1,137 @@
+"""Adapters are copied, verified, loaded and unloaded beside the loop; each leg is told once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.engine.adapters.adapter_host import AdapterHost, AdapterLimits
+from pdmesh.engine.adapters.files import SETTINGS_FILE, read_adapter
+from pdmesh.engine.base import AdaptersChanged
+from pdmesh.errors import AdapterUnusable
+from tests.fakes.lora_adapters import write_adapter
+from tests.support.waiting import until
+
+
+class Slots:
+    """Notes what is loaded, with the content that it found in the folder."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, str] = {}
+        self.refuses = ""
+
+    async def load(self, digest: str, folder: Path) -> None:
+        await asyncio.sleep(0)
+        if self.refuses:
+            raise AdapterUnusable(self.refuses)
+        self.loaded[digest] = (await asyncio.to_thread(read_adapter, folder)).digest
+
+    async def unload(self, digest: str) -> None:
+        await asyncio.sleep(0)
+        del self.loaded[digest]
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.slots = folder, Slots()
+        self.changes: list[AdaptersChanged] = []
+        self.errors: list[BaseException] = []
+        limits = AdapterLimits(num_slots=1, max_rank=8)
+        self.host = AdapterHost(
+            limits, self.slots, folder / "own", self.changes.append, self.errors.append
+        )
+
+    def adapter(self, name: str, seed: int, rank: int = 4) -> Adapter:
+        path = self.folder / name
+        return Adapter(name, write_adapter(path, seed, rank=rank), str(path))
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    await site.host.stop()
+    assert site.errors == []
+    assert not (tmp_path / "own").exists()
+
+
+async def test_an_adapter_is_loaded_from_a_copy_of_what_was_verified(site: Site) -> None:
+    a = site.adapter("a", 1)
+    await site.host.acquired(1, a)
+    assert site.slots.loaded == {a.digest: a.digest}
+    assert site.changes[-1].loaded == (a.digest,)
+    assert not site.host.is_idle
+    assert site.host.release(1)
+    assert not site.host.release(1)
+    assert site.host.is_idle
+
+
+async def test_another_content_than_registered_is_refused(site: Site) -> None:
+    a = site.adapter("a", 1)
+    settings = Path(a.path) / SETTINGS_FILE
+    settings.write_text(settings.read_text() + " ")
+    with pytest.raises(AdapterUnusable, match="other content than was registered"):
+        await site.host.acquired(1, a)
+    assert site.slots.loaded == {}
+    assert site.changes == [AdaptersChanged((), "failed")]
+    assert site.host.is_idle
+
+
+async def test_what_becomes_of_the_folder_later_changes_nothing(site: Site) -> None:
+    a, b = site.adapter("a", 1), site.adapter("b", 2)
+    await site.host.acquired(1, a)
+    (Path(a.path) / SETTINGS_FILE).unlink()
+    await site.host.acquired(2, a)
+    site.host.release(1)
+    site.host.release(2)
+    await site.host.acquired(3, b)
+    assert site.slots.loaded == {b.digest: b.digest}
+    assert [c.event for c in site.changes] == ["loaded", "unloaded", "loaded"]
+    assert [p.name for p in (site.folder / "own").iterdir()] == [b.digest]
+    site.host.release(3)
+
+
+async def test_each_reason_to_refuse_is_told_and_another_adapter_is_served(site: Site) -> None:
+    missing = Adapter("gone", "0" * 64, str(site.folder / "nowhere"))
+    with pytest.raises(AdapterUnusable, match=r"adapter gone: cannot read .*No such file"):
+        await site.host.acquired(1, missing)
+    large = site.adapter("large", 1, rank=16)
+    with pytest.raises(AdapterUnusable, match="rank 16; the highest here is 8"):
+        await site.host.acquired(2, large)
+    with pytest.raises(AdapterUnusable, match="rank 16"):
+        await site.host.inspect(large.path)
+    a = site.adapter("a", 1)
+    site.slots.refuses = "no such layer"
+    with pytest.raises(AdapterUnusable, match="no such layer"):
+        await site.host.acquired(3, a)
+    site.slots.refuses = ""
+    await site.host.acquired(4, a)
+    assert (await site.host.inspect(a.path)).digest == a.digest
+    site.host.release(4)
+
+
+async def test_a_removed_adapter_leaves_when_nobody_uses_it(site: Site) -> None:
+    a = site.adapter("a", 1)
+    await site.host.acquired(1, a)
+    site.host.keep([])
+    assert a.digest in site.slots.loaded
+    site.host.release(1)
+    await until(lambda: site.changes[-1] == AdaptersChanged((), "unloaded"))
+    assert site.slots.loaded == {}
+
+
+async def test_a_leg_that_left_before_its_turn_is_told_nothing(site: Site) -> None:
+    a, b = site.adapter("a", 1), site.adapter("b", 2)
+    told: list[str] = []
+    await site.host.acquired(1, a)
+    site.host.acquire(2, b, lambda: told.append("ready"), told.append)
+    site.host.release(2)
+    site.host.release(1)
+    assert told == []
+    assert site.host.is_idle
+    assert a.digest in site.slots.loaded
