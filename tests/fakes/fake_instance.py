@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
-from pdmesh.errors import Unavailable
+from pdmesh.errors import AdapterUnusable, Unavailable
 from pdmesh.instance.legs.model_text import ModelTextSource
 from pdmesh.net.grpc import rpc
 from pdmesh.text_files import TextFiles
@@ -248,6 +248,11 @@ class FakeInstance:
         self.num_texts += 1
         async for piece in ModelTextSource(self.text).pieces(request.digest):
             yield piece
+
+    async def InspectAdapter(
+        self, request: pb.InspectAdapterRequest, context: object
+    ) -> pb.InspectAdapterResponse:
+        raise AdapterUnusable("it takes no adapters")
 
     # --- behaviour -------------------------------------------------------------------------------
 

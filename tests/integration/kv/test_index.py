@@ -64,6 +64,9 @@ class Worker:
         raise AssertionError("the index asks for no text")
         yield
 
+    async def InspectAdapter(self, request: object, context: object) -> object:
+        raise AssertionError("the index asks for no adapter")
+
     async def stop(self) -> None:
         await self.lease.release()
         await self._server.stop(0)

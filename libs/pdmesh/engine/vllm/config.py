@@ -83,6 +83,14 @@ class VllmConfig:
         return max(asked, self.max_num_seqs) if asked else 0
 
     @property
+    def num_spare_adapter_slots(self) -> int:
+        """On a CPU, vLLM computes rows without an adapter with the adapter in its last slot (index
+        -1), in a batch where another row has one. It fills the first free slot, so a slot more than
+        there are adapters stays empty.
+        """
+        return 1 if self.device == "cpu" else 0
+
+    @property
     def is_eager(self) -> bool:
         """True on a CPU, where a compiled start takes minutes with a cold cache."""
         return self.device == "cpu"
@@ -179,16 +187,21 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         arguments["speculative_config"] = speculative_config(config)
         arguments["scheduler_cls"] = SCHEDULER_CLASS
     if config.max_adapters:
-        # As many in host memory as in slots: vLLM never chooses which one leaves.
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": config.max_adapters,
-            "max_cpu_loras": config.max_adapters,
-            "max_lora_rank": next(r for r in LORA_RANKS if r >= config.max_adapter_rank),
-        }
+        arguments |= lora_arguments(config)
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
+
+
+def lora_arguments(config: VllmConfig) -> dict[str, Any]:
+    """As many adapters in host memory as in slots: vLLM never chooses which one leaves."""
+    num_slots = config.max_adapters + config.num_spare_adapter_slots
+    return {
+        "enable_lora": True,
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots,
+        "max_lora_rank": next(r for r in LORA_RANKS if r >= config.max_adapter_rank),
+    }
 
 
 def engine_seed(config: VllmConfig) -> int:

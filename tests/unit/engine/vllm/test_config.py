@@ -28,6 +28,7 @@ from pdmesh.engine.vllm.config import (
     VllmConfig,
     engine_seed,
     environment,
+    lora_arguments,
     speculative_config,
     thread_binding,
     usable_cores,
@@ -69,6 +70,13 @@ def test_vllm_is_told_how_many_tokens_to_propose_by_the_size_of_the_batch() -> N
     schedule = told["num_speculative_tokens_per_batch_size"]
     assert schedule[0] == (1, 7, 4)
     assert schedule[-1] == (111, 256, 0)
+
+
+def test_on_a_cpu_a_slot_stays_empty_for_rows_without_an_adapter() -> None:
+    asked = replace(CPU, max_adapters=2, max_adapter_rank=20)
+    told = lora_arguments(asked)
+    assert (told["max_loras"], told["max_cpu_loras"], told["max_lora_rank"]) == (3, 3, 32)
+    assert lora_arguments(replace(asked, device="cuda"))["max_loras"] == 2
 
 
 @pytest.fixture

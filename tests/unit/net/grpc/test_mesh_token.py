@@ -23,6 +23,8 @@ from pdmesh.v1.instance_service_pb2 import (
     GetModelTextResponse,
     GetStatusRequest,
     GetStatusResponse,
+    InspectAdapterRequest,
+    InspectAdapterResponse,
     SessionRequest,
     SessionResponse,
 )
@@ -62,6 +64,12 @@ class Servicer:
     ) -> AsyncIterator[GetModelTextResponse]:
         self.num_calls += 1
         yield GetModelTextResponse(name="config.json")
+
+    async def InspectAdapter(
+        self, request: InspectAdapterRequest, context: object
+    ) -> InspectAdapterResponse:
+        self.num_calls += 1
+        return InspectAdapterResponse(rank=4)
 
     async def Session(
         self, requests: AsyncIterator[SessionRequest], context: object
