@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-MAX_BYTES: Final = 128 << 20  # of a model; the largest that is known has 40 MB
+MAX_BYTES: Final = 128 << 20  # per model; the largest known has 40 MB
 PIECE_BYTES: Final = 256 << 10
 _MAX_FILES: Final = 32
 _TOKENIZER: Final = "tokenizer.json"  # which gateways read
@@ -35,12 +35,12 @@ _TEMPLATE: Final = re.compile(rf"{_TEMPLATES}/\w[\w.-]{{0,63}}\.jinja")
 
 
 class BadTextFiles(Exception):
-    """A folder has no files of text, or more than any model needs."""
+    """A folder has no such files, or more than any model needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """`digest` is of all of them; `vocabulary` of those alone that say what a token id means."""
+    """`digest` covers all files; `vocabulary` covers only those that say what a token id means."""
 
     folder: Path
     digests: Mapping[str, str]  # SHA-256 by name
@@ -63,7 +63,7 @@ class TextFiles:
 
 
 def is_text_file(name: str) -> bool:
-    """`name`: of the file within the model's folder, with slashes."""
+    """`name`: the file's path within the model's folder, with slashes."""
     return _is_of_chat(name) or name == _TOKENIZER or bool(_OTHER_VOCABULARY.fullmatch(name))
 
 

@@ -57,7 +57,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What an instance is to be. It never changes within an incarnation."""
+    """What an instance should be. It never changes within an incarnation."""
 
     role: Role
     group_id: str

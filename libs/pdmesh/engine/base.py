@@ -64,9 +64,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a prompt's tokens from the second on: each and then the `num_top` likeliest, in one row.
+    """A row for each token of a prompt from the second on: the token, then the `num_top` likeliest.
 
-    `ranks` are of the prompt's own tokens; 1 is the likeliest.
+    `ranks` are those of the prompt's own tokens; 1 is the likeliest.
     """
 
     num_top: int

@@ -246,7 +246,7 @@ async def test_a_plan_of_another_models_instances_is_not_followed(
 async def test_an_instance_that_turns_a_request_of_another_model_down_is_left_for_the_right_one(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
-    """As one that was started anew with another model would: the registry is behind."""
+    """An instance does so if it restarted with another model and the registry does not know yet."""
     liar = models.instance("liar", ROLE_FUSION, "beta", "beta")
     liar.text = models.instances["beta"][0].text
     liar.reject_with = REJECT_REASON_WRONG_MODEL

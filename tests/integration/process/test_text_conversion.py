@@ -49,7 +49,7 @@ async def loaded(text: LoadedText) -> Tokenizer:
 
 
 async def test_tekken_gives_the_tokens_of_mistrals_own_library(tmp_path: Path) -> None:
-    """Prompts and conversations, and the text back, as vLLM has them for such a model."""
+    """Prompts, conversations and decoded text are the same as in vLLM for such a model."""
     shutil.copyfile(DATA / "tekken_240911.json", tmp_path / "tekken.json")
     own = MistralTokenizer.from_file(str(tmp_path / "tekken.json"))
     inner = own.instruct_tokenizer.tokenizer

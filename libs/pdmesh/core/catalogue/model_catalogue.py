@@ -1,8 +1,8 @@
 """Decides which models there are, and which model and scenario a request means.
 
-A model is served while an instance takes requests for it. It is away for `FORGET_S` after the last
-one left: an instance that restarts is no unknown model. After that it is forgotten, as if it had
-never been.
+A model is served while an instance takes requests for it. When the last such instance has left, the
+model is away for `FORGET_S`, so that a restart of the instance does not make it unknown. After that
+it is forgotten, as if it had never been.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORGET_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Offer:
-    """Instances take requests for this model in this scenario; empty: in all of them."""
+    """Instances take requests for this model in this scenario; empty: in all scenarios."""
 
     model: str
     scenario: str
@@ -27,15 +27,15 @@ class Offer:
 
 @dataclass(slots=True)
 class ModelCatalogue:
-    """`preferred` is the model that `default` means, served or not; empty: none is."""
+    """`preferred` is the model that `default` means, served or not; empty: no model is."""
 
     preferred: str = ""
-    # Of each model, by scenario: when it was last offered there; inf: it is now.
+    # For each model and scenario: when the model was last offered there; inf: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
 
     def see(self, offers: Collection[Offer], now: float) -> None:
-        """All that there are now. Call it whenever they may have changed."""
+        """`offers` are all that exist now. Call it whenever they may have changed."""
         for model, seen in list(self._seen.items()):
             for scenario, left_at in list(seen.items()):
                 if left_at == _NOW and Offer(model, scenario) not in offers:
@@ -49,14 +49,14 @@ class ModelCatalogue:
             self._since.setdefault(offer.model, now)
 
     def since(self, model: str) -> float | None:
-        """When it was first served; None if it is not known, or forgotten."""
+        """When it was first served; None if it is unknown or forgotten."""
         return self._since.get(model)
 
     def resolve(self, asked: str, scenario: str, now: float) -> str | None:
-        """The model that a request means; None: there is none of that name, now or lately.
+        """The model that a request means; None: no model has or lately had that name.
 
-        `default` is the preferred model, else one of the request's scenario, and of those that are
-        served rather than away the first by name. So all gateways choose the same.
+        `default` is the preferred model. If none is preferred, it is a model of the request's
+        scenario: served rather than away, and the first by name. So all gateways choose the same.
         """
         if self._is_known(asked, now):  # a model may be called `default`
             return asked
@@ -76,10 +76,10 @@ class ModelCatalogue:
         return any(left_at is not None and now - left_at < FORGET_S for left_at in offered)
 
     def scenario_of(self, model: str, now: float) -> str:
-        """Where a request for the model goes that names no scenario.
+        """The scenario of a request that names this model but no scenario.
 
-        `default` if the model is served there. Else a scenario that serves the model, the first by
-        name: the model's name says enough.
+        It is `default` if the model is served there, otherwise the first scenario by name that
+        serves the model: the model's name says enough.
         """
         seen = self._seen.get(model, _NOWHERE)
         known = [s for s, left_at in seen.items() if now - left_at < FORGET_S]

@@ -1,7 +1,8 @@
 """Decides which tokenizers stay in memory, and when one that could not be loaded is tried again.
 
-Those together take at most `max_bytes`, by their own estimates: the least recently used leave. The
-last one that was loaded stays even if it is larger, for somebody waits for it.
+The tokenizers in memory together take at most `max_bytes`, by their own estimates: the least
+recently used leave. The last one that was loaded stays even if it is larger, for a request waits
+for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 
 _FIRST_RETRY_S: Final = 5.0
 _LONGEST_RETRY_S: Final = 120.0
-_MAX_FAILURES: Final = 1024  # that are remembered
+_MAX_FAILURES: Final = 1024  # the failures that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class Residency:
-    """`num_evicted`: so far."""
+    """`num_evicted`: how many tokenizers have left so far."""
 
     max_bytes: int
     num_evicted: int = 0
@@ -34,11 +35,11 @@ class Residency:
         return len(self._sizes)
 
     def used(self, key: str) -> None:
-        """It was used just now."""
+        """The tokenizer was used just now."""
         self._sizes[key] = self._sizes.pop(key)
 
     def loaded(self, key: str, num_bytes: int) -> list[str]:
-        """The keys that leave for it."""
+        """Returns the keys of the tokenizers that must leave to make room for it."""
         assert key not in self._sizes
         self._failures.pop(key, None)
         self._sizes[key] = num_bytes
@@ -52,7 +53,7 @@ class Residency:
         return leaving
 
     def failed(self, key: str, now: float) -> float:
-        """It could not be loaded. Returns when it may be tried again: later each time."""
+        """It could not be loaded. Returns when it may be tried again; each wait is longer."""
         before = self._failures.pop(key, None)
         num_times = 1 + (before.num_times if before is not None else 0)
         wait_s = min(_FIRST_RETRY_S * 2.0 ** min(num_times - 1, 10), _LONGEST_RETRY_S)

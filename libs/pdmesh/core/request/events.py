@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TicketHeld:
-    """The staged KV of a finished prefill. `wire`: the ticket as the decode is to get it."""
+    """The staged KV of a finished prefill. `wire`: the ticket as the decode gets it."""
 
     ticket_id: str = field(repr=False)
     lease_s: float

@@ -216,7 +216,7 @@ class Request:
         return self.max_tokens - len(self.emitted)
 
     def is_current(self, key: int) -> bool:
-        """Whether `key` names the active leg; the output of any other is to be dropped."""
+        """Whether `key` names the active leg; the output of any other must be dropped."""
         return self._held.is_active(key)
 
     def check_invariants(self) -> None:

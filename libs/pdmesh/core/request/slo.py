@@ -52,5 +52,5 @@ class Slos:
         return self.scenarios.get(scenario or DEFAULT)
 
     def label(self, scenario: str) -> str:
-        """For metrics. Clients may send any name, but only configured scenarios are told apart."""
+        """The name for metrics. Clients may send any, but only configured ones are told apart."""
         return scenario if scenario in self.scenarios else DEFAULT

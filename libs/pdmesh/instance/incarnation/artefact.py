@@ -61,7 +61,7 @@ class Artefact:
 
     @property
     def key(self) -> str:
-        """A key made of its files alone: two artefacts with the same files share a copy."""
+        """A key made only of its files: two artefacts with the same files share a copy."""
         return _digest(self.manifest.files, {})
 
     @property

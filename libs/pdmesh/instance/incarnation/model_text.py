@@ -1,4 +1,6 @@
-"""What gateways need of the model that this instance has loaded: files that make tokens of text."""
+"""What gateways need from the model that this instance has loaded: files to turn text into
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedText:
-    """`files` None: it has none, so gateways use those of their own folder."""
+    """`files` None: the model has none, so gateways use the files in their own folder."""
 
     files: TextFiles | None = None
     made: tempfile.TemporaryDirectory[str] | None = None  # with the files, if they were converted
@@ -28,7 +30,7 @@ class LoadedText:
 
 
 async def text_of(folder: Path | None) -> LoadedText:
-    """A model whose files gateways cannot read is served all the same, and the log says why."""
+    """If gateways cannot read the model's files, it is served all the same; the log says why."""
     if folder is None:  # the sim engine needs none
         return LoadedText()
     try:

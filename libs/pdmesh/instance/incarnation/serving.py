@@ -33,7 +33,7 @@ _CLOSE_S: Final = 1.0  # time for sessions to read their last message
 class Serving:
     """Refuses requests until `admit`.
 
-    `record` is the instance as it is registered now; `on_record`: it changed.
+    `record` is the instance as it is registered now; `on_record` is called when it has changed.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class Peers:
 
     @property
     def messages_sent(self) -> dict[str, int]:
-        """By kind."""
+        """The number of messages by kind."""
         return {kind.__name__.lower(): count for kind, count in self._num_sent.items()}
 
     def add(self, connection: KvConnection) -> None:

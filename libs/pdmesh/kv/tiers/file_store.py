@@ -114,7 +114,7 @@ class FileStore:
 
     @property
     def bytes_used(self) -> int:
-        """Of all identities and writers, when this process last counted."""
+        """The bytes of all identities and writers, when this process last counted."""
         return self._bytes_used or 0
 
     @property

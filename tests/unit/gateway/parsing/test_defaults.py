@@ -7,7 +7,7 @@ import pytest
 from pdmesh.services.gateway.parsing.defaults import AUTO, NONE, ParserNames, parser_names
 from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 
-# Of real templates, the lines that show a call and the end of reasoning.
+# The lines of real templates that show a call and the end of reasoning.
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 QWEN3 = HERMES + "{%- if '</think>' in content %}"
 CODER = "<tool_call>\n<function=example_function_name>\n<parameter=example>"

@@ -271,7 +271,7 @@ def in_vllm(name: str) -> Told:
 
 
 def cuts(ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """In two at each place, one by one, in threes, and with the end alone."""
+    """The tokens cut in two at each place, one by one, and in threes."""
     yield from ([ids[:at], ids[at:]] for at in range(1, len(ids)))
     yield [ids[at : at + 1] for at in range(len(ids))]
     yield [ids[at : at + 3] for at in range(0, len(ids), 3)]
@@ -289,7 +289,9 @@ def test_an_answer_reads_as_in_plain_vllm(desk: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_cut_anywhere_is_told_the_same(desk: Any, name: str) -> None:
-    """As tokens come from prefill, from decode, and from the instances after a migration."""
+    """Tokens come in parts like these: from prefill, decode, and the instances after a
+    migration.
+    """
     choices, ids = Choices(desk, name), ids_of(name)
     uncut = choices.told([ids])
     for parts in cuts(ids):
@@ -298,7 +300,9 @@ def test_an_answer_cut_anywhere_is_told_the_same(desk: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_choice_that_is_fed_again_goes_on_where_it_was(desk: Any, name: str) -> None:
-    """As after the death of the parser process, at each token."""
+    """After its process has died, the parser gets the tokens again; here that happens at each
+    token.
+    """
     choices, ids = Choices(desk, name), ids_of(name)
     uncut = choices.told([ids])
     for at in range(1, len(ids)):

@@ -225,7 +225,9 @@ async def test_an_instance_that_is_gone_is_left_for_another(
 async def test_one_that_left_is_freed_when_the_last_call_with_it_ends(
     tmp_path: Path, library: Library
 ) -> None:
-    """By its references alone: a gateway collects garbage rarely, and never what it began with."""
+    """The reference count frees it: a gateway rarely collects garbage, and never its first
+    objects.
+    """
     texts = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(2)]
     gc.disable()
     try:
@@ -264,7 +266,7 @@ def resident_bytes() -> int:
 async def test_a_hundred_models_take_the_memory_of_those_that_fit(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten fit: a hundred, asked for twice, take about what ten take, and not ten times as much."""
+    """Ten fit. A hundred, asked for twice, take about as much memory as ten."""
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._REST_RATIO", 0.0)
     texts = [library.add(write_large_model(tmp_path / str(i), i)) for i in range(100)]
     files = read_text_files(tmp_path / "0")

@@ -119,7 +119,7 @@ class Site:
         return self.world.controller
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """As the group loop counts them."""
+        """The number of blank instances, counted as the group loop does."""
         return Round(self.world.observe()).num_blanks(racks)
 
     def settle(self) -> None:

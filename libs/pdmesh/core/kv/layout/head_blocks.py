@@ -37,16 +37,16 @@ class HeadBlocks:
 
     @property
     def head_bytes(self) -> int:
-        """Of one block of one head."""
+        """The bytes of one block of one head."""
         return prod(axis.count for axis in self.outer) * self.run_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of all the rank's heads."""
+        """The bytes of one block of all the rank's heads."""
         return self.heads.count * self.head_bytes
 
     def runs(self, block: int, head: int) -> list[tuple[int, int]]:
-        """For each run its offset in the cache and in the travelling head's block, in bytes."""
+        """For each run, its offset in the cache and in the travelling head's block, in bytes."""
         starts = [block * self.blocks.stride + head * self.heads.stride]
         for axis in self.outer:
             starts = [s + i * axis.stride for s in starts for i in range(axis.count)]

@@ -18,7 +18,7 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K")
 
-MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a longer pull goes alone
+MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a longer pull goes by itself
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class SourceComplete:
 class MetaArrived:
     """The sender announces the next `length` bytes, at `offset` of the pull's `num_bytes`.
 
-    `is_inline`: the bytes came with the message; else they follow.
+    `is_inline`: whether the bytes came with the message; otherwise they follow.
     """
 
     peer: int

@@ -99,7 +99,9 @@ class KvSources:
         return self._faults[SourceFault.CORRUPT].is_excluded(source, now)
 
     def excluded(self) -> list[ExcludedSource]:
-        """By fault, then in order. Sources whose time is over are included until `release_due`."""
+        """By fault, oldest exclusions first. Sources whose time is over stay until
+        `release_due`.
+        """
         return [
             ExcludedSource(source, fault)
             for fault, strikes in self._faults.items()

@@ -1,8 +1,8 @@
-"""Makes a `tokenizer.json` of a model that has none: tekken, tiktoken, SentencePiece, vocab.json.
+"""Makes a `tokenizer.json` from what a model has: tekken, tiktoken, SentencePiece, vocab.json.
 
-The library that vLLM reads them with converts them, in a process of its own: it needs seconds and
-hundreds of megabytes, once. It loads no code from the model's folder: a model whose tokenizer is
-code needs a `tokenizer.json` beside it.
+The library with which vLLM reads these formats converts them, in a process of its own: it needs
+seconds and hundreds of megabytes, once. It loads no code from the model's folder: a model whose
+tokenizer is code needs a `tokenizer.json` beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COPIED: Final = ("config.json", "generation_config.json")
 
 
 async def converted(source: Path, target: Path) -> TextFiles:
-    """The files of text for the model in `source`, in the empty folder `target`.
+    """Write the converted files of the model in `source` to the empty folder `target`.
 
     Raises BadTextFiles.
     """
@@ -50,7 +50,7 @@ async def converted(source: Path, target: Path) -> TextFiles:
 
 
 def main() -> None:
-    """In the child."""
+    """Runs in the child process."""
     source, target = map(Path, sys.argv[1:])
     tokenizer = _tekken(source) if (source / _TEKKEN).exists() else _any_other(source)
     tokenizer.save_pretrained(str(target))
@@ -61,9 +61,9 @@ def main() -> None:
 
 # Any: the library has no types.
 def _tekken(source: Path):  # type: ignore[no-untyped-def]
-    """With the chat template that Mistral's library has for it, unless the folder has one.
+    """It has the chat template of Mistral's library, unless the folder has one.
 
-    A prompt begins with BOS, as vLLM encodes it; the library's converter leaves that out.
+    A prompt begins with BOS, as in vLLM; the library's converter leaves BOS out.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
