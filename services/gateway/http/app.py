@@ -85,13 +85,14 @@ class HttpApp:
         bounds: HttpBounds,
         responses: ResponseStore,
     ) -> None:
-        self._responses = responses
         self._intake = Intake(frontend, access, bounds)
         self.body_room = self._intake.body_room
         self._frontend = frontend
         self._not_ready = not_ready
         self._write_timeout_s = bounds.write_timeout_s
         self._writing: dict[HttpExchange, None] = {}
+        self._store = responses
+        self._responses = ResponsesPaths(frontend, self._intake, responses)
         self._router = Router(self._routes())
         self._openapi = b""
 
@@ -102,7 +103,7 @@ class HttpApp:
     def _routes(self) -> list[HttpRoute]:
         return [
             *MessagesPaths(self._frontend, self._intake).routes(),
-            *ResponsesPaths(self._frontend, self._intake, self._responses).routes(),
+            *self._responses.routes(),
             HttpRoute(
                 "POST",
                 "/v1/chat/completions",
@@ -220,7 +221,8 @@ class HttpApp:
                 exchange.cut()
 
     async def close(self) -> None:
-        await self._responses.close()
+        await self._responses.background.close()
+        await self._store.close()
 
     # --- generation ------------------------------------------------------------------------------
 

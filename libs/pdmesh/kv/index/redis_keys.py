@@ -31,6 +31,11 @@ def kept_response(tenant: str, response_id: str) -> str:
     return f"{_PREFIX}:response:{{{tenant}}}:{response_id}"
 
 
+def kept_mark(tenant: str, response_id: str, mark: str) -> str:
+    """`made`: a living gateway makes the response. `stop`: it is to stop."""
+    return f"{kept_response(tenant, response_id)}:{mark}"
+
+
 def kept_expiries(tenant: str) -> str:
     """Sorted set of the tenant's response ids by when they expire, in ms."""
     return f"{_PREFIX}:responses:{{{tenant}}}:expiries"

@@ -8,7 +8,7 @@ from pdmesh.services.gateway.http.answers import Answer, ChatTokenLogprobs
 from pdmesh.services.gateway.http.responses.schema import InputItem
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(Answer, tag_field="type", tag="output_text"):

@@ -41,13 +41,7 @@ class ResponsesFormat:
         return writer
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        (delta,) = deltas
-        writer = ResponseWriter(call, self, tells=False)
-        if delta.num_logprobs <= MAX_LOGPROBS_HERE:
-            writer.chunk(delta)
-        else:
-            await asyncio.to_thread(writer.chunk, delta)
-        return _encode(await writer.ended())
+        return _encode(await ResponseWriter(call, self, tells=False).whole(deltas))
 
 
 class ResponseWriter:
@@ -109,14 +103,33 @@ class ResponseWriter:
 
     def failed(self, error: MeshError) -> bytes:
         closed = self._items.close("incomplete")
+        response = self.ended_badly("failed", error) | {"store": False}
+        return closed + self._items.event("response.failed", {"response": response})
+
+    # --- in the background -----------------------------------------------------------------------
+
+    def begun(self) -> Json:
+        """The response that others will find while it is made."""
+        self._response["background"] = True
+        return self._response
+
+    async def whole(self, deltas: Sequence[TextDelta]) -> Json:
+        """All of it at once: `deltas` holds the choice."""
+        (delta,) = deltas
+        if delta.num_logprobs <= MAX_LOGPROBS_HERE:
+            self.chunk(delta)
+        else:
+            await asyncio.to_thread(self.chunk, delta)
+        return await self.ended()
+
+    def ended_badly(self, status: str, error: MeshError | None = None) -> Json:
+        if error is not None:
+            told = {"code": error.reason.lower(), "message": error.message}
+            self._response["error"] = told
         self._response |= {
-            "status": "failed",
-            "error": {"code": error.reason.lower(), "message": error.message},
-            "output": self._items.items,
-            "usage": _usage(self._call),
-            "store": False,
-        }
-        return closed + self._items.event("response.failed", {"response": self._response})
+            "status": status, "output": self._items.items, "usage": _usage(self._call)
+        }  # fmt: skip
+        return self._response
 
 
 def response_id_of(request_id: str) -> str:

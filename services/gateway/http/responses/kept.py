@@ -41,6 +41,30 @@ def items_of(kept: KeptResponse) -> list[InputItem]:
     return [_item.decode(raw) for raw in (*kept.input, *kept.output)]
 
 
+class _State(msgspec.Struct):
+    status: str
+    background: bool
+
+
+_state: Final = msgspec.json.Decoder(_State)
+
+
+def is_background(kept: KeptResponse) -> bool:
+    return _state.decode(kept.response).background
+
+
+def is_being_made(kept: KeptResponse) -> bool:
+    return _state.decode(kept.response).status == "in_progress"
+
+
+def abandoned(kept: KeptResponse) -> bytes:
+    """The response, of which the gateway that made it is gone."""
+    response: Json = msgspec.json.decode(kept.response)
+    message = "the gateway that made this response is gone"
+    error = {"code": "server_error", "message": message}
+    return _encode(response | {"status": "failed", "error": error})
+
+
 def record_of(items: Sequence[InputItem], response: Json) -> bytes:
     return _encode({"response": response, "input": items, "output": response["output"]})
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.services.gateway.access.access_control import Permit
 from pdmesh.services.gateway.http.calls import chat_spec
 from pdmesh.services.gateway.http.exchange import HttpExchange
@@ -16,15 +16,23 @@ from pdmesh.services.gateway.http.responses.answers import (
     ItemPage,
     ResponseAnswer,
 )
+from pdmesh.services.gateway.http.responses.background import (
+    BackgroundCall,
+    BackgroundResponses,
+)
 from pdmesh.services.gateway.http.responses.format import (
     Json,
     Keep,
     ResponsesFormat,
+    ResponseWriter,
     response_id_of,
 )
 from pdmesh.services.gateway.http.responses.kept import (
+    abandoned,
     forget_kept,
     input_items,
+    is_background,
+    is_being_made,
     items_of,
     load_kept,
     record_of,
@@ -43,10 +51,11 @@ from pdmesh.services.gateway.http.routes import (
     Operation,
 )
 from pdmesh.services.gateway.http.schema import check_chat
-from pdmesh.services.gateway.http.serving.answering import answer
+from pdmesh.services.gateway.http.serving.answering import answer, opened
 from pdmesh.services.gateway.http.serving.intake import Intake
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES
 from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.spec import CallSpec
 
 _PATH: Final = "/v1/responses"
 _ONE: Final = f"{_PATH}/{{response}}"
@@ -57,6 +66,7 @@ class ResponsesPaths:
         self._frontend = frontend
         self._intake = intake
         self._store = store
+        self.background = BackgroundResponses(frontend, store)
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -91,10 +101,21 @@ class ResponsesPaths:
                 self._list_input,
                 Operation("The items that a response answers", ItemPage, errors=TELLING_ERRORS),
             ),
+            HttpRoute(
+                "POST",
+                f"{_ONE}/cancel",
+                self._cancel,
+                Operation(
+                    "Cancel a response in the background",
+                    ResponseAnswer,
+                    errors=(400, *TELLING_ERRORS),
+                ),
+            ),
         ]
 
     async def _create(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
+        is_in_background = False
         try:
             body = await self._intake.body(exchange)
             request = parse_responses(body, self._intake.ignored(exchange))
@@ -105,18 +126,42 @@ class ResponsesPaths:
             with translated.naming():
                 check_chat(translated.chat)
                 spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
+                keep = self._keep(exchange, request, previous, permit)
+                written = ResponsesFormat(request, exchange, keep)
+                if request.background:
+                    body = await self._begin(exchange, spec, permit, written)
+                    is_in_background = True
+                    await exchange.json(body)
+                    return
+                is_streamed = bool(request.stream)
                 await answer(
-                    exchange,
-                    spec,
-                    permit,
-                    self._frontend,
-                    ResponsesFormat(
-                        request, exchange, self._keep(exchange, request, previous, permit)
-                    ),
-                    is_streamed=bool(request.stream),
+                    exchange, spec, permit, self._frontend, written, is_streamed=is_streamed
                 )
         finally:
-            permit.leave()
+            if not is_in_background:
+                permit.leave()
+
+    async def _begin(
+        self, exchange: HttpExchange, spec: CallSpec, permit: Permit, written: ResponsesFormat
+    ) -> bytes:
+        """Begin a response that no client waits for, which leaves the permit. Raises MeshError."""
+        keep = written.keep
+        if keep is None:
+            raise InvalidRequest("this gateway keeps no responses", field="background")
+        call = await opened(exchange, spec, permit, self._frontend, is_streamed=False)
+        writer = ResponseWriter(call, written, tells=False)
+        response = writer.begun()
+        name = (permit.tenant.name, response["id"])
+        try:
+            await self._store.making([name])
+            if not await keep(response):
+                raise Unavailable("the store of responses does not take this one")
+        except BaseException:
+            self._frontend.close(call)
+            raise
+        body = msgspec.json.encode(response)
+        self.background.start(response["id"], BackgroundCall(call, writer, permit, keep))
+        return body
 
     async def _previous(self, request: ResponsesRequest, permit: Permit) -> list[InputItem]:
         """Raises MeshError."""
@@ -148,12 +193,32 @@ class ResponsesPaths:
 
     async def _show(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
-        kept = await load_kept(self._store, tenant.name, exchange.path_parameters["response"])
-        await exchange.json(bytes(kept.response))
+        await exchange.json(await self._shown(tenant.name, exchange.path_parameters["response"]))
+
+    async def _shown(self, tenant: str, response_id: str) -> bytes:
+        """Raises ResponseNotFound, Unavailable."""
+        kept = await load_kept(self._store, tenant, response_id)
+        if not is_being_made(kept) or await self._store.is_made(tenant, response_id):
+            return bytes(kept.response)
+        # It may have ended between the two questions.
+        kept = await load_kept(self._store, tenant, response_id)
+        return abandoned(kept) if is_being_made(kept) else bytes(kept.response)
+
+    async def _cancel(self, exchange: HttpExchange) -> None:
+        tenant = await self._intake.known(exchange)
+        response_id = exchange.path_parameters["response"]
+        kept = await load_kept(self._store, tenant.name, response_id)
+        if not is_background(kept):
+            raise InvalidRequest("only a response in the background can be cancelled")
+        if is_being_made(kept):
+            await self.background.cancel(tenant.name, response_id)
+        await exchange.json(await self._shown(tenant.name, response_id))
 
     async def _delete(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
         name = exchange.path_parameters["response"]
+        if is_being_made(await load_kept(self._store, tenant.name, name)):
+            await self.background.cancel(tenant.name, name)
         await forget_kept(self._store, tenant.name, name)
         body = {"id": name, "object": "response", "deleted": True}
         await exchange.json(msgspec.json.encode(body))

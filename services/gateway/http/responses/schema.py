@@ -149,7 +149,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 # The values of unsupported fields that ask for nothing. None always does.
 UNSUPPORTED_IN_RESPONSES: Final[Mapping[str, tuple[object, ...]]] = {
-    "background": (False,),
     "service_tier": ("auto", "default"),
     "prompt": (),
     "conversation": (),
@@ -181,6 +180,11 @@ def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesR
     for field, values in UNSUPPORTED_IN_RESPONSES.items():
         if (value := getattr(request, field)) is not None and value not in values:
             raise unsupported(field)
+    if request.background and request.store is False:
+        raise InvalidRequest("background needs store", field="background")
+    if request.background and request.stream:
+        message = "stream with background is not supported"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="stream")
     in_range("max_output_tokens", request.max_output_tokens, 1, 1 << 31)
     _check_metadata(request.metadata or {})
     return request

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 _TIMEOUT_S: Final = 1.0
 _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
+_MADE, _STOP = "made", "stop"  # marks of a response
+_MADE_MS: Final = 10_000
 _HERE: Final = Path(__file__).parent
 
 _kept = metrics.counter(
@@ -75,8 +77,7 @@ class ResponseStore:
         try:
             async with self._answering():
                 num_evicted = await self._keep(_keys(tenant, response_id), args)
-        except Unavailable as exc:
-            log.warning("response.not_kept", response_id=response_id, reason=exc.message)
+        except Unavailable:
             _kept.add(1, {"outcome": "away"})
             return False
         _kept.add(1, {"outcome": "kept"})
@@ -99,6 +100,41 @@ class ResponseStore:
             found = bool(await self._forget(_keys(tenant, response_id), (response_id,)))
         _lookups.add(1, {"outcome": "found" if found else "missing"})
         return found
+
+    # --- responses in the background -------------------------------------------------------------
+
+    async def making(self, names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Say that this gateway makes these (tenant, response); returns those that are to stop.
+
+        It holds for some seconds. Raises Unavailable.
+        """
+        async with self._answering(), self._pipeline() as pipe:
+            for name in names:
+                pipe.set(keys.kept_mark(*name, _MADE), b"1", px=_MADE_MS)
+                pipe.get(keys.kept_mark(*name, _STOP))
+            found = await pipe.execute()
+        return [name for name, stop in zip(names, found[1::2], strict=True) if stop]
+
+    async def made(self, tenant: str, response_id: str) -> None:
+        """Nobody makes it any more. Raises Unavailable."""
+        marks = (keys.kept_mark(tenant, response_id, mark) for mark in (_MADE, _STOP))
+        async with self._answering():
+            await self._redis.unlink(*marks)
+
+    async def is_made(self, tenant: str, response_id: str) -> bool:
+        """Whether a living gateway makes it. Raises Unavailable."""
+        async with self._answering():
+            return bool(await self._redis.exists(keys.kept_mark(tenant, response_id, _MADE)))
+
+    async def ask_to_stop(self, tenant: str, response_id: str) -> None:
+        """Raises Unavailable."""
+        async with self._answering():
+            stop = keys.kept_mark(tenant, response_id, _STOP)
+            await self._redis.set(stop, b"1", px=_MADE_MS)
+
+    def _pipeline(self) -> Any:
+        self._connect()
+        return self._redis.pipeline(transaction=False)
 
     async def close(self) -> None:
         if self._redis is not None:

@@ -62,12 +62,7 @@ async def answer(
     is_streamed: bool,
 ) -> None:
     """Raises MeshError and ClientDisconnected."""
-    is_quiet = not is_streamed and not spec.sampling.stop
-    traceparent = exchange.header(b"traceparent")
-    call = await charged(
-        permit,
-        lambda: frontend.open(spec, exchange.request_id, permit, traceparent, is_quiet=is_quiet),
-    )
+    call = await opened(exchange, spec, permit, frontend, is_streamed=is_streamed)
     exchange.connection.watch(call.cancel)
     error: MeshError | None = None
     try:
@@ -81,6 +76,23 @@ async def answer(
     finally:
         exchange.connection.unwatch()
         frontend.close(call, error)
+
+
+async def opened(
+    exchange: HttpExchange,
+    spec: CallSpec,
+    permit: Permit,
+    frontend: Frontend,
+    *,
+    is_streamed: bool,
+) -> Call:
+    """A call that has begun, and must be closed. Raises MeshError."""
+    is_quiet = not is_streamed and not spec.sampling.stop
+    traceparent = exchange.header(b"traceparent")
+    return await charged(
+        permit,
+        lambda: frontend.open(spec, exchange.request_id, permit, traceparent, is_quiet=is_quiet),
+    )
 
 
 async def whole_text(call: Call) -> list[TextDelta]:

@@ -40,6 +40,7 @@ SAMPLES: dict[str, list[Any]] = {
     "get_v1_responses_by_response": ["/v1/responses/{kept}"],
     "get_v1_responses_by_response_input_items": ["/v1/responses/{kept}/input_items"],
     "delete_v1_responses_by_response": ["/v1/responses/{kept}"],
+    "post_v1_responses_by_response_cancel": ["/v1/responses/{kept}/cancel"],
     "post_v1_messages": [{"model": "tiny", "messages": HELLO, "max_tokens": 3}],
     "post_v1_messages_count_tokens": [{"model": "tiny", "messages": HELLO}],
     "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
@@ -132,7 +133,9 @@ async def check_answers(http: httpx.AsyncClient, route: HttpRoute, sample: Any) 
 
 
 async def kept_id(http: httpx.AsyncClient) -> str:
-    answer = await http.post("/v1/responses", json={"model": "tiny", "input": "x"})
+    answer = await http.post(
+        "/v1/responses", json={"model": "tiny", "input": "x", "background": True}
+    )
     return str(answer.json()["id"])
 
 

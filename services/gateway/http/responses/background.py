@@ -1,0 +1,110 @@
+"""Responses that are made while no client waits for them, and how they are cancelled.
+
+The gateway that makes one says so in the store, and again while it lives; any gateway may ask it
+there to stop. A response whose gateway is gone has failed, though nobody could write that down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from pdmesh.errors import MeshError, Unavailable
+from pdmesh.net.tasks import end
+from pdmesh.services.gateway.access.access_control import Permit
+from pdmesh.services.gateway.http.exchange import ClientDisconnected
+from pdmesh.services.gateway.http.responses.format import ResponseWriter
+from pdmesh.services.gateway.http.responses.store import ResponseStore
+from pdmesh.services.gateway.http.serving.answering import whole_text
+from pdmesh.services.gateway.request.frontend import Call, Frontend
+
+log = structlog.get_logger(__name__)
+
+_TELL_EVERY_S: Final = 0.5
+_STOP_WITHIN_S: Final = 5.0
+_LOOK_EVERY_S: Final = 0.1
+_NUM_LOOKS: Final = 50
+
+# Any: a JSON object on its way out.
+Json = dict[str, Any]
+_Name = tuple[str, str]  # the tenant's, and the response's
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundCall:
+    """`permit` is left when it ends; `keep` keeps the response that it has become."""
+
+    call: Call
+    writer: ResponseWriter
+    permit: Permit
+    keep: Callable[[Json], Awaitable[bool]]
+
+
+class BackgroundResponses:
+    def __init__(self, frontend: Frontend, store: ResponseStore) -> None:
+        self._frontend = frontend
+        self._store = store
+        self._open: dict[_Name, BackgroundCall] = {}
+        self._tasks: dict[_Name, asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+
+    def start(self, response_id: str, job: BackgroundCall) -> None:
+        name = (job.permit.tenant.name, response_id)
+        self._open[name] = job
+        self._tasks[name] = asyncio.create_task(self._run(name, job), name="background-response")
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell(), name="background-responses")
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """Returns once it has ended, or a few seconds later. Raises Unavailable."""
+        task = self._tasks.get((tenant, response_id))
+        if task is not None:
+            self._open[tenant, response_id].call.cancel()
+            await asyncio.wait([task], timeout=_STOP_WITHIN_S)
+            return
+        await self._store.ask_to_stop(tenant, response_id)
+        for _ in range(_NUM_LOOKS):
+            if not await self._store.is_made(tenant, response_id):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def close(self) -> None:
+        """After the calls were ended: what became of them is kept."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=_STOP_WITHIN_S)
+        await end([*self._tasks.values(), *filter(None, [self._telling])])
+
+    async def _run(self, name: _Name, job: BackgroundCall) -> None:
+        error: MeshError | None = None
+        try:
+            deltas = await whole_text(job.call)
+            await job.writer.whole(deltas)
+        except MeshError as exc:
+            error = exc
+            await job.keep(job.writer.ended_badly("failed", exc))
+        except ClientDisconnected:  # it was cancelled
+            await job.keep(job.writer.ended_badly("cancelled"))
+        except Exception:
+            log.exception("response.bug", response_id=name[1])
+            await job.keep(job.writer.ended_badly("failed", MeshError("internal error")))
+        finally:
+            self._frontend.close(job.call, error)
+            job.permit.leave()
+            del self._open[name], self._tasks[name]
+            with contextlib.suppress(Unavailable):
+                await self._store.made(*name)
+
+    async def _tell(self) -> None:
+        """While there are any: that they are being made here; and stop those that are to stop."""
+        while self._open:
+            names = list(self._open)
+            with contextlib.suppress(Unavailable):
+                for name in await self._store.making(names):
+                    if (job := self._open.get(name)) is not None:
+                        job.call.cancel()
+            await asyncio.sleep(_TELL_EVERY_S)
