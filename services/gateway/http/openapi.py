@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 import pdmesh
-from pdmesh.services.gateway.http.routes import HttpRoute, path_parameters, plain_path
+from pdmesh.services.gateway.http.routes import HttpRoute, Operation, path_parameters, plain_path
 from pdmesh.services.gateway.http.schema import unsupported_fields
 from pdmesh.services.gateway.http.told_rules import RULES, without_nul
 
@@ -74,14 +74,7 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
     operation = route.operation
     content: Json = {"application/json": {"schema": references[id(operation.gives)]}}
     if operation.streams is not None:
-        content[_STREAM] = {
-            "schema": {
-                "type": "string",
-                "description": "Each event's data is JSON of contentSchema"
-                + ("; the last is [DONE]." if operation.ends_in_done else "."),
-                "contentSchema": references[id(operation.streams)],
-            }
-        }
+        content[_STREAM] = {"schema": _stream(operation, references[id(operation.streams)])}
     responses = {"200": _response(200, content)}
     for status, shape in operation.other.items():
         responses[str(status)] = _response(
@@ -105,6 +98,22 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         body = {"application/json": {"schema": references[id(operation.takes)]}}
         described["requestBody"] = {"required": True, "content": body}
     return described
+
+
+def _stream(operation: Operation, event: Json) -> Json:
+    if operation.ends_in_done:
+        return {
+            "type": "string",
+            "description": "Each event's data is JSON of contentSchema; the last is [DONE].",
+            "contentSchema": event,
+        }
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
+    return {
+        "type": "object",
+        "description": "Each event has the name of its data's type.",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["event", "data"],
+    }
 
 
 def operation_id(route: HttpRoute) -> str:

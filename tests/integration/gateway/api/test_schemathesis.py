@@ -10,12 +10,14 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.sites import servers
 
 CHECKS = (
     "not_a_server_error",
@@ -30,11 +32,14 @@ SEED = 20261123
 
 
 @pytest.fixture
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    async with gateway_mesh(tmp_path_factory.getbasetemp(), 0, 0) as mesh:
+async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
+    valkey = servers.valkey(tmp_path)
+    await valkey.start()
+    async with gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh:
         for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
             await mesh.add(FakeInstance(role, name, supports_logprobs=True))
         yield mesh
+    valkey.close()
 
 
 async def told(url: str, *options: str) -> tuple[int, str]:
