@@ -1,6 +1,6 @@
 """A parser process without vLLM: a token's text is its character; some tokens end or stop it.
 
-`python -m tests.fakes.parser_child`
+`python -m tests.fakes.parser_child`; with `--unfit` it has parsers for no model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pdmesh.services.gateway.parsing.child import received, send
 from pdmesh.services.gateway.parsing.frames import (
     CloseAnswer,
     FeedAnswer,
+    LoadParsers,
     OpenAnswer,
     ParsedPiece,
     ParsedTokens,
@@ -40,6 +41,8 @@ def main() -> None:
 
 def _reply(request: ParserRequest, open_choices: set[int]) -> ParserReply | None:
     match request:
+        case LoadParsers() if "--unfit" in sys.argv:
+            return ParsingFailed("no such token", is_refusal=True)
         case PrepareAnswer():
             return PreparedAnswer(False)
         case OpenAnswer():

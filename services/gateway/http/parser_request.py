@@ -13,7 +13,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
 from pdmesh.services.gateway.http.body.tools import NamedTool
 from pdmesh.services.gateway.http.schema import ChatCompletionRequest
-from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing
+from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing, UnusableParsers
 from pdmesh.services.gateway.request.spec import ServedModel
 
 _USER: Final[dict[str, Any]] = {"role": "user", "content": ""}
@@ -37,7 +37,12 @@ async def parsing_of(
         message = "tools need vLLM where the gateway runs"
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
     body = parser_request(request)
-    prepared = await parsers.prepared(found, body)
+    try:
+        prepared = await parsers.prepared(found, body)
+    except UnusableParsers:
+        if calls_tools:
+            raise
+        return None
     if prepared.constraint:
         field = _constraining_field(request)
         raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)

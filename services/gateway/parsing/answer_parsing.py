@@ -46,6 +46,12 @@ class ParserFailed(MeshError):
     default_reason = "PARSER_FAILED"
 
 
+class UnusableParsers(InvalidRequest):
+    """The model's tokenizer lacks what they need."""
+
+    default_reason = "UNSUPPORTED_FIELD"
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedModel:
     """A model's parsers. `key` names them to the process."""
@@ -129,7 +135,7 @@ class AnswerParsers:
         return self._process.pid
 
     async def prepared(self, model: ParsedModel, request: bytes) -> PreparedAnswer:
-        """Raises InvalidRequest, ParserFailed, ParserUnavailable."""
+        """Raises UnusableParsers, InvalidRequest, ParserFailed, ParserUnavailable."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:
@@ -152,7 +158,8 @@ class AnswerParsers:
             reply = await life.loaded(await asyncio.to_thread(model.load))
             if isinstance(reply, ParsingFailed):
                 log.warning("parser.unusable", names=str(model.names), reason=reply.message)
-            _raise_if_failed(reply)
+                self._known[model.tokenizer] = model.key, ParserNames()  # from the next call on
+                raise UnusableParsers("the model's parsers cannot be used", field="tools")
         reply = await life.ask(request)
         _raise_if_failed(reply)
         return reply

@@ -56,7 +56,14 @@ class ParserUnavailable(Unavailable):
 class ParserProcess:
     """Starts the process when it is asked for, and again when it was lost."""
 
-    def __init__(self, command: Sequence[str] = _COMMAND, answer_s: float = _ANSWER_S) -> None:
+    def __init__(
+        self,
+        command: Sequence[str] = _COMMAND,
+        answer_s: float = _ANSWER_S,
+        needs: str = "vllm",
+    ) -> None:
+        """`needs`: the package without which the process cannot start."""
+        self._needs = needs
         self._command = command
         self._answer_s = answer_s
         self._life: ParserLife | None = None
@@ -64,7 +71,7 @@ class ParserProcess:
 
     @cached_property
     def is_installed(self) -> bool:
-        return importlib.util.find_spec("vllm") is not None
+        return importlib.util.find_spec(self._needs) is not None
 
     async def life(self) -> ParserLife:
         """Raises ParserUnavailable."""
