@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
+import vllm.parser.abstract_parser  # noqa: F401 - it takes seconds: at the start, not in a call
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib.util
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import cached_property
@@ -37,6 +38,7 @@ log = structlog.get_logger(__name__)
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
 _START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
+_LOAD_S: Final = 120.0  # of a model's parsers, whose modules are imported then
 _END_S: Final = 5.0  # between the end of what it says and its own
 _ANSWER_S: Final = 30.0  # a parser that takes longer hangs
 
@@ -99,6 +101,7 @@ class ParserLife:
         self._answer_s = answer_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[asyncio.Future[ParserReply]] = deque()
+        self._head_at = 0.0  # when it began on the oldest of them
         self._models: OrderedDict[str, None] = OrderedDict()  # as the process keeps them
         self._loading = asyncio.Lock()
         self.is_over = False
@@ -130,12 +133,12 @@ class ParserLife:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, request: ParserRequest) -> ParserReply:
+    async def ask(self, request: ParserRequest, limit_s: float | None = None) -> ParserReply:
         """Raises ParserLost."""
         if self.is_over:
             raise ParserLost(is_guilty=False)
         self._stdin.write(framed(request))
-        return await self._answered(self._answer_s)
+        return await self._answered(limit_s or self._answer_s)
 
     def close_choice(self, choice: int) -> None:
         if not self.is_over:
@@ -149,7 +152,7 @@ class ParserLife:
             self._models[request.model] = None
             while len(self._models) > MAX_MODELS:
                 self._models.popitem(last=False)
-            reply = await self.ask(request)
+            reply = await self.ask(request, _LOAD_S)
             if not isinstance(reply, ParserDone):
                 self._models.pop(request.model, None)
             return reply
@@ -163,11 +166,20 @@ class ParserLife:
 
     async def _answered(self, limit_s: float) -> ParserReply:
         future: asyncio.Future[ParserReply] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._head_at = time.monotonic()
         self._waiting.append(future)
         if self.is_over:
             self._lose()
-        await asyncio.wait({future}, timeout=limit_s)
-        if not future.done():
+        left_s = limit_s
+        while left_s > 0:
+            await asyncio.wait({future}, timeout=left_s)
+            if future.done():
+                break
+            # It may work on another one still, whose limit holds then.
+            is_head = self._waiting[0] is future
+            left_s = limit_s - (time.monotonic() - self._head_at) if is_head else limit_s
+        else:
             log.warning("parser.silent", pid=self.pid, silent_s=limit_s)
             self._kill()
         return await future
@@ -178,6 +190,7 @@ class ParserLife:
                 (size,) = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))
                 reply = replies.decode(await self._stdout.readexactly(size))
                 future = self._waiting.popleft()
+                self._head_at = time.monotonic()
                 if not future.done():
                     future.set_result(reply)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -12,6 +12,11 @@ from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer as HfTokenizer
+from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.tokenizers.hf import get_cached_tokenizer
 
 from pdmesh.services.gateway.parsing.frames import (
     LoadParsers,
@@ -35,10 +40,6 @@ class ModelParsers:
     """A model's parsers. Raises BadParser."""
 
     def __init__(self, load: LoadParsers) -> None:
-        from transformers import PreTrainedTokenizerFast
-        from vllm.parser import ParserManager
-        from vllm.tokenizers.hf import get_cached_tokenizer
-
         inner = HfTokenizer.from_str(load.tokenizer)
         self._decoders = {
             shown: Detokenizer(inner, are_special_shown=shown) for shown in (False, True)
@@ -96,8 +97,6 @@ class ModelParsers:
 
     def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
         """The request as vLLM's serving layer hands it to a parser."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
         request = ChatCompletionRequest.model_validate_json(body)
         variables = request.build_chat_params(None, "auto").chat_template_kwargs
         parser = self._kind(
@@ -170,8 +169,6 @@ class ChoiceParser:
         return index == 0 or self._request.parallel_tool_calls is not False
 
     def _whole(self, token_ids: list[int], *, is_last: bool) -> ParsedTokens:
-        from vllm.renderers.chat_utils import make_tool_call_id
-
         self._texts.append(self._text.feed(token_ids))
         if not is_last:
             return ParsedTokens([])

@@ -47,7 +47,8 @@ async def test_tools_are_refused_and_reasoning_stays_in_the_text(
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
         assert (caught.value.param, caught.value.code) == ("tools", "unsupported_field")
-        for further in ({"tools": TOOLS, "tool_choice": "none"}, {}):
+        cases: list[Any] = [{"tools": TOOLS, "tool_choice": "none"}, {}]
+        for further in cases:
             answer = await client.chat.completions.create(
                 model="tiny", messages=USER, max_tokens=40, **further
             )
