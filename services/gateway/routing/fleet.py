@@ -63,6 +63,14 @@ def _local(record: InstanceRecord) -> LocalInstance:
     )
 
 
+def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
+    texts = {r.text.digest: r.text for r in records if r.text.digest}
+    if len(texts) < 2:
+        return next(iter(texts.values()), None)
+    num = Counter(r.text.vocabulary for r in records)
+    return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))
+
+
 def gateway_name(instance_id: str, incarnation: int) -> str:
     """The name of one life of a gateway."""
     return f"{instance_id}/{incarnation}"
@@ -154,8 +162,13 @@ class FleetView:
         )
         serving = (*self._prefills, *self._decodes, *self._fusions)
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
-        self._references |= {r.model: r for r in serving}
-        self._catalogue.see({_offer(r) for r in serving}, self._clock())
+        self._by_model: dict[str, list[InstanceRecord]] = {}
+        for record in (*self._prefills, *self._fusions, *self._decodes):
+            if record.model:
+                self._by_model.setdefault(record.model, []).append(record)
+        self._texts = {model: _common_text(of) for model, of in self._by_model.items()}
+        self._references |= {model: of[-1] for model, of in self._by_model.items()}
+        self._catalogue.see({_offer(r) for r in serving if r.model}, self._clock())
         for model in [m for m in self._references if self._catalogue.since(m) is None]:
             del self._references[model]
 
@@ -233,14 +246,9 @@ class FleetView:
 
         While its instances differ, as in an upgrade: those of the vocabulary that most have.
         """
-        serving = (*self._prefills, *self._fusions, *self._decodes)
-        texts = {r.text.digest: r.text for r in serving if r.model == model and r.text.digest}
-        if len(texts) > 1:
-            num = Counter(r.text.vocabulary for r in serving if r.model == model)
-            return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))
-        if texts:
-            return next(iter(texts.values()))
-        reference = self.reference(model)
+        if model in self._texts:
+            return self._texts[model]
+        reference = self._references.get(model)
         return reference.text if reference is not None and reference.text.digest else None
 
     def text_sources(self, model: str) -> list[str]:
@@ -248,8 +256,8 @@ class FleetView:
         text = self.text_of(model)
         return [
             r.grpc_address
-            for r in self._records.values()
-            if text is not None and r.model == model and r.text.digest == text.digest
+            for r in self._by_model.get(model, ())
+            if text is not None and r.text.digest == text.digest
         ]
 
     def reference(self, model: str) -> InstanceRecord | None:
@@ -258,17 +266,14 @@ class FleetView:
         The last one that was seen, if all are gone.
         """
         model = self.base_model(model)
-        for records in (self._prefills, self._fusions, self._decodes):
-            for record in records:
-                if record.model == model:
-                    return record
-        return self._references.get(model)
+        served_by = self._by_model.get(model)
+        return served_by[0] if served_by else self._references.get(model)
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """Fields of `LogitShaping` that some instance of the model cannot take."""
         model = self.base_model(model)
-        serving = (*self._prefills, *self._fusions, *self._decodes)
-        return frozenset(f for r in serving if r.model == model for f in r.unsupported_shaping)
+        served_by = self._by_model.get(model, ())
+        return frozenset(f for r in served_by for f in r.unsupported_shaping)
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves it or did so lately: then it is away, and not unknown."""
