@@ -58,7 +58,7 @@ class CanaryRunner:
         self._rota = CanaryRota(period_s)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._view.on_change(lambda c: None if c.record else self._rota.forget(c.instance_id))
         while True:
             probe = self._rota.next(self._idle(), self._clock())

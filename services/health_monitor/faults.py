@@ -85,7 +85,7 @@ class FaultWatch:
         self._inherited_until = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         subscriptions = [
             await self._bus.subscribe(subjects.health_instance(), self._on_heartbeat),
             await self._bus.subscribe(subjects.node_reported(), self._on_node),

@@ -58,7 +58,7 @@ class HealthMonitor:
         self._dead_since: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         subscription = await self._bus.subscribe(
             subjects.health_instance(), self._on_heartbeat, on_gap=self._on_gap
         )

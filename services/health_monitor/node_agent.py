@@ -52,7 +52,7 @@ class NodeAgent:
         self.status = NodeStatus(node_id, 0.0, period_s, ())
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self.step()
             await asyncio.sleep(self._period_s)

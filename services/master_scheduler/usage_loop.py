@@ -53,7 +53,7 @@ class UsageLoop:
         self._is_changed = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._observe_metrics()
         while True:
             try:

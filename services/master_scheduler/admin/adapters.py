@@ -53,11 +53,11 @@ class Adapters:
 
     @property
     def known(self) -> Mapping[str, pb.RegisteredAdapter]:
-        """By name."""
+        """The registered adapters, by name."""
         return self._adapters.known if self._adapters is not None else {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._adapters = self._board.watch(lambda _: None)
         try:
             while True:
@@ -70,7 +70,7 @@ class Adapters:
             await self._adapters.close()
 
     async def round(self) -> None:
-        """As the leader: write again what was wiped (F21). Raises MeshError."""
+        """The leader writes again what was wiped (F21). Raises MeshError."""
         is_leader, epoch = self._leadership()
         if not is_leader or self._adapters is None or not self._adapters.is_current:
             return

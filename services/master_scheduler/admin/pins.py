@@ -59,7 +59,7 @@ class Pins:
         return self._pins.known if self._pins is not None else {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._pins = self._board.watch(lambda _: self._spare(), lambda _: self._spare())
         try:
             while True:
@@ -74,7 +74,7 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """As the leader: write again what was wiped (F21), and end expired pins.
+        """The leader writes again what was wiped (F21), and ends expired pins.
 
         Raises MeshError; the next round continues.
         """

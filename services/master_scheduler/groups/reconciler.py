@@ -66,7 +66,7 @@ class GroupReconciler:
         self._epoch = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._observe_metrics()
         try:
             await self.view.open()
@@ -86,7 +86,7 @@ class GroupReconciler:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """As `ClusterView.current`; None while this leader cannot act."""
+        """Like `ClusterView.current`, but None while this leader cannot act."""
         return None if self.paused else self.view.current
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:

@@ -67,7 +67,7 @@ class FleetFeed:
         self._is_monitor_lost = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._on_record(RecordChanged(record.instance_id, record))

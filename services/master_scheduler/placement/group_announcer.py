@@ -31,7 +31,7 @@ class GroupAnnouncer:
         self._has_changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._has_changed.wait()
             self._has_changed.clear()

@@ -72,7 +72,7 @@ class ScenarioFeed:
         self._on_completed = on_completed
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         self._observe()
         subscription = await self._bus.subscribe(subjects.request_finished(), self._on_finished)
         try:

@@ -45,7 +45,7 @@ class UpgradeFeed:
         self._fleet, self._bus, self._tell = fleet, bus, tell
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         subscription = await self._bus.subscribe(subjects.error_reported(), self._on_error)
         try:
             await asyncio.Event().wait()

@@ -85,7 +85,7 @@ class UpgradeLoop:
         return [report for _, report in sorted(self._controller.reports.items())]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             try:
                 await self.round()

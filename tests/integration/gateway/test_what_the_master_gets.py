@@ -20,7 +20,7 @@ from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 
-BLOCK = 16  # of a fake instance, in tokens
+BLOCK = 16  # tokens in a fake instance's block
 CANARY = (
     "Xylophone-Quartz-"  # longer than a block of the tiny tokenizer, which has a token per byte
 )

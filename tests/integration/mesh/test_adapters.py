@@ -30,7 +30,7 @@ TIERS = {"PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(4 << 20)}
 
 
 async def command(mesh: Mesh, *arguments: str) -> int:
-    """As `pdmesh adapters ...`."""
+    """Run `pdmesh adapters ...`; returns its exit status."""
     options = app.build_parser().parse_args(["adapters", *arguments, "--nats-url", mesh.nats_url])
     return await asyncio.to_thread(adapters.run, options)
 

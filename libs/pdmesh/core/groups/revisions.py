@@ -133,7 +133,7 @@ class CanaryShare(Protocol):
 
 
 def shares(upgrades: Iterable[CanaryShare]) -> dict[str, float]:
-    """By canary group: its share of the scenario's requests.
+    """The share of the scenario's requests that each canary group gets.
 
     A canary that was rolled back gets no requests while its instances leave.
     """

@@ -26,7 +26,7 @@ class Work(Enum):
 
 
 class RefusalReason(Enum):
-    """As `pdmesh.v1.RejectReason`, without the prefix."""
+    """The names of `pdmesh.v1.RejectReason`, without the prefix."""
 
     BUSY = auto()
     NO_STAGING = auto()

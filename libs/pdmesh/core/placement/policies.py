@@ -196,7 +196,7 @@ def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
 
 
 def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """By score; scores within 3 % of the best are in random order, so that gateways do not herd."""
+    """Sort by score. Scores within 3 % of the best are shuffled, so that gateways do not herd."""
     if not scored:
         return []
     best = max(s.score for s in scored)

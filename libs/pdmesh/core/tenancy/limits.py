@@ -230,7 +230,7 @@ class Tenants:
         return () if account is None else account.held
 
     def idle_s(self, name: str, now: float) -> float:
-        """For how long no call has come, admitted or not; 0 while a call is open."""
+        """How long no call has come, admitted or not; 0 while a call is open."""
         account = self._account(name)
         return 0.0 if account.num_open else now - account.came_at
 

@@ -31,7 +31,7 @@ class UpgradeRound:
 
     @property
     def groups(self) -> list[GroupSeen]:
-        """Without the canary."""
+        """The scenario's groups without the canary."""
         return self.observed.serving(self.scenario)
 
     @property
@@ -59,7 +59,7 @@ class UpgradeRound:
         )
 
     def say(self, upgrade: Upgrade, state: str, detail: str) -> None:
-        """For people: the last word of a round is its report."""
+        """Set the report that people read. The last call in a round counts."""
         is_changed = [upgrade.service_of(g.group_id) == upgrade.goal for g in self.groups]
         self.report = UpgradeReport(
             self.scenario, upgrade.version, state, detail, sum(is_changed), len(is_changed)

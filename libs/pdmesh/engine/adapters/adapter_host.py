@@ -91,7 +91,7 @@ class AdapterHost:
         self._carry_out(self._shelf.wanted(leg, adapter))
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
-        """As `acquire`. Raises AdapterUnusable."""
+        """Like `acquire`, but waits until the adapter is ready. Raises AdapterUnusable."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def tell(why: str) -> None:
@@ -175,7 +175,7 @@ class AdapterHost:
         self._carry_out(self._shelf.was_unloaded(digest))
 
     def _copied(self, adapter: Adapter) -> AdapterFacts:
-        """In a thread."""
+        """Runs in a thread."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._forget_copy(adapter.digest)
         facts = read_adapter(Path(adapter.path), self._copy_of(adapter.digest))

@@ -88,7 +88,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """By name, of a safetensors file. Raises OSError or ValueError."""
+    """The shapes in a safetensors file, by name. Raises OSError or ValueError."""
     with path.open("rb") as file:
         (length,) = _HEADER.unpack(file.read(_HEADER.size))
         if length > _MAX_HEADER:
@@ -101,7 +101,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
-    """Of a model's weights; None if they do not show the sizes of its layers.
+    """The shapes of a model's weights; None if they do not show the sizes of its layers.
 
     Raises OSError or ValueError.
     """

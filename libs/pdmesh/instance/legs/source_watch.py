@@ -34,7 +34,7 @@ class SourceWatch:
     def succeeded(
         self, source: KvSource | None, waited_s: float, compute_s: float, request_id: str
     ) -> None:
-        """As `KvSources.succeeded`."""
+        """Like `KvSources.succeeded`."""
         if source is not None:
             fault = self._sources.succeeded(source, waited_s, compute_s, self._clock())
             self._tell_if_excluded(source, fault, request_id)

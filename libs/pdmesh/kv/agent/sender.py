@@ -113,9 +113,9 @@ class SenderHalf:
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """From any thread: whether a part of a pull of all heads and blocks ends with these layers.
+        """Whether a part of a pull of all heads and blocks ends with these layers.
 
-        True also for a ticket that is not known yet.
+        True also for a ticket that is not known yet. May be called on any thread.
         """
         staged = self._staged.get(ticket_id)
         return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)

@@ -73,7 +73,7 @@ class AgentThread:
         *,
         chunk_bytes: int | None = None,
     ) -> Future[None]:
-        """As `KvAgent.open`, whose ValueError the future raises.
+        """Like `KvAgent.open`, whose ValueError the future raises.
 
         A pull that comes later finds the ticket.
         """
@@ -83,7 +83,7 @@ class AgentThread:
         )
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """As `KvAgent.ready`, in the order of the calls.
+        """Like `KvAgent.ready`, in the order of the calls.
 
         Only layers that complete a part wake the thread.
         """
@@ -101,7 +101,7 @@ class AgentThread:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Future[None]:
-        """As `KvAgent.stage`, whose ValueError the future raises.
+        """Like `KvAgent.stage`, whose ValueError the future raises.
 
         A pull that comes later finds the ticket.
         """
@@ -144,7 +144,7 @@ class AgentThread:
         stall_s: float = math.inf,
         on_silent: Callable[[], None] = lambda: None,
     ) -> Future[PullResult]:
-        """As `KvAgent.pull`, errors included.
+        """Like `KvAgent.pull`, errors included.
 
         Cancelling the future cancels the pull at any time; AgentLandingFreed follows.
         """
@@ -178,7 +178,7 @@ class AgentThread:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Future[Sequence[bytes]]:
-        """As `KvAgent.fetch`; `on_freed` runs on the agent's thread, or here if it has ended."""
+        """Like `KvAgent.fetch`; `on_freed` runs on the agent's thread, or here if it has ended."""
         agent = self._made()
 
         async def fetch() -> Sequence[bytes]:

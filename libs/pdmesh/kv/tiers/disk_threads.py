@@ -63,7 +63,7 @@ class DiskThreads:
         return future
 
     def got_on(self) -> None:
-        """From a call's own thread: it made progress, so it does not hang."""
+        """Called on a call's own thread: the call made progress, so it does not hang."""
         me = threading.get_ident()
         if me in self._progress:
             self._progress[me] = self._clock()

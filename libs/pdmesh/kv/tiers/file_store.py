@@ -253,8 +253,8 @@ class FileStore:
                     total += max(num_bytes, HEADER_BYTES + self._block_bytes)
             elif path.suffix == _SUFFIX:
                 total += num_bytes
-        # The scan may or may not have seen what others added meanwhile. Better to count it twice
-        # than never.
+        # The scan may or may not have seen what others added meanwhile. Counting it twice is better
+        # than not counting it.
         with self._counted() as count:
             count.removed = before.added - total
         if self._bytes_used is None:  # the disk has no room for the count

@@ -40,7 +40,7 @@ class BlockLoad:
 
 
 class Loads:
-    """On one event loop."""
+    """Use it on one event loop."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class BlockLease:
 
 
 class TierStack:
-    """For one event loop, except `stored`. `clock` is monotonic."""
+    """Use it on one event loop, except `stored`. `clock` is monotonic."""
 
     def __init__(
         self,

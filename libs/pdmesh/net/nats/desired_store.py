@@ -198,7 +198,7 @@ class DesiredBook:
         self._loaded[key].set()
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """As `DesiredStore.version`, read from the store."""
+        """Like `DesiredStore.version`, read from the store."""
         return await self._store.version(number)
 
     async def apply(
@@ -210,7 +210,7 @@ class DesiredBook:
         reason: str,
         canary_share: float = 0.0,
     ) -> DesiredVersion:
-        """As `DesiredStore.apply`."""
+        """Like `DesiredStore.apply`."""
         applied, revision = await self._store.apply(
             text,
             expected_version=expected_version,

@@ -201,7 +201,7 @@ async def test_one_call_at_most_without_parallel_calls(
 async def test_a_parser_process_that_dies_is_replaced_and_no_delta_is_broken(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """In the middle of a call: what the new one finds again is not told again."""
+    """It dies in the middle of a call. What the new process parses again is not sent again."""
     answers(mesh, f"</think>Well. {CALL}")
     unbroken = await streamed(client)
     parsers = mesh.gateway.frontend.shared.parsers

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
 
-# As Hermes and Qwen: tools as JSON lines, text only, results gathered under one user.
+# Like Hermes and Qwen: tools as JSON lines, text only, results gathered under one user.
 HERMES: Final = """
 {%- if tools %}<|im_start|>system
 {% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}
@@ -57,7 +57,7 @@ HERMES: Final = """
 </think>
 
 {% endif %}{% endif %}"""
-# As Llama 3: indented JSON, a date, one call for a message, parts of a content.
+# Like Llama 3: indented JSON, a date, one call for a message, parts of a content.
 LLAMA: Final = """
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}
@@ -76,7 +76,7 @@ LLAMA: Final = """
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
-# As Mistral: calls as one list of what they are, with their ids; a filter over the messages.
+# Like Mistral: all calls in one list, with their ids; a filter over the messages.
 MISTRAL: Final = """
 {%- set user_messages = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- if tools is defined and tools %}[AVAILABLE_TOOLS]{% for tool in tools %}
@@ -93,7 +93,7 @@ MISTRAL: Final = """
 {%- else %}[{{ message['role'] }}]{{ message['content'] }}
 {%- if message['name'] %} {{ message['name'] }}{% endif %}
 {%- endif %}{% endfor %}{{ user_messages | length }}"""
-# As DeepSeek and Qwen 3: reasoning before the last question is left out.
+# Like DeepSeek and Qwen 3: reasoning before the last question is left out.
 THINKING: Final = """
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """From fast to slow (S76)."""
+    """Where KV is kept, from fast to slow (S76)."""
 
     ENGINE = "engine"  # the engine's own paged blocks
     HOST = "host"  # this instance's pool in host memory

@@ -24,7 +24,7 @@ from pdmesh.engine.base import BlocksChanged
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """As vLLM publishes it; unknown fields are skipped."""
+    """vLLM's event as it is published; unknown fields are skipped."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None

@@ -61,7 +61,7 @@ def main() -> None:
 
 # Any: the library has no types.
 def _tekken(source: Path):  # type: ignore[no-untyped-def]
-    """It has the chat template of Mistral's library, unless the folder has one.
+    """The tokenizer has the chat template of Mistral's library, unless the folder has one.
 
     A prompt begins with BOS, as in vLLM; the library's converter leaves BOS out.
     """

@@ -1,1 +1,1 @@
-"""In vLLM's scheduler: which blocks of a step are gathered, received, loaded and stored."""
+"""What runs in vLLM's scheduler: which blocks of a step are gathered, received, loaded, stored."""
