@@ -1,5 +1,5 @@
 """The report of `make bench NAME=ratio`: tables with median (lowest..highest) over the seeds, and
-what they say of the paper's claims.
+what they say about the paper's claims.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUM_WEEKS: Final = 1000
 
 @dataclass(slots=True)
 class Results:
-    """What the jobs gave, by kind."""
+    """The results of the jobs, by kind."""
 
     _found: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ _MISMATCHED: Final = (
 
 
 def _over_one_sided(gains: Mapping[Split, float]) -> str:
-    """The gain over 1:N and N:1, as far as neither is the best."""
+    """The gain over 1:N and N:1, unless one of them is the best."""
     ends = [s for s in gains if 1 in (s.num_prefill, s.num_decode)]
     named = ", ".join(
         f"{gains[s]:+.0%} over {s}" for s in sorted(ends, key=lambda s: s.num_prefill)

@@ -1,7 +1,7 @@
 """Decides whether an adapter can be used with a model, from its settings and its tensors' shapes.
 
-An engine copies an adapter's tensors into slots of the model's sizes and checks little of them: one
-of another model must not get that far.
+An engine copies an adapter's tensors into slots of the model's sizes and checks little of them. So
+an adapter for another model must not reach the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
-Instances that serve leave when their successors are ready. If there are too few blank instances for
-the successors, they leave first and so make room:
+Instances that serve leave when their successors are ready. If there are too few blank instances to
+become successors, the serving instances leave first and so make room:
 
 - Surplus instances leave one at a time: the next leaves when the last one serves in its new place.
 - Instances of an old revision or scenario leave in the number that is needed. So do instances whose
@@ -110,7 +110,7 @@ def drain_serving(
 
 
 def _is_changing(member: GroupMember, round_: Round) -> bool:
-    """Whether it leaves or does not serve in its new place yet: its group has one instance less."""
+    """Whether it leaves or does not serve in its new place yet: its group lacks an instance."""
     is_coming = not member.is_ready and member.instance_id not in round_.unusable
     return member.stage is Stage.DRAIN or is_coming
 

@@ -200,7 +200,7 @@ class Round:
         return total
 
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
-        """What there would be too little of if it left; empty if it may leave."""
+        """What the scenario or the group would lack if it left; empty if it may leave."""
         if not member.is_ready:
             return ""
         role_spec = member.assignment.role_spec

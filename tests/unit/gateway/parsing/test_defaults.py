@@ -52,7 +52,7 @@ def test_a_setting_wins_over_the_template() -> None:
 
 
 def test_every_default_is_a_name_that_vllm_knows() -> None:
-    """Read from its files: to import vLLM takes long."""
+    """They are read from its files, since importing vLLM takes long."""
     import importlib.util
     from pathlib import Path
 
