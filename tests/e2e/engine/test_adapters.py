@@ -214,6 +214,7 @@ async def failure_of(pair: Pair, prompt: Sequence[int], *, is_per_layer: bool) -
     return output.reason
 
 
+@pytest.mark.nightly
 async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     adapted: Pair, model_dir: Path, wanted: Wanted, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     assert await good_pair.generate(prompt, wanted.cases[0].sampling()) == wanted.tokens[0]
 
 
+@pytest.mark.nightly
 async def test_a_removed_adapter_leaves_its_slot(adapted: Pair, wanted: Wanted) -> None:
     one, two = wanted.adapters["one"], wanted.adapters["two"]
     for adapter in (one, two):
