@@ -289,7 +289,7 @@ class TestSession:
         ticket: common_pb2.Ticket,
         **other: Any,
     ) -> LegLog:
-        """`sampling` is the client's; decode may still produce one token less."""
+        """`sampling` is the client's; decode may still produce one token fewer."""
         leg = self._new_leg()
         rest = replace(
             sampling, max_tokens=sampling.max_tokens - 1, num_drawn=sampling.num_drawn + 1
