@@ -42,6 +42,9 @@ BENCHES = {
     "leak": Bench(
         "faults.leak", "100,000 requests with disconnects and kills; nothing may be left (I4)"
     ),
+    "cost": Bench(
+        "gateway.cost", "the gateway's CPU of this tree and of another revision, in turn"
+    ),
     "overhead": Bench("gateway.overhead", "what the mesh adds over the bare engine"),
     "tiers": Bench(
         "kv.tiers", "time to first token by where a prompt's blocks are", needs_vllm=True

@@ -1,0 +1,1 @@
+"""Programs of other clients, each run by its own Python: `run URL` prints one JSON object."""

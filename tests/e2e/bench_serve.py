@@ -1,0 +1,12 @@
+"""`vllm bench serve`, whose command does not start where vLLM is installed under another name."""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm.benchmarks.serve import add_cli_args, main
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    main(parser.parse_args())

@@ -1,0 +1,70 @@
+"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, litellm.
+
+Each has an environment of its own, since they need other versions of what tests need. It is made
+when it is first wanted, as `make setup` makes the tests' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.gateway_mesh import GatewayMesh
+
+pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).parents[4]
+
+
+def python_with(requirements: str) -> str:
+    """Its Python, with these requirements installed."""
+    folder = ROOT / ".cache" / "clients" / requirements
+    python, done = folder / "bin" / "python", folder / ".done"
+    pinned = ROOT / "requirements" / f"{requirements}.txt"
+    if not done.exists() or done.read_text() != pinned.read_text():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        subprocess.run([*install, "-r", str(pinned)], check=True)
+        done.write_text(pinned.read_text())
+    return str(python)
+
+
+async def answers(requirements: str, program: str, url: str) -> dict[str, Any]:
+    python = await asyncio.to_thread(python_with, requirements)
+    process = await asyncio.create_subprocess_exec(
+        python,
+        str(ROOT / "tests" / "clients" / program),
+        f"{url}/v1",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, log = await process.communicate()
+    assert process.returncode == 0, log.decode()[-3000:]
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+async def test_langchain_and_pydantic_ai(mesh: GatewayMesh) -> None:
+    found = await answers("clients", "langchain_and_pydantic_ai.py", mesh.url)
+    expected = mesh.expected_text(mesh.chat_prompt("hello"), 8)
+    assert found["chat, streamed"] == expected
+    assert found["usage"]["output_tokens"] == 8
+    assert found["completion"] == found["completion, streamed"] == mesh.expected_text("hello", 8)
+    assert found["agent"] == found["agent, streamed"]
+    assert [len(text) for text in found["batch"]] == [8, 8]
+    assert all(found[name] for name in ("chat", "shaped", "no tool"))
+
+
+async def test_litellm_as_to_openai_and_as_to_vllm(mesh: GatewayMesh) -> None:
+    found = await answers("litellm", "through_litellm.py", mesh.url)
+    expected = mesh.expected_text(mesh.chat_prompt("hello"), 8)
+    for provider in ("openai", "hosted_vllm"):
+        assert found[provider] == found[f"{provider}, streamed"] == expected
+        assert found[f"{provider}, usage"] == 8
+        assert found[f"{provider}, shaped"]
+    assert found["completion"] == mesh.expected_text("hello", 8)
