@@ -61,6 +61,8 @@ async def test_models_are_added_and_removed_and_each_request_meets_its_own(tmp_p
     spec = MeshSpec(
         engine="sim", num_prefill=0, num_decode=0, num_blank=4, http_port=0, grpc_port=0,
         groups_file=groups(tmp_path, "small", "large"),
+        # As on a machine of its own, with no model: all comes from the instances.
+        service_env={"gateway-0": {"PDMESH_GATEWAY_MODEL_DIR": str(tmp_path / "absent")}},
     )  # fmt: skip
     async with (
         Mesh(spec, tmp_path / "state") as mesh,
