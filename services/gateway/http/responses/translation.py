@@ -184,7 +184,7 @@ class _Conversation:
         parts = item.content if isinstance(item.content, list) and item.content else item.summary
         texts = [_text_of(part, where) for part in parts or ()]
         message = self._assistant(where)
-        if message.reasoning is not None or message.content is not None or message.tool_calls:
+        if message.reasoning is not None:
             self.append(ChatMessage("assistant"), where)
             message = self.messages[-1]
         message.reasoning = "\n".join(texts)

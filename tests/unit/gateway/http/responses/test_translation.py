@@ -1,0 +1,114 @@
+"""The items of a request to Responses become the messages that plain vLLM makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdmesh.services.gateway.http.responses.kept import input_items
+from pdmesh.services.gateway.http.responses.schema import parse_responses
+from pdmesh.services.gateway.http.responses.translation import chat_of
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+USER = {"role": "user", "content": "x"}
+SAID = {
+    "type": "message", "role": "assistant", "id": "m1", "status": "completed",
+    "content": [{"type": "output_text", "text": "y", "annotations": []}],
+}  # fmt: skip
+THOUGHT = {
+    "type": "reasoning", "id": "r1", "summary": [],
+    "content": [{"type": "reasoning_text", "text": "hm"}],
+}  # fmt: skip
+SUMMED = {"type": "reasoning", "id": "r1", "summary": [{"type": "summary_text", "text": "hm"}]}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
+OTHER = CALL | {"call_id": "c2"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "seen"}
+INPUTS: list[Any] = [
+    "hello",
+    [USER],
+    [USER, {"role": "assistant", "content": "y"}, USER],
+    [{"role": "developer", "content": "d"}, USER],
+    [USER, SAID, USER],
+    [USER, THOUGHT, SAID, USER],
+    [USER, SUMMED, SAID, USER],
+    [USER, THOUGHT, CALL, RESULT],
+    [USER, CALL, OTHER, RESULT, RESULT | {"call_id": "c2"}, USER],
+    [USER, THOUGHT, SAID, CALL, RESULT, THOUGHT, SAID, USER],
+    [USER, SAID, THOUGHT, CALL, RESULT],
+    [USER, CALL, SAID],
+]
+
+
+def chat(asked: Any, **fields: Any) -> list[Any]:
+    body = {"model": "m", "input": asked, **fields}
+    return list(chat_of(parse_responses(json.dumps(body).encode())).chat.messages)
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """What a message says, however its parts are held."""
+    found = msgspec.to_builtins(message) if isinstance(message, msgspec.Struct) else dict(message)
+    calls = [
+        (c["id"], c["function"]["name"], c["function"]["arguments"])
+        for c in found.get("tool_calls") or ()
+    ]
+    return {
+        "role": found["role"],
+        "content": found.get("content") or "",
+        "calls": calls,
+        "reasoning": found.get("reasoning"),
+        "tool_call_id": found.get("tool_call_id"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+@pytest.mark.parametrize("instructions", [None, "brief"])
+@pytest.mark.parametrize("asked", INPUTS)
+def test_the_chat_is_that_of_vllm(asked: Any, instructions: str | None) -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages
+
+    theirs = construct_input_messages(
+        request_instructions=instructions,
+        request_input=ResponsesRequest(model="m", input=asked).input,
+    )
+    ours = chat(asked, instructions=instructions)
+    assert list(map(plain, ours)) == list(map(plain, theirs))
+
+
+@pytest.mark.parametrize("asked", INPUTS)
+def test_what_is_kept_of_an_input_is_the_same_conversation(asked: Any) -> None:
+    request = parse_responses(json.dumps({"model": "m", "input": asked}).encode())
+    kept = msgspec.json.decode(msgspec.json.encode(input_items(request.input)))
+    assert all(item["id"] and item["type"] for item in kept)
+    assert list(map(plain, chat(kept))) == list(map(plain, chat(asked)))
+
+
+def test_several_parts_stay_several() -> None:
+    parts = [{"type": "input_text", "text": t} for t in "ab"]
+    (message,) = chat([{"role": "user", "content": parts}])
+    assert [part.text for part in message.content] == ["a", "b"]
+
+
+def test_the_form_of_the_text_and_the_tools_are_those_of_a_chat() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    body = {
+        "model": "m", "input": "x", "text": {"format": form}, "tools": [tool],
+        "tool_choice": {"type": "function", "name": "look"}, "reasoning": {"effort": "low"},
+    }  # fmt: skip
+    found = chat_of(parse_responses(json.dumps(body).encode())).chat
+    assert found.reasoning_effort == "low"
+    asked: Any = msgspec.to_builtins(found.response_format)
+    assert asked["json_schema"]["name"] == "n"
+    assert msgspec.to_builtins(found.tool_choice) == {
+        "type": "function", "function": {"name": "look"}
+    }  # fmt: skip
+    assert found.tools is not None
+    assert found.tools[0].function is not None
+    assert found.tools[0].function.name == "look"
