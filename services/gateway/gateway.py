@@ -139,6 +139,7 @@ class Gateway:
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
+        await self.frontend.shared.grammars.close()
         await self.frontend.shared.tokenizers.close()
 
     def _on_slots_freed(self, instance_id: str, num_free: int) -> None:

@@ -11,8 +11,10 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[list[int]]]
 VOCABULARY = range(1000, 40000)  # ordinary words of SmolLM2's tokenizer, no special tokens
@@ -28,6 +30,13 @@ class Case:
     shaping: LogitShaping = UNSHAPED
     stop_token_ids: tuple[int, ...] = ()
     adapter: str = ""  # folder of a LoRA adapter
+    form: tuple[str, str] | None = None  # a GrammarKind and its text
+
+    @property
+    def constraint(self) -> Constraint | None:
+        if self.form is None:
+            return None
+        return Constraint(grammar_of(AskedGrammar(GrammarKind(self.form[0]), self.form[1])))
 
     def sampling(self, stop_token_ids: frozenset[int] = frozenset()) -> Sampling:
         return Sampling(
@@ -36,6 +45,7 @@ class Case:
             seed=self.seed,
             stop_token_ids=stop_token_ids | frozenset(self.stop_token_ids),
             shaping=self.shaping,
+            constraint=self.constraint,
         )
 
 

@@ -2,8 +2,8 @@
 and how clearly each was drawn.
 
 A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the
-cases and which core a rank computes on. Arguments: model directory, dtype, block size, file of
-cases, file of tokens, further engine arguments as JSON.
+cases, their structural tags, and which core a rank computes on. Arguments: model directory, dtype,
+block size, file of cases, file of tokens, further engine arguments as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.vllm.config import thread_binding, usable_cores
 
 
@@ -24,6 +25,7 @@ def main() -> None:
         "kv_cache_memory_bytes": 512 << 20,
         "max_model_len": 2048,
         "max_num_seqs": 16,
+        "skip_tokenizer_init": True,
         **json.loads(further),
     }
     num_ranks = engine.get("tensor_parallel_size", 1)
@@ -40,7 +42,6 @@ def main() -> None:
 
     llm = LLM(
         model,
-        skip_tokenizer_init=True,
         dtype=dtype,
         enforce_eager=True,
         block_size=int(block_size),
@@ -80,6 +81,7 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
     """vLLM's own, as its server would make it of a client's request."""
     from vllm import SamplingParams
 
+    form = case["form"]
     shaping = dict(case["shaping"])
     words = shaping.pop("bad_words")
     params = SamplingParams(
@@ -92,10 +94,27 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
         logprobs=2,
         logit_bias=dict(shaping.pop("logit_bias")) or None,
         allowed_token_ids=shaping.pop("allowed_token_ids") or None,
+        structured_outputs=structured(*form) if form else None,
         **shaping,
     )
     params._bad_words_token_ids = words or None  # which it makes with its tokenizer
     return params
+
+
+def structured(kind: str, text: str) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    match kind:
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "choice":
+            return StructuredOutputsParams(choice=json.loads(text))
+        case "structural_tag":
+            # vLLM 0.32 reads each schema as one of a schema: any JSON is valid by that.
+            lark = grammar_of(AskedGrammar(GrammarKind(kind), text))
+            return StructuredOutputsParams(grammar=lark)
+        case _:
+            return StructuredOutputsParams(**{kind: text})
 
 
 def margin(likely: Mapping[int, Any]) -> float:

@@ -113,6 +113,7 @@ class FakeInstance:
     group_id: str = "default"
     fingerprint: str = "fp"
     supports_logprobs: bool = False
+    supports_constraints: bool = True
     max_model_len: int = 4096
     reject_with: int | None = None  # a RejectReason for everything
     is_silent: bool = False  # never answers
@@ -174,6 +175,7 @@ class FakeInstance:
             num_slots=min(self.num_slots, 1 << 20),
             max_model_len=self.max_model_len,
             supports_logprobs=self.supports_logprobs,
+            supports_constraints=self.supports_constraints,
             engine="fake",
             phase=INSTANCE_PHASE_READY,
             text=told,

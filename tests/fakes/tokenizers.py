@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from pdmesh.engine.sim_tokenizer import build_tokenizer
+from pdmesh.engine.sim.constraints.tokenizer import build_tokenizer
 from pdmesh.services.gateway.text.tokenizer import ModelFacts
 from pdmesh.services.gateway.text.tokenizer import Tokenizer as ModelTokenizer
 

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.engine.base import FinishReason, Sampling
+from pdmesh.engine.grammars.compiler import GrammarCompiler
+from pdmesh.engine.grammars.guide import Guide
+from pdmesh.engine.sim.constraints.draws import guided_vocabulary
+from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary
 from pdmesh.engine.sim.model import MASK, SimModel, SimParams, draw_key, mix
 from pdmesh.engine.sim.vocabulary import EOS_ID
+
+_compiler = GrammarCompiler(sim_vocabulary)
 
 
 def sim_reference(
@@ -29,6 +35,8 @@ def sim_reference(
     state = int(adapter[:16], 16) | 1 if adapter else 0
     digest = num_tokens = 0
     tokens: list[int] = []
+    constraint = sampling.constraint
+    guide = None if constraint is None else Guide.after(constraint, _compiler, ())
     pending = list(prompt)
     while True:
         for token in pending:
@@ -38,6 +46,8 @@ def sim_reference(
         is_long_enough = len(tokens) >= sampling.shaping.min_tokens
         may_end = is_long_enough and not sampling.ignore_eos
         drawn = model.draw_one(digest, key, pending[-1], may_end)
+        if guide is not None:
+            drawn = guided_vocabulary().draw_next(guide, drawn, digest + key, may_end)
         tokens.append(drawn)
         ends = sampling.stop_token_ids | (set() if sampling.ignore_eos else {EOS_ID})
         if is_long_enough and drawn in ends:

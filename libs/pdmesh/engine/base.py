@@ -24,6 +24,7 @@ from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampli
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.kv.tiers.report import TierReport
 
@@ -39,8 +40,9 @@ class Sampling:
 
     The last `num_drawn` tokens of the prompt belong to the answer: an earlier job drew them, on any
     engine. They count as output: a draw with a seed depends on the seed and on the token's position
-    in the answer, and `shaping` looks at all of the answer. `stop_token_ids` include the model's
-    own unless these are ignored; `ignore_eos` is for an engine that adds its own.
+    in the answer, and `shaping` and `constraint` are about all of the answer. `stop_token_ids`
+    include the model's own unless these are ignored; `ignore_eos` is for an engine that adds its
+    own.
     """
 
     max_tokens: int
@@ -53,6 +55,7 @@ class Sampling:
     num_drawn: int = 0
     shaping: LogitShaping = UNSHAPED
     num_prompt_logprobs: int | None = None  # all of the prompt is computed for them
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +324,7 @@ class EngineInfo:
     max_model_len: int
     num_ranks: int = 1
     supports_logprobs: bool = False
+    supports_constraints: bool = False
     unsupported_shaping: tuple[str, ...] = ()  # fields of LogitShaping
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False

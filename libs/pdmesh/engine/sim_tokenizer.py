@@ -10,9 +10,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS, build_vocabulary, byte_alphabet
+from pdmesh.engine.sim.constraints.tokenizer import build_tokenizer
+from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS
 
 CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
@@ -20,22 +19,6 @@ CHAT_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-
-def build_tokenizer() -> Tokenizer:
-    vocabulary, alphabet = build_vocabulary(), byte_alphabet()
-
-    def spelled(token: bytes) -> str:
-        return "".join(alphabet[byte] for byte in token)
-
-    ids = {name: number for number, name in enumerate(SPECIALS)}
-    ids |= {spelled(t): len(SPECIALS) + n for n, t in enumerate(vocabulary.tokens)}
-    merges = [(spelled(left), spelled(right)) for left, right in vocabulary.merges]
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
-    return tokenizer
 
 
 def write_sim_model(folder: Path, max_model_len: int = 4096) -> None:

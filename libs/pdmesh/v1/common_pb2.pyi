@@ -145,6 +145,7 @@ class SamplingParams(_message.Message):
     NUM_DRAWN_FIELD_NUMBER: _builtins.int
     SHAPING_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """tokens still to produce, at least 1"""
     temperature: _builtins.float
@@ -168,6 +169,10 @@ class SamplingParams(_message.Message):
     def shaping(self) -> Global___LogitShaping:
         """absent: the model's logits as they are"""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """absent: any text"""
+
     def __init__(
         self,
         *,
@@ -181,10 +186,11 @@ class SamplingParams(_message.Message):
         num_drawn: _builtins.int = ...,
         shaping: Global___LogitShaping | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "constraint", b"constraint", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
@@ -200,6 +206,34 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What an answer must look like."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    BEGINS_AFTER_FIELD_NUMBER: _builtins.int
+    grammar: _builtins.str
+    """in llguidance's form, as the gateway checked it"""
+    @_builtins.property
+    def begins_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the end of the reasoning; empty: it begins with the answer's first token"""
+
+    def __init__(
+        self,
+        *,
+        grammar: _builtins.str = ...,
+        begins_after: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_after", b"begins_after", "grammar", b"grammar"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):
@@ -568,6 +602,7 @@ class InstanceRecord(_message.Message):
     KV_REGION_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_SHAPING_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -629,6 +664,8 @@ class InstanceRecord(_message.Message):
     """and each so many tokens further; 0: they have no names"""
     kv_region: _builtins.str
     """that its KV stays in: it pairs only with instances of an equal one; empty: its group spans regions, or none is named"""
+    supports_constraints: _builtins.bool
+    """its engine draws what a Constraint allows"""
     max_adapters: _builtins.int
     """LoRA adapters that its engine holds at once; 0: it takes none"""
     @_builtins.property
@@ -708,12 +745,13 @@ class InstanceRecord(_message.Message):
         kv_region: _builtins.str = ...,
         unsupported_shaping: _abc.Iterable[_builtins.str] | None = ...,
         text: Global___ModelText | None = ...,
+        supports_constraints: _builtins.bool = ...,
         max_adapters: _builtins.int = ...,
         loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

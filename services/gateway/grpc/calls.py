@@ -16,6 +16,7 @@ from pdmesh.services.gateway.http.calls import (
     check_shaping,
     text_tokens,
 )
+from pdmesh.services.gateway.request.answer_form import asked_over_grpc, constraint_of
 from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     check_choices,
@@ -168,6 +169,8 @@ async def _sampling(
     )
     shaping = await shaping_of(asked, tokenizer, max_tokens)
     check_shaping(frontend, model.name, shaping)
+    has_form = params.HasField("structured_output")
+    form = asked_over_grpc(params.structured_output) if has_form else None
     return SamplingSpec(
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_tokens,
@@ -179,6 +182,7 @@ async def _sampling(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
         shaping=shaping,
+        constraint=await constraint_of(form, model, frontend),
         stop_token_ids=stop_ids_of(params.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=params.include_stop_in_output,
         are_special_shown=params.show_special_tokens,

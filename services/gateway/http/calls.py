@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from pdmesh.core.kv.prefix.block_hash import token_array
+from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
@@ -25,6 +25,7 @@ from pdmesh.services.gateway.http.schema import (
     is_echo_alone,
     prompts_of,
 )
+from pdmesh.services.gateway.request.answer_form import asked_over_http, constraint_of
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import (
@@ -49,11 +50,16 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
     tokens = await chat_tokens(conversation_of(request), model)
-    sampling = await _sampling(request, max_tokens, num_logprobs, model.tokenizer)
+    sampling = await _sampling(request, max_tokens, num_logprobs, model, frontend)
     check_shaping(frontend, model.name, sampling.shaping)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
-    parsing = await parsing_of(request, model, frontend.shared.parsers)
+    constraint = sampling.constraint
+    constrained = tokens_to_bytes(prompt) if constraint is not None else b""
+    parsing = await parsing_of(request, model, frontend.shared.parsers, constrained)
+    if constraint is not None and parsing is not None and parsing.begins_after:
+        constraint = replace(constraint, begins_after=parsing.begins_after)
+        sampling = replace(sampling, constraint=constraint)
     if parsing is not None and parsing.shows_special:
         sampling = replace(sampling, are_special_shown=True)
     is_hidden = parsing is not None and request.include_reasoning is False
@@ -102,7 +108,7 @@ async def completion_spec(
         for p in asked
     ]
     max_tokens = 1 if is_echo_alone(request) else request.max_tokens
-    sampling = await _sampling(request, max_tokens, request.logprobs, model.tokenizer)
+    sampling = await _sampling(request, max_tokens, request.logprobs, model, frontend)
     check_shaping(frontend, model.name, sampling.shaping)
     num_prompt_logprobs = sampling.num_prompt_logprobs
     if num_prompt_logprobs is None and request.echo:
@@ -270,9 +276,10 @@ async def _sampling(
     request: ChatCompletionRequest | CompletionRequest,
     max_tokens: int | None,
     num_logprobs: int | None,
-    tokenizer: Tokenizer,
+    model: ServedModel,
+    frontend: Frontend,
 ) -> SamplingSpec:
-    defaults = tokenizer.defaults
+    tokenizer, defaults = model.tokenizer, model.tokenizer.defaults
     asked = AskedShaping(
         request.presence_penalty,
         request.frequency_penalty,
@@ -295,6 +302,9 @@ async def _sampling(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=None if request.stream else request.prompt_logprobs,
         shaping=await shaping_of(asked, tokenizer, max_tokens),
+        constraint=await constraint_of(
+            asked_over_http(request.response_format, request.structured_outputs), model, frontend
+        ),
         stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=bool(request.include_stop_str_in_output),
         are_special_shown=request.skip_special_tokens is False,

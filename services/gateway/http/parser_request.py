@@ -21,9 +21,15 @@ _CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "argume
 
 
 async def parsing_of(
-    request: ChatCompletionRequest, model: ServedModel, parsers: AnswerParsers
+    request: ChatCompletionRequest,
+    model: ServedModel,
+    parsers: AnswerParsers,
+    constrained_prompt: bytes = b"",
 ) -> Parsing | None:
-    """None: the answers are text. Raises MeshError."""
+    """None: the answers are text. Raises MeshError.
+
+    `constrained_prompt`: the prompt's tokens, if the answers have a constraint.
+    """
     found = parsers.model(model.tokenizer)
     calls_tools = bool(request.tools) and request.tool_choice != "none"
     if calls_tools and not found.names.tool:
@@ -38,7 +44,7 @@ async def parsing_of(
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
     body = parser_request(request)
     try:
-        prepared = await parsers.prepared(found, body)
+        prepared = await parsers.prepared(found, body, constrained_prompt)
     except UnusableParsers:
         if calls_tools:
             raise
@@ -47,7 +53,8 @@ async def parsing_of(
         field = _constraining_field(request)
         raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
     is_named = isinstance(request.tool_choice, NamedTool)
-    return Parsing(parsers, found, body, prepared.are_special_shown, is_named)
+    begins_after = tuple(prepared.begins_after)
+    return Parsing(parsers, found, body, prepared.are_special_shown, is_named, begins_after)
 
 
 def parser_request(request: ChatCompletionRequest) -> bytes:

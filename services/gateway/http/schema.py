@@ -29,6 +29,12 @@ from pdmesh.services.gateway.http.body.tools import (
     check_tools,
 )
 from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.request.answer_form import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+    asked_over_http,
+)
 from pdmesh.services.gateway.request.bounds import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -93,7 +99,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     length_penalty: _Anything = None
     logprob_token_ids: _Anything = None
     thinking_token_budget: _Anything = None
-    structured_outputs: _Anything = None
+    structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: _Anything = None
     return_token_offsets: _Anything = None
     repetition_detection: _Anything = None
@@ -102,7 +108,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ec_transfer_params: _Anything = None
     vllm_xargs: _Anything = None
     mm_payload: _Anything = None
-    response_format: _Anything = None
+    response_format: ResponseFormat | None = None
     add_special_tokens: _Anything = None
     ignore_eos: bool = False
     cache_salt: told.Name = ""
@@ -177,7 +183,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
     "thinking_token_budget": (-1,),
-    "structured_outputs": (),
     "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
     "repetition_detection": (),
@@ -195,7 +200,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "prompt_embeds": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -216,17 +220,23 @@ _NEUTRAL_COMPLETION: Final = {
     "add_special_tokens": (True,),
 }
 
+_NESTED_COMMON: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+}
 _NESTED: Final[Nested] = {
     **NESTED_IN_MESSAGES,
     **NESTED_IN_TOOLS,
     ChatCompletionRequest: {
         "messages": ChatMessage,
-        "stream_options": StreamOptions,
+        **_NESTED_COMMON,
         "tools": Tool,
         "tool_choice": NamedTool,
     },
-    CompletionRequest: {"stream_options": StreamOptions},
+    CompletionRequest: _NESTED_COMMON,
     TokenizeRequest: {"messages": ChatMessage, "tools": Tool},
+    ResponseFormat: {"json_schema": JsonSchemaFormat},
 }
 
 
@@ -360,6 +370,7 @@ def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -
     in_range("min_tokens", request.min_tokens, 0, MAX_TOKENS)
     in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, MAX_TOKENS)
     check_choices(n=request.n, seed=request.seed)
+    asked_over_http(request.response_format, request.structured_outputs)
     stops_of(request.stop)
     check_names(
         model=request.model,

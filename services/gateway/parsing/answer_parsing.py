@@ -85,6 +85,7 @@ class Parsing:
     request: bytes
     shows_special: bool = False
     is_named: bool = False
+    begins_after: tuple[int, ...] = ()  # a constraint on the answers
 
     def begin(
         self, prompts: Sequence[array[int]], rules: TextRules, *, is_whole: bool
@@ -134,12 +135,16 @@ class AnswerParsers:
         """Of the process, while it runs."""
         return self._process.pid
 
-    async def prepared(self, model: ParsedModel, request: bytes) -> PreparedAnswer:
+    async def prepared(
+        self, model: ParsedModel, request: bytes, constrained_prompt: bytes = b""
+    ) -> PreparedAnswer:
         """Raises UnusableParsers, InvalidRequest, ParserFailed, ParserUnavailable."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:
-                reply = await self.ask(life, model, PrepareAnswer(model.key, request))
+                reply = await self.ask(
+                    life, model, PrepareAnswer(model.key, request, constrained_prompt)
+                )
             except ParserLost:
                 continue
             assert isinstance(reply, PreparedAnswer)

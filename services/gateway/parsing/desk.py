@@ -49,7 +49,7 @@ class Desk:
                     self._models.popitem(last=False)
                 return ParserDone()
             case PrepareAnswer():
-                return self._model(request.model).prepared(request.request)
+                return self._model(request.model).prepared(request)
             case OpenAnswer():
                 self._choices[request.choice] = self._model(request.model).opened(request)
                 return ParserDone()

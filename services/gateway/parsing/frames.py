@@ -25,10 +25,14 @@ class LoadParsers(msgspec.Struct, tag=True):
 
 
 class PrepareAnswer(msgspec.Struct, tag=True):
-    """Asks what parsing an answer to `request` needs of the engine and of the text."""
+    """Asks what parsing an answer to `request` needs of the engine and of the text.
+
+    `constrained_prompt`: of an answer with a constraint, which may begin after the reasoning.
+    """
 
     model: str
     request: bytes
+    constrained_prompt: bytes = b""
 
 
 class OpenAnswer(msgspec.Struct, tag=True):
@@ -64,10 +68,14 @@ class ParserDone(msgspec.Struct, tag=True):
 
 
 class PreparedAnswer(msgspec.Struct, tag=True):
-    """`constraint`: vLLM's structured outputs as JSON, if the answer has to have a form."""
+    """`constraint`: vLLM's structured outputs as JSON, if the answer has to have a form.
+
+    `begins_after`: the tokens after which a constraint begins; none: with the answer.
+    """
 
     are_special_shown: bool
     constraint: str = ""
+    begins_after: list[int] = []
 
 
 class ParsedCall(msgspec.Struct, array_like=True):

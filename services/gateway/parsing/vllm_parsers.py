@@ -24,10 +24,13 @@ from pdmesh.services.gateway.parsing.frames import (
     ParsedCall,
     ParsedPiece,
     ParsedTokens,
+    PrepareAnswer,
     PreparedAnswer,
 )
 from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, TextStream
 
+# Where vLLM's reasoning parsers keep the token that ends the reasoning.
+_END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
 
@@ -63,8 +66,8 @@ class ModelParsers:
         except _BEYOND as exc:
             raise BadParser(str(exc)[:500]) from exc
 
-    def prepared(self, body: bytes) -> PreparedAnswer:
-        request, _ = self._request(body)
+    def prepared(self, frame: PrepareAnswer) -> PreparedAnswer:
+        request, variables = self._request(frame.request)
         structured: Any = request.structured_outputs
         constraint = b""
         if structured is not None:
@@ -74,7 +77,30 @@ class ModelParsers:
                 if (value := getattr(structured, name)) is not None
             }
             constraint = msgspec.json.encode(asked)
-        return PreparedAnswer(not request.skip_special_tokens, constraint.decode())
+        prepared = PreparedAnswer(not request.skip_special_tokens, constraint.decode())
+        if frame.constrained_prompt:
+            prompt = array("I", frame.constrained_prompt).tolist()
+            prepared.begins_after = self._reasoning_end(request, variables, prompt)
+        return prepared
+
+    def _reasoning_end(
+        self, request: Any, variables: dict[str, Any], prompt: list[int]
+    ) -> list[int]:
+        """The token that ends the reasoning; none if the prompt ends it, or if there is none."""
+        parser = self._kind(
+            self._tokenizer,
+            request.tools,
+            chat_template_kwargs=variables,
+            model_config=self._config,
+        )
+        reasoner = parser.reasoning_parser
+        if reasoner is None or reasoner.is_reasoning_end(prompt):
+            return []
+        for holder in (reasoner, getattr(reasoner, "_parser_engine", None)):
+            for name in _END_TOKENS:
+                if isinstance(found := getattr(holder, name, None), int):
+                    return [found]
+        raise BadParser("this model's reasoning has no token that ends it: no form can follow it")
 
     def opened(self, frame: OpenAnswer) -> ChoiceParser:
         request, variables = self._request(frame.request)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
@@ -58,6 +58,7 @@ from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
 from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
+from pdmesh.services.gateway.text.grammar_checks import GrammarChecks
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
@@ -90,6 +91,7 @@ class Collaborators:
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
     parsers: AnswerParsers
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
 
 class Generation:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.v1.common_pb2 import Adapter, InstanceRecord, SamplingParams, Ticket
+from pdmesh.v1.common_pb2 import Constraint as ConstraintMessage
 from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
 from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
@@ -32,7 +34,9 @@ class ChoiceIdentity:
 class LegCommands:
     """The messages of one choice. `emitted` is always all that it has emitted so far."""
 
-    __slots__ = ("_adapter", "_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids")
+    __slots__ = (
+        "_adapter", "_constraint", "_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class LegCommands:
         self._stop_token_ids = stop_token_ids
         self._shaping = shaping_to_proto(spec.sampling.shaping)
         self._adapter = adapter_to_proto(spec.adapter)
+        self._constraint = constraint_to_proto(spec.sampling.constraint)
 
     def plan_query(
         self,
@@ -156,6 +161,7 @@ class LegCommands:
             num_drawn=num_drawn,
             shaping=self._shaping,
             num_prompt_logprobs=num_prompt_logprobs,
+            constraint=self._constraint,
         )
 
     def _remaining_ms(self) -> int:
@@ -185,3 +191,9 @@ def shaping_to_proto(shaping: LogitShaping) -> LogitShapingMessage | None:
     for word in shaping.bad_words:
         message.bad_words.add(token_ids=word)
     return message
+
+
+def constraint_to_proto(constraint: Constraint | None) -> ConstraintMessage | None:
+    if constraint is None:
+        return None
+    return ConstraintMessage(grammar=constraint.grammar, begins_after=constraint.begins_after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
@@ -29,6 +30,7 @@ class SamplingSpec:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     shaping: LogitShaping = UNSHAPED
+    constraint: Constraint | None = None
     stop_token_ids: frozenset[int] = frozenset()  # beside the model's own
     is_stop_shown: bool = False
     are_special_shown: bool = False

@@ -275,6 +275,11 @@ class FleetView:
         served_by = self._by_model.get(model, ())
         return frozenset(f for r in served_by for f in r.unsupported_shaping)
 
+    def supports_constraints(self, model: str) -> bool:
+        """Whether all instances of the model do."""
+        serving = (*self._prefills, *self._fusions, *self._decodes)
+        return all(r.supports_constraints for r in serving if r.model == model)
+
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves it or did so lately: then it is away, and not unknown."""
         return self._catalogue.knows(model, scenario, self._clock())

@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import statistics
 import time
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from pdmesh import failpoints
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import sim_params
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.sim.vocabulary import SPECIALS, build_vocabulary
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.legs.host import HostConfig
 from pdmesh.instance.legs.leg_life import PullLimits
@@ -72,6 +77,48 @@ async def test_a_seeded_answer_goes_on_the_same_after_a_death_at_any_token() -> 
                 rest = replace(sampling, max_tokens=24 - num_drawn, num_drawn=num_drawn)
                 got, _ = await generate(to_p, to_d, [*prompt, *whole[:num_drawn]], rest)
                 assert got == whole[num_drawn:], num_drawn
+
+
+@pytest.mark.req("S37")
+async def test_a_constrained_answer_goes_on_the_same_after_a_death_at_any_token() -> None:
+    """The constraint is about all of the answer, whichever engines draw it."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"enum": [1, "x"]}},
+    }
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    vocabulary = build_vocabulary()
+    end_of_thought = vocabulary.add(b" over")
+    free = Constraint(grammar_of(AskedGrammar(GrammarKind.JSON, json.dumps(schema))))
+    thinking = replace(free, begins_after=(end_of_thought,))
+    async with pair() as (p, _, to_p, to_d):
+        for seed, constraint in ((3, free), (4, free), (5, thinking)):
+            prompt = prompt_of(150, seed)
+            sampling = Sampling(900, 2.0, seed=seed, constraint=constraint)
+            whole, reason = sim_reference(prompt, sampling, sim_params(p.settings))
+            assert reason is FinishReason.STOP
+            text = b"".join(vocabulary.tokens[t - len(SPECIALS)] for t in whole[:-1])
+            if constraint.begins_after:
+                text = text.partition(b" over")[2]
+            answer = json.loads(text)
+            assert set(answer) == {"a", "b"}
+            assert answer["b"] in (1, "x")
+            assert await generate(to_p, to_d, prompt, sampling) == (whole, reason)
+            for num_drawn in range(1, len(whole), 1 + len(whole) // 20):
+                rest = replace(sampling, max_tokens=900 - num_drawn, num_drawn=num_drawn)
+                got, _ = await generate(to_p, to_d, [*prompt, *whole[:num_drawn]], rest)
+                assert got == whole[num_drawn:], num_drawn
+
+
+async def test_a_constraint_that_does_not_compile_ends_its_leg_and_gives_all_back() -> None:
+    async with pair() as (p, d, to_p, to_d):
+        sampling = Sampling(9, constraint=Constraint('start: "a" nothing'))
+        leg = await to_p.prefill(prompt_of(100), sampling)
+        await leg.until("failed")
+        assert not leg.last("failed").is_retryable
+        await until(lambda: p.host.num_running == 0)
+        assert d.host.num_running == 0
+        await check(p, to_p, to_d, prompt_of(100), Sampling(max_tokens=5))
 
 
 @pytest.mark.req("S1")

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.sim.constraints.tokenizer import build_tokenizer
 from pdmesh.engine.sim.model import SimParams
-from pdmesh.engine.sim_tokenizer import build_tokenizer, write_sim_model
+from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher import first_groups
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

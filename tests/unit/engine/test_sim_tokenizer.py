@@ -4,9 +4,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.sim.constraints.tokenizer import build_tokenizer
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS, build_vocabulary
-from pdmesh.engine.sim_tokenizer import build_tokenizer, write_sim_model
+from pdmesh.engine.sim_tokenizer import write_sim_model
 from tests.support.sim_reference import sim_reference
 
 

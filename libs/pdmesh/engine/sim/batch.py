@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.base import FinishReason
+from pdmesh.engine.grammars.guide import Guide
+from pdmesh.engine.sim.constraints.draws import guided_vocabulary
 from pdmesh.engine.sim.model import MASK, SimModel, Words, mix, mix_words
 from pdmesh.engine.sim.vocabulary import EOS_ID
+from pdmesh.errors import EngineFailed
 
 _STATE, _DIGEST, _KEY, _LAST, _NUM, _LEFT, _MAY_END, _DRAWN, _MIN_LEFT = range(9)
 _ONE: Final = np.uint64(1)
@@ -38,6 +41,7 @@ class Running:
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # to draw before a stop token may end it
+    guide: Guide | None = None  # it has taken `last`
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,16 @@ class BatchStep:
     legs: Sequence[int]
     token_ids: list[int]
     finished: list[tuple[int, FinishReason]]
+    failed: Sequence[int] = ()  # legs whose constraint allows nothing any more: they drew nothing
+
+    @property
+    def drawn(self) -> tuple[Sequence[int], list[int]]:
+        """The legs that drew a token, and their tokens."""
+        if not self.failed:
+            return self.legs, self.token_ids
+        pairs = zip(self.legs, self.token_ids, strict=True)
+        drew = [pair for pair in pairs if pair[0] not in self.failed]
+        return [leg for leg, _ in drew], [token_id for _, token_id in drew]
 
 
 class DecodeBatch:
@@ -55,6 +69,7 @@ class DecodeBatch:
         self._legs: list[int] = []
         self._column_of: dict[int, int] = {}
         self._stops: dict[int, frozenset[int]] = {}  # of legs that have stop tokens besides EOS
+        self._guides: dict[int, Guide] = {}
         self._snapshot: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -92,6 +107,8 @@ class DecodeBatch:
         stops = sequence.stop_token_ids - {EOS_ID}
         if stops:
             self._stops[sequence.leg] = stops
+        if sequence.guide is not None:
+            self._guides[sequence.leg] = sequence.guide
 
     def leave(self, leg: int) -> npt.NDArray[np.uint32]:
         """Take a sequence out; returns the tokens it drew here."""
@@ -105,6 +122,7 @@ class DecodeBatch:
             self._column_of[self._legs[column]] = column
         self._legs.pop()
         self._stops.pop(leg, None)
+        self._guides.pop(leg, None)
         self._snapshot = tuple(self._legs)
         return drawn
 
@@ -118,6 +136,7 @@ class DecodeBatch:
         is_long_enough = columns[_MIN_LEFT] == 0
         may_end = is_long_enough & (columns[_MAY_END] > 0)
         tokens = self._model.draw(columns[_DIGEST], columns[_KEY], columns[_LAST], may_end)
+        failed = self._draw_guided(columns, tokens, may_end) if self._guides else ()
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
@@ -126,7 +145,22 @@ class DecodeBatch:
             column = self._column_of[leg]
             if is_long_enough[column] and token_ids[column] in stop_ids:
                 stops[column] = True
-        return BatchStep(self._snapshot, token_ids, self._finished(columns, stops))
+        return BatchStep(self._snapshot, token_ids, self._finished(columns, stops, failed), failed)
+
+    def _draw_guided(
+        self, columns: Words, tokens: Words, may_end: npt.NDArray[np.bool_]
+    ) -> list[int]:
+        """Put what constraints allow in the place of what was drawn; returns legs that fail."""
+        failed: list[int] = []
+        for leg, guide in self._guides.items():
+            at = self._column_of[leg]
+            try:
+                seed = int(columns[_DIGEST, at]) + int(columns[_KEY, at])
+                token, may = int(tokens[at]), bool(may_end[at])
+                tokens[at] = guided_vocabulary().draw_next(guide, token, seed, may)
+            except EngineFailed:
+                failed.append(leg)
+        return failed
 
     def _append(self, columns: Words, tokens: Words) -> None:
         """Add the drawn tokens' KV to the digests, as if it had been computed without a fault."""
@@ -141,7 +175,7 @@ class DecodeBatch:
         columns[_LEFT] -= _ONE
 
     def _finished(
-        self, columns: Words, stops: npt.NDArray[np.bool_]
+        self, columns: Words, stops: npt.NDArray[np.bool_], failed: Sequence[int]
     ) -> list[tuple[int, FinishReason]]:
         ended = stops | (columns[_LEFT] == 0)
         if not ended.any():
@@ -149,4 +183,5 @@ class DecodeBatch:
         return [
             (self._legs[c], FinishReason.STOP if stops[c] else FinishReason.LENGTH)
             for c in np.flatnonzero(ended).tolist()
+            if self._legs[c] not in failed
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,6 +42,8 @@ from pdmesh.engine.sim.adapter_lane import AdapterLane
 from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.sim.constraints.draws import guided_vocabulary
+from pdmesh.engine.sim.constraints.lane import GuideLane
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key, shift_of
@@ -107,6 +110,9 @@ class SimEngine:
             source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
             self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
         self._adapters = AdapterLane(config, self._go, self._give_up, self._emit, self._die)
+        self._guides = GuideLane(self._on_refused, self._die)
+        self._unguided: dict[int, PrefillJob] = {}  # whose constraints are being compiled
+        self._held: dict[int, Retrieved] = {}  # which wait for their guides
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
@@ -133,6 +139,7 @@ class SimEngine:
             num_kv_blocks=config.num_kv_blocks,
             kv_bytes_per_token=params.num_layers * params.token_bytes,
             max_model_len=params.max_model_len,
+            supports_constraints=True,
             kv_addresses=(self._stager.address,),
             partial_sampling=config.partial_sampling,
             max_adapters=config.max_adapters,
@@ -163,13 +170,25 @@ class SimEngine:
 
     def _go(self, job: PrefillJob | DecodeJob) -> None:
         """The job has its adapter, if it needs one."""
+        constraint = job.sampling.constraint
         if isinstance(job, PrefillJob):
-            if self._tiers is None or not self._tiers.begin(job):
-                self._arrive(job)
+            if constraint is None:
+                self._begin(job)
+                return
+            self._unguided[job.leg] = job
+            self._guides.prepare(job.leg, constraint, _drawn(job.prompt, job.sampling))
+            self._guides.when_ready(job.leg, lambda: self._begin(self._unguided.pop(job.leg)))
             return
+        if constraint is not None:
+            drawn = _drawn(job.prompt, job.sampling, num_to_come=1)
+            self._guides.prepare(job.leg, constraint, drawn)
         self._retriever.begin(job)
         if (token := self._adapters.first_token(job.leg)) is not None:
             self._retriever.join(job.leg, token)
+
+    def _begin(self, job: PrefillJob) -> None:
+        if self._tiers is None or not self._tiers.begin(job):
+            self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
         """It fails before it is computed: a ticket that is open already closes."""
@@ -201,8 +220,17 @@ class SimEngine:
         if prompt is not None:
             self._pool.release(prompt.blocks)
         fetching = self._tiers.abort(leg) if self._tiers is not None else None
+        self._guides.abort(leg)
+        if (held := self._held.pop(leg, None)) is not None:
+            self._pool.release(held.blocks)
+        unguided = self._unguided.pop(leg, None)
         waiting = self._adapters.abort(leg)
-        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else fetching) or waiting
+        job = (
+            self._arrivals.pop(leg, None)
+            or (prompt.job if prompt else fetching)
+            or waiting
+            or unguided
+        )
         if job is not None and job.staging is not None and not self._stager.is_per_layer(job):
             self._emit(TicketClosed(job.ticket_id, "released"))  # nothing was staged under it
         self._stager.release_leg(leg)
@@ -251,6 +279,7 @@ class SimEngine:
 
     def stats(self) -> EngineStats:
         running = len(self._arrivals) + len(self._lane) + len(self._sequences)
+        running += len(self._unguided) + len(self._held)
         running += self._tiers.num_waiting if self._tiers is not None else 0
         running += self._adapters.num_waiting
         return EngineStats(
@@ -270,7 +299,8 @@ class SimEngine:
         """Assert that everything was given back; tests call it when no job is left."""
         self._pool.check_invariants()
         held = self._arrivals, self._sequences, self._joining, self._stager, self._lane, self._batch
-        assert not any(len(part) for part in held)
+        guided = self._guides, self._unguided, self._held
+        assert not any(len(part) for part in (*held, *guided))
         assert self._pool.num_free == self._config.num_kv_blocks
         assert self._retriever.num_retrieving == 0
         assert self._tiers is None or self._tiers.is_idle
@@ -353,10 +383,13 @@ class SimEngine:
     def _draw(self) -> None:
         failpoints.hit("decode.token")
         step = self._batch.step()
-        self._emit(TokenBatch(step.legs, step.token_ids))
+        self._emit(TokenBatch(*step.drawn))
         for leg, reason in step.finished:
             self._leave(leg)
             self._emit(Finished(leg, reason))
+        for leg in step.failed:
+            self._leave(leg)
+            self._emit(_constraint_failed(leg))
 
     def _complete(self, prompt: PromptUnderWay) -> None:
         """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
@@ -376,6 +409,14 @@ class SimEngine:
         key = draw_key(sampling, self._random.getrandbits(64))
         may_end = not sampling.ignore_eos and _min_left(sampling) == 0
         token = self._model.draw_one(digest, key, job.prompt[-1], may_end)
+        if (guide := self._guides.take(job.leg)) is not None:
+            try:
+                token = guided_vocabulary().draw_next(guide, token, digest + key, may_end)
+            except EngineFailed:
+                self._pool.release(blocks)
+                self._give_up(job)
+                self._emit(_constraint_failed(job.leg))
+                return
         reason = self._first_finish(job, token)
         ticket = None
         if reason is None and job.staging is not None:
@@ -395,6 +436,7 @@ class SimEngine:
                 sampling.ignore_eos,
                 sampling.stop_token_ids,
                 max(0, _min_left(sampling) - 1),
+                guide,
             )
             self._add(running, _Sequence(blocks, token, job))
         else:
@@ -412,8 +454,27 @@ class SimEngine:
     # -- joining and leaving ----------------------------------------------------------------------
 
     def _on_retrieved(self, got: Retrieved) -> None:
+        leg = got.job.leg
+        self._held[leg] = got
+        self._guides.when_ready(leg, lambda: self._join(self._held.pop(leg)))
+
+    def _on_refused(self, leg: int) -> None:
+        """The leg's constraint cannot be compiled."""
+        if (prompt := self._unguided.pop(leg, None)) is not None:
+            self._give_up(prompt)
+        if (held := self._held.pop(leg, None)) is not None:
+            self._pool.release(held.blocks)
+        self._retriever.abort(leg)
+        self._emit(_constraint_failed(leg))
+
+    def _join(self, got: Retrieved) -> None:
         job, sampling = got.job, got.job.sampling
         key = draw_key(sampling, self._random.getrandbits(64))
+        guide = self._guides.take(job.leg)
+        if guide is not None and not guide.accept([got.first_token]):
+            self._pool.release(got.blocks)
+            self._emit(_constraint_failed(job.leg))
+            return
         running = Running(
             job.leg,
             got.state,
@@ -425,6 +486,7 @@ class SimEngine:
             sampling.ignore_eos,
             sampling.stop_token_ids,
             _min_left(sampling),
+            guide,
         )
         self._add(running, _Sequence(got.blocks, got.first_token))
 
@@ -482,3 +544,15 @@ class SimEngine:
 def _min_left(sampling: Sampling) -> int:
     """Tokens to draw before a stop token may end the answer."""
     return max(0, sampling.shaping.min_tokens - sampling.num_drawn)
+
+
+def _drawn(prompt: array[int], sampling: Sampling, num_to_come: int = 0) -> array[int]:
+    """The tokens of the answer in the prompt; `num_to_come` more were drawn."""
+    num = sampling.num_drawn - num_to_come
+    return prompt[-num:] if num > 0 else array("I")
+
+
+def _constraint_failed(leg: int) -> Failed:
+    """Without the compiler's words, which quote what a client wrote."""
+    message = "the constraint cannot be compiled, or allows no token any more"
+    return Failed(leg, EngineFailed.default_reason, message, is_retryable=False)

@@ -11,6 +11,7 @@ from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
@@ -45,7 +46,15 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         num_drawn=m.num_drawn,
         num_prompt_logprobs=m.num_prompt_logprobs if m.HasField("num_prompt_logprobs") else None,
         shaping=shaping_from_proto(m.shaping) if m.HasField("shaping") else UNSHAPED,
+        constraint=constraint_from_proto(m.constraint) if m.HasField("constraint") else None,
     )
+
+
+def constraint_from_proto(m: common_pb2.Constraint) -> Constraint:
+    """Raises InvalidRequest with the field's name."""
+    constraint = Constraint(m.grammar, tuple(m.begins_after))
+    constraint.check()
+    return constraint
 
 
 def shaping_from_proto(m: common_pb2.LogitShaping) -> LogitShaping:

@@ -31,6 +31,7 @@ from pdmesh.services.gateway.http.messages.schema import (
 )
 from pdmesh.services.gateway.http.schema import ChatCompletionRequest
 from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
 # A coding agent puts it before its system prompt. It differs in each request, so that no two
 # prompts would share a prefix.
@@ -93,8 +94,11 @@ def _set_output(
         form = config.format
         if not isinstance(form, dict) or form.get("type") != "json_schema":
             raise unsupported("output_config.format")
-        schema = {"name": "json_schema", "schema": form.get("schema")}
-        chat.response_format = {"type": "json_schema", "json_schema": schema}
+        schema = form.get("schema")
+        if not isinstance(schema, dict):
+            message = "output_config.format.schema is a JSON schema"
+            raise InvalidRequest(message, field="output_config.format.schema")
+        chat.response_format = ResponseFormat("json_schema", JsonSchemaFormat(schema=schema))
         names["response_format"] = "output_config.format"
         names["response_format.json_schema.schema"] = "output_config.format.schema"
     if thinking is not None and thinking.type == "disabled":

@@ -32,6 +32,7 @@ from pdmesh.services.gateway.http.responses.schema import (
 )
 from pdmesh.services.gateway.http.schema import ChatCompletionRequest
 from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
 LOGPROBS: Final = "message.output_text.logprobs"
 PREVIOUS: Final = "previous_response_id"
@@ -100,11 +101,18 @@ def _set_output(
     if form is None:
         return
     names["response_format"] = names["response_format.json_schema"] = "text.format"
-    if form.get("type") == "json_schema":
-        within = {name: value for name, value in form.items() if name != "type"}
-        chat.response_format = {"type": "json_schema", "json_schema": within}
-    else:
-        chat.response_format = form
+    kind, schema = form.get("type"), form.get("schema")
+    match kind:
+        case "text" | "json_object":
+            chat.response_format = ResponseFormat(kind)
+        case "json_schema" if isinstance(schema, dict):
+            chat.response_format = ResponseFormat(kind, JsonSchemaFormat(schema=schema))
+            names["response_format.json_schema.schema"] = "text.format.schema"
+        case "json_schema":
+            field = "text.format.schema"
+            raise InvalidRequest(f"{field} is a JSON schema", field=field)
+        case _:
+            raise unsupported("text.format")
 
 
 def _tool(tool: ResponseTool, where: str) -> Tool:

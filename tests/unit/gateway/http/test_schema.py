@@ -57,10 +57,10 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar"),
         ({"echo": True}, "echo"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"chat_id": "x" * 1000}, "chat_id"),
     ],
 )  # fmt: skip

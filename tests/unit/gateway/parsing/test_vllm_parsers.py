@@ -348,3 +348,22 @@ def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(desk: Any) -> None:
         assert isinstance(reply, ParsingFailed)
         assert reply.is_refusal
         assert len(reply.message) <= 500
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
+    desk: Any, name: str
+) -> None:
+    from pdmesh.services.gateway.parsing.frames import PrepareAnswer, PreparedAnswer
+
+    inner, family = tokenizer_of(name), FAMILIES[name]
+
+    def begins_after(prompt: str) -> list[int]:
+        ids = array("I", inner.encode(prompt).ids).tobytes()
+        reply = desk.handle(PrepareAnswer(name, request_of(family, tool_choice="none"), ids))
+        assert isinstance(reply, PreparedAnswer), reply
+        return reply.begins_after
+
+    end = [inner.token_to_id("</think>")] if family.reasoning else []
+    assert begins_after(family.prompt) == end
+    assert begins_after(f"{family.prompt}<think>\n\n</think>\n\n") == []

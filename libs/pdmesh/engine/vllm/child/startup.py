@@ -66,9 +66,12 @@ def build(
         if not is_wanted():
             raise EngineFailed("the engine is no longer wanted", reason="ENGINE_START")
         with guarded_children():
-            return AsyncLLM.from_vllm_config(
+            llm = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[view.logger_factory()], disable_log_stats=True
             )
+            # The gateway compiled the constraint: vLLM would, once more, on this event loop.
+            llm.input_processor.structured_outputs_config = None
+            return llm
     except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
         message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
         raise EngineFailed(message, reason="ENGINE_START") from error

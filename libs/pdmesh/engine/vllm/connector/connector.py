@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
+from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.connector.worker.drawn_before import count_drawn_as_output
@@ -59,6 +60,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self._tiers: TierPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            compile_with_drawn()
             self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
             if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)

@@ -51,6 +51,7 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
         max_model_len=config.max_model_len,
         num_ranks=len(hellos),
         supports_logprobs=True,
+        supports_constraints=True,
         # vLLM cannot apply these to the tokens that it proposes.
         unsupported_shaping=("min_p", "logit_bias") if config.speculation.max_tokens else (),
         kv_addresses=endpoint.addresses,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # In `extra_args`: how many tokens of the answer were drawn before this request.
 NUM_DRAWN: Final = "pdmesh_num_drawn"
+# Also there: the token ids after which the constraint begins.
+BEGINS_AFTER: Final = "pdmesh_begins_after"
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -23,14 +25,16 @@ def sampling_params(
 ) -> SamplingParams:
     """vLLM gets no tokenizer: only token ids end a request, and no id is turned into text."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     extra: dict[str, Any] = (
         {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
     )
     if sampling.num_drawn:
         extra[NUM_DRAWN] = sampling.num_drawn
-    shaping = sampling.shaping
+    shaping, constraint = sampling.shaping, sampling.constraint
+    if constraint is not None and constraint.begins_after:
+        extra[BEGINS_AFTER] = list(constraint.begins_after)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
@@ -49,6 +53,9 @@ def sampling_params(
         logprobs=sampling.num_logprobs,
         prompt_logprobs=sampling.num_prompt_logprobs,
         flat_logprobs=sampling.num_prompt_logprobs is not None,  # not an object for each of many
+        structured_outputs=StructuredOutputsParams(grammar=constraint.grammar)
+        if constraint is not None
+        else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=extra or None,
@@ -56,6 +63,12 @@ def sampling_params(
     if shaping.bad_words:  # vLLM would make token ids from words with a tokenizer, which it lacks
         params._bad_words_token_ids = [list(word) for word in shaping.bad_words]
     return params
+
+
+def num_drawn_before(params: Any) -> int:
+    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
+    extra = params.extra_args if params is not None else None
+    return extra.get(NUM_DRAWN, 0) if extra else 0
 
 
 def honoured(seed: int | None) -> int | None:

@@ -119,7 +119,9 @@ def test_thinking_and_output() -> None:
     assert on.thinking_token_budget == 1024
     schema = {"type": "object"}
     found = translated(output_config={"format": {"type": "json_schema", "schema": schema}}).chat
-    assert found.response_format["json_schema"]["schema"] == schema
+    assert found.response_format is not None
+    assert found.response_format.json_schema is not None
+    assert found.response_format.json_schema.schema == schema
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,7 @@ def test_thinking_and_output() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
     ],

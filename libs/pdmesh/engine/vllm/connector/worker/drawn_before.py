@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
+from pdmesh.engine.vllm.host.sampling import num_drawn_before
 
 
 def count_drawn_as_output() -> None:
@@ -39,12 +39,6 @@ def count_drawn_as_output() -> None:
     begin_with_output.counts_drawn = True  # type: ignore[attr-defined]
     CachedRequestState.__post_init__ = begin_with_output
     GPUModelRunner._update_states = update_with_output
-
-
-def num_drawn_before(params: Any) -> int:
-    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
-    extra = params.extra_args if params is not None else None
-    return extra.get(NUM_DRAWN, 0) if extra else 0
 
 
 def move_drawn_to_output(state: Any) -> None:

@@ -1,0 +1,105 @@
+"""What clients ask of an answer's form, as grammars of llguidance.
+
+The kinds are those of vLLM's `structured_outputs`. A structural tag is free text in which a trigger
+begins a structure: `begin`, JSON by a schema, `end`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from pdmesh.engine.grammars.compiler import GrammarRefused
+
+MAX_CHOICES: Final = 10_000
+
+
+class GrammarKind(StrEnum):
+    JSON_OBJECT = "json_object"
+    JSON = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """`text`: a JSON schema, a regular expression, a grammar in GBNF or Lark, a JSON list of
+    choices, or a structural tag in JSON. `field` is named in errors.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    field: str = "response_format"
+    has_any_whitespace: bool = True  # between the parts of JSON
+
+
+def grammar_of(asked: AskedGrammar) -> str:
+    """Raises GrammarRefused. Whether the grammar compiles shows later."""
+    from llguidance import grammar_from
+
+    try:
+        match asked.kind:
+            case GrammarKind.JSON_OBJECT:
+                return _json_grammar('{"type": "object"}', asked.has_any_whitespace)
+            case GrammarKind.JSON:
+                return _json_grammar(asked.text, asked.has_any_whitespace)
+            case GrammarKind.CHOICE:
+                return grammar_from("choice", json.dumps(_choices(json.loads(asked.text))))
+            case GrammarKind.STRUCTURAL_TAG:
+                return _tags(json.loads(asked.text))
+            case GrammarKind.REGEX:
+                return grammar_from("regex", asked.text)
+            case GrammarKind.GRAMMAR:
+                return grammar_from("grammar", asked.text)
+    except RecursionError:
+        raise GrammarRefused("it is nested too deeply") from None
+    except ValueError as exc:
+        raise GrammarRefused(str(exc)[:300]) from None
+
+
+def _json_grammar(schema: str, has_any_whitespace: bool) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_flexible": has_any_whitespace}
+    )
+
+
+# Any: parsed JSON that a client wrote.
+def _choices(choices: Any) -> list[str]:
+    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+        raise GrammarRefused("choice is a list of strings")
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise GrammarRefused(f"1 to {MAX_CHOICES} choices")
+    return choices
+
+
+def _tags(tag: Any) -> str:
+    from llguidance import StructTag
+
+    if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
+        raise GrammarRefused(
+            "a structural tag has triggers and structures; format is not supported"
+        )
+    triggers, structures = tag["triggers"], tag["structures"]
+    if not (isinstance(triggers, list) and isinstance(structures, list) and structures):
+        raise GrammarRefused("triggers and structures are lists, and there is a structure")
+    tags = []
+    for at, structure in enumerate(structures):
+        where = f"structures[{at}]"
+        if not isinstance(structure, dict):
+            raise GrammarRefused(f"{where} is an object")
+        begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+            raise GrammarRefused(f"{where} has begin and end, which are text, and a schema")
+        trigger = next(
+            (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), ""
+        )
+        if not trigger:
+            raise GrammarRefused(f"the begin of {where} begins with none of the triggers")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)

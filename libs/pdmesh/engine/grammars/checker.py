@@ -1,0 +1,112 @@
+"""The process in which a gateway has grammars compiled: `python -m pdmesh.engine.grammars.checker`.
+
+A client's grammar may take any time and memory. Here both are bounded, and an end of the process
+ends nothing but the check. Frames come on stdin; each check is answered on stdout, in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import sys
+from collections import OrderedDict
+from typing import BinaryIO, Final
+
+import msgspec
+
+from pdmesh.engine.grammars.asked import AskedGrammar, grammar_of
+from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
+from pdmesh.engine.grammars.vocabulary import vocabulary_of
+
+FRAME: Final = struct.Struct("!I")
+MAX_COMPILE_CPU_S: Final = 1
+MAX_VOCABULARIES: Final = 4  # least recently used ones leave
+_MAX_MEMORY: Final = 2 << 30  # of address space
+
+
+class LoadVocabulary(msgspec.Struct, tag=True):
+    """`key` names it in checks. Nothing answers it."""
+
+    key: int
+    tokenizer: str  # the text of tokenizer.json
+    vocab_size: int
+    eos_token: int
+
+
+class Check(msgspec.Struct, tag=True):
+    key: int
+    asked: AskedGrammar
+
+
+class Checked(msgspec.Struct):
+    """One of three: the grammar for the engine, why it cannot be, or that the vocabulary left."""
+
+    grammar: str = ""
+    refusal: str = ""
+    is_unknown: bool = False
+
+
+_decoder: Final = msgspec.json.Decoder(LoadVocabulary | Check)
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    os.nice(5)  # the gateway's event loop goes first
+    serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    compilers: OrderedDict[int, GrammarCompiler] = OrderedDict()
+    while head := requests.read(FRAME.size):
+        frame = _decoder.decode(requests.read(FRAME.unpack(head)[0]))
+        if isinstance(frame, LoadVocabulary):
+            compilers[frame.key] = _compiler(frame)
+            if len(compilers) > MAX_VOCABULARIES:
+                compilers.popitem(last=False)
+            continue
+        checked = Checked(is_unknown=True)
+        if (compiler := compilers.get(frame.key)) is not None:
+            compilers.move_to_end(frame.key)
+            checked = _checked(compiler, frame.asked)
+        body = msgspec.json.encode(checked)
+        answers.write(FRAME.pack(len(body)) + body)
+        answers.flush()
+
+
+def _compiler(load: LoadVocabulary) -> GrammarCompiler:
+    return GrammarCompiler(lambda: vocabulary_of(load.tokenizer, load.vocab_size, load.eos_token))
+
+
+def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
+    try:
+        _ = compiler.vocabulary  # reading it is not the client's work
+    except ValueError:
+        return Checked(refusal="this model's tokenizer is of another kind")
+    try:
+        _bound_cpu()
+        grammar = grammar_of(asked)
+        compiler.matcher(grammar)
+    except GrammarRefused as exc:
+        return Checked(refusal=exc.message)
+    except MemoryError:
+        return Checked(refusal="it takes too much memory")
+    finally:
+        _unbound_cpu()
+    return Checked(grammar=grammar)
+
+
+def _bound_cpu() -> None:
+    """A compilation that takes more ends the process; an honest one takes milliseconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+
+
+def _unbound_cpu() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Compiles grammars to matchers, within limits that a gateway and an engine share.
+
+So an engine compiles what a gateway accepted. The limits count work, not time: what one machine
+accepts, another accepts too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from pdmesh.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_KEPT: Final = 32  # compiled grammars
+_MAX_SYMBOLS: Final = 50_000
+_MAX_FUEL: Final = 200_000  # to build the first automata
+_MAX_EXPLAINED: Final = 300  # characters of a compiler's message
+
+
+class GrammarRefused(InvalidRequest):
+    """The compiler cannot take it; its message is for the client that wrote it."""
+
+    default_reason = "GRAMMAR_REFUSED"
+
+
+class GrammarCompiler:
+    """For one vocabulary, which `load` reads with the first grammar. Threads may share it."""
+
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        self._load = load
+        self._vocabulary: LLTokenizer | None = None
+        self._loading = threading.Lock()
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._keeping = threading.Lock()
+
+    @property
+    def vocabulary(self) -> LLTokenizer:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            return self._vocabulary
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of an answer. Raises GrammarRefused.
+
+        Equal grammars are compiled once; a copy costs some microseconds.
+        """
+        name = hashlib.blake2b(grammar.encode(errors="replace"), digest_size=16).digest()
+        with self._keeping:
+            if (kept := self._kept.get(name)) is not None:
+                self._kept.move_to_end(name)
+                return kept.deep_copy()
+        compiled = self._compile(grammar)
+        with self._keeping:
+            self._kept[name] = compiled
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+            return compiled.deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.vocabulary, grammar, log_level=0, limits=_limits())
+        probe = matcher.deep_copy()
+        if not probe.is_error():
+            probe.compute_bitmask()  # some explode here, and some allow no token at all
+        if probe.is_error():
+            raise GrammarRefused(_explained(probe.get_error()))
+        return matcher
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=_MAX_FUEL, max_grammar_size=_MAX_SYMBOLS, verbose_errors=False
+    )
+
+
+def _explained(error: str) -> str:
+    """The first lines of a message, in one line, without the library's backtrace."""
+    if error.startswith("panic"):
+        return "the grammar is too large or too complex"
+    if "NoExtensionBias" in error:
+        return "the grammar allows no answer"
+    return " ".join(error.removesuffix(" <non-verbose/>").split())[:_MAX_EXPLAINED]

@@ -1,0 +1,80 @@
+"""The state of one answer under its constraint: which token may come next.
+
+Any token may come before the constraint begins, and after the end of a text that goes on all the
+same (`ignore_eos`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pdmesh.core.sampling.constraint import Constraint, ConstraintStart
+from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Guide:
+    """Tokens are taken in the order of the answer, and may be given back from its end."""
+
+    def __init__(self, matcher: LLMatcher, start: ConstraintStart, eos_token: int) -> None:
+        self.matcher = matcher
+        self._start, self._eos_token = start, eos_token
+        self._consumed: list[bool] = []  # of each token since the beginning: not so after the end
+        self._num_until_end: int | None = None  # of those tokens
+
+    @classmethod
+    def after(
+        cls, constraint: Constraint, compiler: GrammarCompiler, drawn: Sequence[int]
+    ) -> Guide:
+        """`drawn`: the answer so far. Compiles; raises GrammarRefused."""
+        matcher = compiler.matcher(constraint.grammar)
+        guide = cls(
+            matcher, ConstraintStart(constraint.begins_after), compiler.vocabulary.eos_token
+        )
+        if not guide.accept(drawn):
+            raise GrammarRefused("the grammar does not allow the answer so far")
+        return guide
+
+    @property
+    def is_free(self) -> bool:
+        """Any token may come next."""
+        return not self._start.has_begun or self._num_until_end is not None
+
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Take them; False if the constraint does not allow them, or allows none any more."""
+        taken = all(self._take(token_id) for token_id in self._start.after(token_ids))
+        return taken and not self.matcher.is_error()
+
+    def _take(self, token_id: int) -> bool:
+        if self._num_until_end is not None:
+            self._consumed.append(False)
+            return True
+        is_complete = self.matcher.is_stopped() and not self.matcher.is_error()
+        self._consumed.append(not is_complete)
+        if token_id == self._eos_token:
+            self._num_until_end = len(self._consumed)
+        return token_id == self._eos_token if is_complete else self.matcher.consume_token(token_id)
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of the proposed tokens may come, in this order."""
+        after = list(self._start.after(token_ids))
+        self._start.take_back(len(token_ids))
+        num_before = len(token_ids) - len(after)
+        if not after or self.matcher.is_stopped():
+            return num_before
+        return num_before + self.matcher.validate_tokens(after)
+
+    def give_back(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        num_after = self._start.take_back(num_tokens)
+        if not num_after:
+            return
+        num_consumed = sum(self._consumed[-num_after:])
+        del self._consumed[-num_after:]
+        if self._num_until_end is not None and self._num_until_end > len(self._consumed):
+            self._num_until_end = None
+        if num_consumed:
+            self.matcher.rollback(num_consumed)

@@ -1,0 +1,67 @@
+"""A model's vocabulary as llguidance takes it, from the model's files: no other library reads them.
+
+llguidance is imported where it is used: a process that has no grammar to compile never loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+def load_vocabulary(model_dir: Path, vocab_size: int) -> LLTokenizer:
+    """`vocab_size`: of the model's logits.
+
+    Takes a second for a large vocabulary. Raises OSError or ValueError for files of another kind.
+    """
+    text = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+    return vocabulary_of(text, vocab_size, _eos(model_dir, json.loads(text)))
+
+
+def vocabulary_of(tokenizer_json: str, vocab_size: int, eos_token: int) -> LLTokenizer:
+    """Raises ValueError."""
+    from llguidance import LLTokenizer
+
+    tokenizer = json.loads(tokenizer_json)
+    tokenizer["truncation"] = tokenizer["padding"] = None
+    size = max(vocab_size, _num_ids(tokenizer))
+    if not 0 <= eos_token < size:
+        raise ValueError("no token ends a text")
+    return LLTokenizer(json.dumps(tokenizer), n_vocab=size, eos_token=eos_token)
+
+
+def _eos(model_dir: Path, tokenizer: dict[str, Any]) -> int:
+    """The one token that ends a text in the tokenizer's own words, as vLLM chooses it."""
+    named = _read(model_dir / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    for token in tokenizer.get("added_tokens") or ():
+        if token["content"] == text:
+            return int(token["id"])
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocabulary, dict) and text in vocabulary:
+        return int(vocabulary[text])
+    for name in ("generation_config.json", "config.json"):
+        value = _read(model_dir / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if known := [each for each in ids if isinstance(each, int)]:
+            return min(known)
+    return -1
+
+
+def _num_ids(tokenizer: dict[str, Any]) -> int:
+    added = [int(token["id"]) for token in tokenizer.get("added_tokens") or ()]
+    vocabulary = tokenizer.get("model", {}).get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*added, *ids], default=-1)
+
+
+# Any: these files hold whatever their author wrote; each use checks what it reads.
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,1 @@
+"""Constraints in the sim engine: compiled beside its loop, kept to by its draws."""

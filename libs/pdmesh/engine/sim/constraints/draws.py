@@ -1,0 +1,68 @@
+"""The sim model's draws under a constraint.
+
+It has no logits, so a constraint says all: of the tokens that it allows one is drawn, which leads
+to an end sooner or later. The same digest, key and constraint draw the same token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh.engine.grammars.guide import Guide
+from pdmesh.engine.sim.model import MASK, mix
+from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS, Vocabulary, build_vocabulary
+from pdmesh.errors import EngineFailed
+
+Flags = npt.NDArray[np.bool_]
+
+_CLOSERS: Final = (b'"', b"}", b"]", b">", b")")
+
+
+class GuidedVocabulary:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = [b"" for _ in SPECIALS] + vocabulary.tokens
+        self._size = vocabulary.size
+        self._closers = np.array([token in _CLOSERS for token in tokens])
+        self._words = np.zeros(self._size, np.bool_)
+        self._words[vocabulary.drawable] = True
+        self._visible = np.array([bool(token.strip()) for token in tokens])
+
+    def draw_next(self, guide: Guide, free: int, seed: int, may_end: bool) -> int:
+        """The next token, which the guide then has taken: `free` if any token may come.
+
+        Raises EngineFailed if the constraint cannot go on.
+        """
+        token = free if guide.is_free else self._draw(guide, mix(seed & MASK), may_end)
+        guide.accept([token])
+        return token
+
+    def _draw(self, guide: Guide, drawn: int, may_end: bool) -> int:
+        """Each of the preferences has its share of the draws, so that strings and lists end."""
+        allowed = self._allowed(guide)
+        if not may_end and allowed.sum() > 1:
+            allowed[EOS_ID] = False
+        share, drawn = drawn & 3, drawn >> 8
+        if allowed[EOS_ID] and share < 2:
+            return EOS_ID
+        order = (self._words, self._visible) if share else (self._closers, self._visible)
+        for preferred in order:
+            if (found := np.flatnonzero(allowed & preferred)).size:
+                return int(found[drawn % found.size])
+        found = np.flatnonzero(allowed)
+        return int(found[drawn % found.size])
+
+    def _allowed(self, guide: Guide) -> Flags:
+        mask = guide.matcher.compute_bitmask()
+        if guide.matcher.is_error():
+            raise EngineFailed("the answer's constraint is too complex to go on")
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        return bits[: self._size].astype(np.bool_)
+
+
+@cache
+def guided_vocabulary() -> GuidedVocabulary:
+    return GuidedVocabulary(build_vocabulary())

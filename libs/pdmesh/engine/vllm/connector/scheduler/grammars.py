@@ -1,0 +1,135 @@
+"""Constraints in vLLM's scheduler: compiled beside its steps, and brought to where the answer is.
+
+vLLM compiles grammars only with a tokenizer of its own, which the mesh's engines have not. Here its
+manager of structured output gets the vocabulary with the first constraint, and matchers that have
+taken the tokens that other engines drew: the last ones of the prompt. Token 1 of a request that
+waits for it is taken with the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.engine.grammars.compiler import GrammarCompiler
+from pdmesh.engine.grammars.guide import Guide
+from pdmesh.engine.grammars.vocabulary import load_vocabulary
+from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, num_drawn_before
+
+_THREADS: Final = 2  # that compile
+
+
+def compile_with_drawn() -> None:
+    """From now on, in this process. Idempotent."""
+    from vllm.v1.structured_output import StructuredOutputManager as Manager
+
+    if getattr(Manager.grammar_init, "knows_drawn", False):
+        return
+    fill = Manager.grammar_bitmask
+    beginning = threading.Lock()
+
+    def grammar_init(manager: Any, request: Any) -> None:
+        if request.structured_output_request is None:
+            return
+        with beginning:
+            if manager.backend is None:
+                _prepare(manager)
+        grammar = manager.executor.submit(drawing_of, manager.backend, request)
+        request.structured_output_request.grammar = grammar
+
+    @functools.wraps(fill)
+    def grammar_bitmask(manager: Any, requests: Any, constrained: list[str], drafts: Any) -> Any:
+        for request_id in constrained:
+            request = requests[request_id]
+            grammar = request.structured_output_request.grammar
+            if grammar.awaits_first_token:
+                grammar.awaits_first_token = False
+                grammar.accept_tokens(request_id, request.prompt_token_ids[-1:])
+        return fill(manager, requests, constrained, drafts)
+
+    grammar_init.knows_drawn = True  # type: ignore[attr-defined]
+    Manager.grammar_init = grammar_init
+    Manager.grammar_bitmask = grammar_bitmask
+
+
+def _prepare(manager: Any) -> None:
+    """`manager`: vLLM's, which has neither threads nor a backend without a tokenizer."""
+    if not hasattr(manager, "executor"):
+        manager.executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+    config = manager.vllm_config.model_config
+    manager.backend = Grammars(Path(config.model), config.get_vocab_size())
+
+
+class Grammars:
+    """What vLLM calls a backend of structured output."""
+
+    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+        self._compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
+
+    def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing:
+        """Raises GrammarRefused. Called on a thread, beside the steps."""
+        import xgrammar  # noqa: F401 - 2 s, which the step that masks first would wait for
+
+        return Drawing(Guide.after(constraint, self._compiler, drawn))
+
+    def allocate_token_bitmask(self, num_rows: int) -> Any:
+        """Not by llguidance.torch: to import it takes 3 s and 120 MB."""
+        import torch
+
+        num_words = -(-self._compiler.vocabulary.vocab_size // 32)
+        is_pinned = torch.cuda.is_available()
+        return torch.full((num_rows, num_words), -1, dtype=torch.int32, pin_memory=is_pinned)
+
+    def destroy(self) -> None:
+        """Nothing outlives it."""
+
+
+class Drawing:
+    """What vLLM calls a grammar: a guide, in vLLM's words."""
+
+    def __init__(self, guide: Guide) -> None:
+        self.awaits_first_token = False
+        self._guide = guide
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """False fails the request: its text would not be what was asked for."""
+        return self._guide.accept(tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens[: self._guide.num_valid(tokens)]
+
+    def rollback(self, num_tokens: int) -> None:
+        self._guide.give_back(num_tokens)
+
+    def fill_bitmask(self, bitmask: Any, index: int) -> None:
+        row = bitmask[index]
+        if self._guide.is_free:
+            row.fill_(-1)
+        else:
+            num_bytes = row.numel() * row.element_size()
+            self._guide.matcher.unsafe_compute_mask_ptr(row.data_ptr(), num_bytes)
+
+    def is_terminated(self) -> bool:
+        """Never in vLLM's sense: drafts after the end of a text are not proposed."""
+        return False
+
+    def reset(self) -> None:
+        raise NotImplementedError("vLLM never does")
+
+
+def drawing_of(backend: Grammars, request: Any) -> Drawing:
+    """`request`: vLLM's. A first token that it waits for is not in its prompt yet."""
+    params = request.sampling_params
+    num_drawn = num_drawn_before(params)
+    drawn = request.prompt_token_ids[-num_drawn:] if num_drawn else []
+    is_early = bool((request.kv_transfer_params or {}).get("is_early"))
+    begins_after = (params.extra_args or {}).get(BEGINS_AFTER, ())
+    constraint = Constraint(params.structured_outputs.grammar, tuple(begins_after))
+    drawing = backend.drawing(constraint, drawn[:-1] if is_early else drawn)
+    drawing.awaits_first_token = is_early
+    return drawing

@@ -1,0 +1,155 @@
+"""What a client asks of the form of an answer, and the constraint that engines get for it.
+
+`response_format` is OpenAI's, `structured_outputs` vLLM's. A form that no engine could keep to is
+refused here, before the request takes a slot anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.services.gateway.request.spec import ServedModel
+from pdmesh.v1 import inference_service_pb2 as pb
+
+# Any: a JSON schema, which the compiler of grammars reads.
+_Schema = dict[str, Any]
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """An answer keeps to the schema, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: _Schema | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    triggers: list[str] | None = None
+    structures: list[_Schema] | None = None
+    format: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """At most one kind. `structural_tag` is JSON in a string."""
+
+    json: _Schema | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def asked_over_http(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> AskedGrammar | None:
+    """Raises InvalidRequest with the field."""
+    by_openai = _of_response_format(response_format) if response_format is not None else None
+    by_vllm = _of_structured_outputs(structured_outputs) if structured_outputs is not None else None
+    if by_openai is not None and by_vllm is not None:
+        message = "structured_outputs beside response_format: only one of both"
+        raise InvalidRequest(message, field="structured_outputs")
+    return by_openai or by_vllm
+
+
+def asked_over_grpc(asked: pb.StructuredOutput) -> AskedGrammar:
+    """Raises InvalidRequest with the field."""
+    kind = asked.WhichOneof("kind")
+    field = f"structured_output.{kind}"
+    has_any_whitespace = not asked.disable_any_whitespace
+    match kind:
+        case None:
+            raise InvalidRequest("structured_output has no kind", field="structured_output")
+        case "json_object":
+            if not asked.json_object:
+                raise InvalidRequest(f"{field} is true, or not given", field=field)
+            return AskedGrammar(GrammarKind.JSON_OBJECT, "", field, has_any_whitespace)
+        case "json_schema":
+            return AskedGrammar(GrammarKind.JSON, asked.json_schema, field, has_any_whitespace)
+        case "choice":
+            text = _json(list(asked.choice.choices), field)
+            return AskedGrammar(GrammarKind.CHOICE, text, field)
+        case _:
+            return AskedGrammar(GrammarKind(kind), getattr(asked, kind), field)
+
+
+async def constraint_of(
+    asked: AskedGrammar | None, model: ServedModel, frontend: Frontend
+) -> Constraint | None:
+    """Raises InvalidRequest with the field, or Overloaded."""
+    if asked is None:
+        return None
+    if "\0" in asked.text:
+        raise InvalidRequest(f"{asked.field} holds U+0000", field=asked.field)
+    if not frontend.shared.fleet.supports_constraints(model.name):
+        message = f"{asked.field} is not supported by this model's engine"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=asked.field)
+    grammar = await frontend.shared.grammars.grammar(asked, model.tokenizer)
+    return Constraint(grammar)
+
+
+def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return AskedGrammar(GrammarKind.JSON_OBJECT)
+        case "json_schema":
+            field = "response_format.json_schema"
+            if asked.json_schema is None or asked.json_schema.schema is None:
+                field = field if asked.json_schema is None else f"{field}.schema"
+                raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+            field = f"{field}.schema"
+            return AskedGrammar(GrammarKind.JSON, _json(asked.json_schema.schema, field), field)
+        case "structural_tag":
+            if asked.format is not None:
+                message = "response_format.format is not supported; triggers and structures are"
+                raise InvalidRequest(
+                    message, reason="UNSUPPORTED_FIELD", field="response_format.format"
+                )
+            field = "response_format.structures"
+            tag = {"triggers": asked.triggers or [], "structures": asked.structures or []}
+            return AskedGrammar(GrammarKind.STRUCTURAL_TAG, _json(tag, field), field)
+
+
+def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar | None:
+    for name in ("disable_additional_properties", "whitespace_pattern"):
+        if getattr(asked, name):
+            field = f"structured_outputs.{name}"
+            message = f"{field} is not supported"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+    given = [name for name in _KINDS if getattr(asked, name) is not None]
+    if not given:
+        return None
+    field = f"structured_outputs.{given[-1]}"
+    if len(given) > 1:
+        raise InvalidRequest(f"{field}: only one kind at a time", field=field)
+    if asked.json_object is False:
+        raise InvalidRequest(f"{field} is true, or not given", field=field)
+    value = getattr(asked, given[0])
+    text = value if isinstance(value, str) else "" if value is True else _json(value, field)
+    has_any_whitespace = not asked.disable_any_whitespace
+    return AskedGrammar(GrammarKind(given[0]), text, field, has_any_whitespace)
+
+
+def _json(value: object, field: str) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        message = f"{field} is nested too deeply"
+        raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=field) from None

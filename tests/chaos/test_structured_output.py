@@ -1,0 +1,122 @@
+"""Answers keep to their schemas while prefills and decodes are killed under them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.engine.base import FinishReason, Sampling
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.launcher.mesh import Mesh
+from tests.support.sim_reference import sim_reference
+from tests.support.sites import fleet
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+
+NUM_REQUESTS, NUM_AT_ONCE, MAX_TOKENS = 500, 25, 500
+
+
+def obj(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    fixed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **fixed, **more}
+
+
+TEXT, INTEGER = {"type": "string", "maxLength": 40}, {"type": "integer"}
+TREE = {"$ref": "#/$defs/node"}
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    obj({"name": TEXT, "age": {"type": "integer", "minimum": 0, "maximum": 120}}),
+    obj({"colour": {"enum": ["red", "green", "blue"]}, "is_light": {"type": "boolean"}}),
+    obj({"tags": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 4}}),
+    obj({"at": obj({"x": {"type": "number"}, "y": {"type": "number"}}), "label": TEXT}),
+    obj({"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}}),
+    obj({"value": {"anyOf": [{"type": "null"}, INTEGER, TEXT]}}),
+    obj({"when": {"type": "string", "format": "date"}, "kind": {"const": "event"}}),
+    obj({"rows": {"type": "array", "items": obj({"n": INTEGER}), "maxItems": 3}}),
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 6},
+    obj({"root": TREE}) | {"$defs": {"node": obj({"v": {"type": "boolean"}})
+        | {"properties": {"v": {"type": "boolean"}, "left": TREE}, "required": ["v"]}}},
+)  # fmt: skip
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits()) as running:
+        yield running
+
+
+async def kill_at_random(mesh: Mesh, rng: random.Random, killed: list[str]) -> None:
+    """Another one when the last is back, for as long as there are requests."""
+    while True:
+        killed.append(rng.choice(fleet.INSTANCES))
+        await kill(mesh, killed[-1])
+
+
+async def kill(mesh: Mesh, name: str) -> None:
+    pid = mesh.pid(name)
+    mesh.kill(name)
+    await until(lambda: mesh.supervisor.pid(name) not in (None, pid), within_s=60)
+    await mesh.wait_ready([name], 180)
+
+
+async def ask(
+    client: httpx.AsyncClient, mesh: Mesh, number: int, turn: asyncio.Semaphore
+) -> StreamOutcome:
+    rng = random.Random(number)
+    prompt = [rng.randrange(40, 120) for _ in range(rng.randrange(20, 200))]
+    schema = SCHEMAS[number % len(SCHEMAS)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with turn:
+        return await stream_completion(
+            client, mesh.http_url, prompt, MAX_TOKENS, response_format=form
+        )
+
+
+@pytest.mark.req("S37", "S43")
+@pytest.mark.fault("F1", "F7")
+@pytest.mark.timeout(900)
+async def test_every_answer_that_ends_is_valid_whoever_dies(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    """Its pieces are the text that one engine draws, and it is of its schema."""
+    reference = fleet.Reference.load(tmp_path / "model")
+    async with Mesh(fleet.two_by_two(), tmp_path / "mesh") as mesh:
+        killed: list[str] = []
+        killing = asyncio.create_task(kill_at_random(mesh, random.Random(3), killed))
+        turn = asyncio.Semaphore(NUM_AT_ONCE)
+        outcomes = await asyncio.gather(
+            *(ask(client, mesh, number, turn) for number in range(NUM_REQUESTS))
+        )
+        assert not killing.done(), "it ends by its own only if an instance does not come back"
+        killing.cancel()
+    assert len(killed) >= 5
+    assert {name.partition("-")[0] for name in killed} == {"prefill", "decode"}
+    num_valid = 0
+    for number, outcome in enumerate(outcomes):
+        assert outcome.fault_in_ending() == ""
+        if not outcome.is_complete:
+            continue  # two instances died of it
+        schema = SCHEMAS[number % len(SCHEMAS)]
+        assert (outcome.text, outcome.finish_reason) == expected(reference, outcome, schema)
+        if outcome.finish_reason == FinishReason.STOP.value:
+            jsonschema.validate(json.loads(outcome.text), schema)
+            num_valid += 1
+    assert num_valid > 0.95 * NUM_REQUESTS
+
+
+def expected(
+    reference: fleet.Reference, outcome: StreamOutcome, schema: dict[str, Any]
+) -> tuple[str, str]:
+    constraint = Constraint(grammar_of(AskedGrammar(GrammarKind.JSON, json.dumps(schema))))
+    sampling = Sampling(MAX_TOKENS, constraint=constraint)
+    tokens, reason = sim_reference(outcome.prompt, sampling, reference.params)
+    text = str(reference.tokenizer.decode(tokens, skip_special_tokens=True))
+    return text.rstrip("\ufffd"), reason.value

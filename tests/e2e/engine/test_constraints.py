@@ -1,0 +1,207 @@
+"""Answers keep to a schema, regular expression, choice or grammar across a hand-over and a death.
+
+The matcher at decode has taken the tokens that prefill drew, and after a death those of all legs
+before. Plain vLLM's answers are the measure: one request there, several in the mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import jsonschema
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from pdmesh.core.instance.speculation import Speculation
+from pdmesh.engine.base import Sampling
+from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
+from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
+from tests.e2e.engine.test_seeded_sampling import locally
+from tests.e2e.pair import Host, Pair, running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+NUM_PROMPTS = 20
+NUM_TOKENS = 24
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"type": "boolean"}},
+    "required": ["n", "b"],
+    "additionalProperties": False,
+}
+TAG = {
+    "triggers": ["<f"],
+    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
+}
+FEATURES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "json": ("json", json.dumps(SCHEMA)),
+        "json_object": ("json_object", ""),
+        "regex": ("regex", r"[a-z]{3,8}(, [a-z]{3,8}){1,3}\."),
+        "choice": ("choice", json.dumps(["perhaps not", "perhaps", "certainly so", "no"])),
+        "grammar": ("grammar", 'root ::= ("the " noun " ")+ "end"\nnoun ::= "cat" | "dog" | "cow"'),
+        "structural_tag": ("structural_tag", json.dumps(TAG)),
+    }
+)
+
+
+def of_feature(name: str) -> list[Case]:
+    rng = random.Random(name)
+    return [
+        Case(
+            tuple(rng.choices(VOCABULARY, k=rng.choice((3, 30, 64, 90)))),
+            NUM_TOKENS,
+            0.0 if index % 5 == 4 else 1.3,
+            2000 + index,
+            stop_token_ids=(EOS,),
+            form=FEATURES[name],
+        )
+        for index in range(NUM_PROMPTS)
+    ]
+
+
+CASES = [case for name in FEATURES for case in of_feature(name)]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    folder = tmp_path_factory.mktemp("constrained")
+    with plain_vllm(
+        model_dir,
+        CASES,
+        folder,
+        skip_tokenizer_init=False,
+        structured_outputs_config={"backend": "guidance"},
+    ) as plain:
+        return plain.tokens()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def fusion(model_dir: Path) -> AsyncIterator[Host]:
+    config = replace(prefill_config(model_dir), instance_id="fusion-0", staging_bytes=0)
+    async with running(config) as host:
+        yield host
+
+
+def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> dict[str, list[int]]:
+    """Which answers differ, by feature."""
+    wrong: dict[str, list[int]] = {}
+    names = list(FEATURES)
+    for index in differences(expected, got):
+        wrong.setdefault(names[index // NUM_PROMPTS], []).append(index % NUM_PROMPTS)
+    return wrong
+
+
+def test_each_answer_that_ends_is_of_its_form(expected: list[list[int]], model_dir: Path) -> None:
+    """Else equality would show nothing."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    num_ended = dict.fromkeys(FEATURES, 0)
+    for case, tokens in zip(CASES, expected, strict=True):
+        name = next(name for name, form in FEATURES.items() if form == case.form)
+        if tokens[-1] != EOS:
+            continue
+        num_ended[name] += 1
+        text = tokenizer.decode(tokens)
+        if name == "json":
+            jsonschema.validate(json.loads(text), SCHEMA)
+        elif name == "json_object":
+            assert isinstance(json.loads(text), dict)
+        elif name == "choice":
+            assert text in json.loads(FEATURES[name][1])
+    assert num_ended["choice"] == NUM_PROMPTS
+    assert min(num_ended[name] for name in ("json", "regex", "grammar")) > 0
+
+
+@pytest.mark.req("S1", "S49")
+async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[list[int]]) -> None:
+    got = await generate_all(pair.generate, CASES, num_concurrent=6)
+    assert wrong_features(expected, got) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S48")
+async def test_so_it_does_when_kv_is_handed_over_per_layer(
+    pair: Pair, expected: list[list[int]]
+) -> None:
+    """Decode has its request before token 1 is drawn, which its matcher takes in the first step."""
+    got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
+    assert wrong_features(expected, got) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S72")
+async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
+    got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
+    assert wrong_features(expected, got) == {}
+
+
+def after_death(
+    expected: Sequence[list[int]], num_drawn: int
+) -> tuple[list[Case], list[list[int]], Callable[[Sampling], Sampling]]:
+    """As the gateway goes on: what was emitted is part of the prompt now.
+
+    A `num_drawn` below 0 counts from the end of each answer.
+    """
+    replayed, rest = [], []
+    for case, tokens in zip(CASES, expected, strict=True):
+        num = num_drawn if num_drawn >= 0 else len(tokens) + num_drawn
+        if not 0 < num < len(tokens):
+            continue
+        prompt = (*case.prompt, *tokens[:num])
+        replayed.append(replace(case, prompt=prompt, max_tokens=NUM_TOKENS - num))
+        rest.append(tokens[num:])
+    return replayed, rest, lambda s: replace(s, num_drawn=NUM_TOKENS - s.max_tokens)
+
+
+@pytest.mark.req("S37")
+@pytest.mark.parametrize("num_drawn", [pytest.param(5), *(
+    pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, -1)
+)])  # fmt: skip
+async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+    pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
+) -> None:
+    replayed, rest, goes_on = after_death(expected, num_drawn)
+    assert len(replayed) > len(CASES) // 2
+    got = await generate_all(lambda p, s: pair.generate(p, goes_on(s)), replayed, 6)
+    assert differences(rest, got) == []
+    got = await generate_all(lambda p, s: locally(fusion, p, goes_on(s)), replayed, 12)
+    assert differences(rest, got) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S118")
+async def test_a_decode_that_proposes_tokens_draws_the_same_where_nothing_is_drawn_by_chance(
+    pair: Pair, model_dir: Path, expected: list[list[int]]
+) -> None:
+    """Greedy ones: what is proposed must be allowed, and the matcher goes back over what is not."""
+    config = replace(
+        decode_config(model_dir),
+        instance_id="decode-s",
+        max_num_seqs=8,
+        speculation=Speculation(4, 0.6, 0.05),
+    )
+    greedy = [index for index, case in enumerate(CASES) if case.temperature == 0]
+    async with running(config) as decode:
+        run = Pair(pair.prefill, decode)
+        got = await generate_all(run.generate, [CASES[index] for index in greedy], 2)
+        assert differences([expected[index] for index in greedy], got) == []
+
+
+async def test_one_that_forgets_what_was_drawn_draws_something_else(
+    fusion: Host, expected: list[list[int]]
+) -> None:
+    """The negative control: a matcher that begins anew within the answer."""
+    replayed, rest, _ = after_death(expected, 5)
+    got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[:NUM_PROMPTS], 12)
+    assert len(differences(rest[:NUM_PROMPTS], got)) > NUM_PROMPTS // 2

@@ -1,0 +1,189 @@
+"""The form of an answer: each leg gets it, over HTTP and gRPC; what is no form takes no slot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.common_pb2 import ROLE_DECODE
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from tests.fakes.gateway_mesh import GatewayMesh
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TAG = {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}]}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def sent(mesh: GatewayMesh) -> list[str]:
+    """The grammar that each leg was told."""
+    instances = mesh.instances.values()
+    told = [leg.sampling for i in instances for leg in i.prefills]
+    told += [leg.sampling for i in instances for leg in i.starts]
+    return [sampling.constraint.grammar for sampling in told]
+
+
+@pytest.mark.fault("F7")
+async def test_each_leg_gets_it_through_a_death(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    for decode in (i for i in mesh.instances.values() if i.role == ROLE_DECODE):
+        decode.breaks_at = 4
+    answer = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "abc"}],
+        max_tokens=12,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    legs = sent(mesh)
+    assert len(legs) >= 4, "two of them came after a death"
+    assert len(set(legs)) == 1
+    assert json.loads(legs[0])["grammars"][0]["json_schema"]["required"] == ["n"]
+
+
+async def test_a_request_without_one_carries_none_and_starts_no_process(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=4, extra_body={"response_format": {"type": "text"}}
+    )
+    assert set(sent(mesh)) == {""}
+    assert mesh.gateway.frontend.shared.grammars._process is None
+
+
+@pytest.mark.parametrize(
+    ("http_body", "kind", "value"),
+    [
+        (json_schema(SCHEMA), "json_schema", json.dumps(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, "json_object", True),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "regex", "[0-9]+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", pb.Choices(choices=["a", "b"])),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "structural_tag",
+         json.dumps(TAG)),
+        ({"response_format": {"type": "structural_tag", **TAG}}, "structural_tag", json.dumps(TAG)),
+    ],
+)  # fmt: skip
+async def test_grpc_has_the_same_ones(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, http_body: Any, kind: str, value: Any
+) -> None:
+    await client.completions.create(model="tiny", prompt="abc", max_tokens=3, extra_body=http_body)
+    form = pb.StructuredOutput(**{kind: value})
+    params = pb.GenerationParams(max_tokens=3, structured_output=form)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+        stub = InferenceServiceStub(channel)
+        await stub.Generate(pb.GenerateRequest(model="tiny", text="abc", params=params))
+    legs = sent(mesh)
+    assert len(legs) == 4
+    assert "" not in legs
+    assert len({json.dumps(_sorted(leg)) for leg in legs}) == 1
+
+
+def _sorted(grammar: str) -> Any:
+    """Without the order of a schema's keys."""
+    try:
+        return json.dumps(json.loads(grammar), sort_keys=True)
+    except ValueError:
+        return "".join(sorted(grammar))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (json_schema({"$ref": "#"}), "response_format.json_schema.schema"),
+        (json_schema({"$ref": "http://localhost/x"}), "response_format.json_schema.schema"),
+        (json_schema({"type": "strin"}), "response_format.json_schema.schema"),
+        (json_schema({"not": {}}), "response_format.json_schema.schema"),
+        (json_schema({"type": "array", "items": {"type": "object"}, "maxItems": 10**9}),
+         "response_format.json_schema.schema"),
+        (json_schema({"enum": ["x" * MAX_GRAMMAR_BYTES]}), "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+         "response_format.format"),
+        ({"response_format": {"type": "structural_tag", "structures": [{"begin": "<f"}]}},
+         "response_format.structures"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a\0b"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "root ::= root"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"whitespace_pattern": " "}},
+         "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a"}, **json_schema(SCHEMA)}, "structured_outputs"),
+    ],
+)  # fmt: skip
+async def test_what_is_no_form_is_a_400_that_names_the_field_and_takes_no_slot(
+    mesh: GatewayMesh, body: dict[str, Any], field: str
+) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(
+            f"{mesh.url}/v1/completions", json={"model": "tiny", "prompt": "a", **body}
+        )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+    assert len(answer.content) < 1500
+    assert sent(mesh) == []
+
+
+async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """It would draw any text."""
+    old = next(iter(mesh.instances.values()))
+    old.supports_constraints = False
+    mesh.register(old.record())
+    with pytest.raises(openai.BadRequestError, match="not supported"):
+        await client.completions.create(
+            model="tiny", prompt="abc", extra_body={"structured_outputs": {"regex": "a"}}
+        )
+
+
+async def test_hostile_forms_hold_up_no_client_without_one(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """They wait for the compiler's process; the others do not."""
+    explodes = {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}
+    async with httpx.AsyncClient(timeout=120) as http:
+        hostile = [
+            asyncio.create_task(
+                http.post(
+                    f"{mesh.url}/v1/completions",
+                    json={
+                        "model": "tiny",
+                        "prompt": "a",
+                        **json_schema(explodes | {"title": str(n)}),
+                    },
+                )
+            )
+            for n in range(3)
+        ]
+        num_served = 0
+        while not hostile[0].done():
+            await client.completions.create(model="tiny", prompt="abc", max_tokens=2)
+            num_served += 1
+        assert num_served > 3
+        assert [answer.status_code for answer in await asyncio.gather(*hostile)] == [400] * 3

@@ -1,0 +1,74 @@
+"""A request's matcher has taken what other engines drew, and token 1 once that is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.compiler import GrammarRefused
+from pdmesh.engine.grammars.vocabulary import load_vocabulary
+from pdmesh.engine.sim.vocabulary import EOS_ID
+from pdmesh.engine.sim_tokenizer import write_sim_model
+from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of
+from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, NUM_DRAWN
+
+GRAMMAR = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["time water", "time", "over"])))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_sim_model(folder)
+    return folder
+
+
+def request(prompt: list[int], num_drawn: int = 0, **extra: Any) -> Any:
+    is_early = extra.pop("is_early", False)
+    params = SimpleNamespace(
+        structured_outputs=SimpleNamespace(grammar=GRAMMAR),
+        extra_args={NUM_DRAWN: num_drawn, **extra} if num_drawn or extra else None,
+    )
+    transfer = {"is_early": True} if is_early else None
+    return SimpleNamespace(
+        sampling_params=params, prompt_token_ids=prompt, kv_transfer_params=transfer
+    )
+
+
+def test_it_goes_on_after_the_drawn_tokens(model: Path) -> None:
+    backend, tokens = Grammars(model, 0), load_vocabulary(model, 0).tokenize_str("time water")
+    for num_drawn in range(len(tokens) + 1):
+        drawing = drawing_of(backend, request([9, 9, *tokens[:num_drawn]], num_drawn))
+        assert drawing.validate_tokens(tokens[num_drawn:]) == tokens[num_drawn:]
+        assert drawing.accept_tokens("r", [*tokens[num_drawn:], EOS_ID])
+        drawing.rollback(2)
+        assert drawing.accept_tokens("r", [tokens[-1]])
+        assert not drawing.accept_tokens("r", [tokens[0]])
+
+
+def test_what_cannot_have_been_drawn_fails_the_request(model: Path) -> None:
+    wrong = load_vocabulary(model, 0).tokenize_str("water")
+    with pytest.raises(GrammarRefused):
+        drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
+
+
+def test_token_1_that_is_not_there_yet_is_not_taken_from_the_prompt(model: Path) -> None:
+    tokens = load_vocabulary(model, 0).tokenize_str("over")
+    stand_in = 0
+    drawing = drawing_of(Grammars(model, 0), request([9, stand_in], 1, is_early=True))
+    assert drawing.awaits_first_token
+    assert drawing.accept_tokens("r", tokens)
+
+
+def test_the_constraint_may_begin_within_the_drawn_tokens(model: Path) -> None:
+    tokens = load_vocabulary(model, 0).tokenize_str("over")
+    backend, marker = Grammars(model, 0), [5, 6]
+    for drawn in ([], [7], [7, 5], [7, 5, 6], [7, 5, 6, *tokens]):
+        drawing = drawing_of(backend, request([9, *drawn], len(drawn), **{BEGINS_AFTER: marker}))
+        rest = [7, 5, 6, *tokens][len(drawn) :]
+        assert drawing.accept_tokens("r", rest)
+        assert not drawing.accept_tokens("r", [7])
