@@ -105,7 +105,7 @@ def test_the_form_of_the_text_and_the_tools_are_those_of_a_chat() -> None:
     found = chat_of(parse_responses(json.dumps(body).encode())).chat
     assert found.reasoning_effort == "low"
     asked: Any = msgspec.to_builtins(found.response_format)
-    assert asked["json_schema"]["name"] == "n"
+    assert (asked["type"], asked["json_schema"]["schema"]) == ("json_schema", {"type": "object"})
     assert msgspec.to_builtins(found.tool_choice) == {
         "type": "function", "function": {"name": "look"}
     }  # fmt: skip
