@@ -106,7 +106,8 @@ def _set_output(
         case "text" | "json_object":
             chat.response_format = ResponseFormat(kind)
         case "json_schema" if isinstance(schema, dict):
-            chat.response_format = ResponseFormat(kind, JsonSchemaFormat(schema=schema))
+            name = form.get("name") if isinstance(form.get("name"), str) else None
+            chat.response_format = ResponseFormat(kind, JsonSchemaFormat(name, schema=schema))
             names["response_format.json_schema.schema"] = "text.format.schema"
         case "json_schema":
             field = "text.format.schema"
