@@ -14,7 +14,7 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.body.chat_messages import messages_of
 from pdmesh.services.gateway.http.body.tools import tools_of
-from pdmesh.services.gateway.http.parser_request import parsing_of
+from pdmesh.services.gateway.http.parser_request import may_call, parsing_of
 from pdmesh.services.gateway.http.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -25,6 +25,7 @@ from pdmesh.services.gateway.http.schema import (
     is_echo_alone,
     prompts_of,
 )
+from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.request.answer_form import asked_over_http, constraint_of
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
 from pdmesh.services.gateway.request.frontend import Frontend
@@ -54,14 +55,11 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_shaping(frontend, model.name, sampling.shaping)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
-    constraint = sampling.constraint
-    constrained = tokens_to_bytes(prompt) if constraint is not None else b""
+    has_form = sampling.constraint is not None or may_call(request)
+    constrained = tokens_to_bytes(prompt) if has_form else b""
     parsing = await parsing_of(request, model, frontend.shared.parsers, constrained)
-    if constraint is not None and parsing is not None and parsing.begins_after:
-        constraint = replace(constraint, begins_after=parsing.begins_after)
-        sampling = replace(sampling, constraint=constraint)
-    if parsing is not None and parsing.shows_special:
-        sampling = replace(sampling, are_special_shown=True)
+    if parsing is not None:
+        sampling = await _parsed_sampling(sampling, parsing, request, model, frontend)
     is_hidden = parsing is not None and request.include_reasoning is False
     if is_hidden:  # what else is told of the tokens would show it
         sampling = replace(sampling, num_logprobs=None)
@@ -83,6 +81,29 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         parsing=parsing,
         tenant=tenant,
     )
+
+
+async def _parsed_sampling(
+    sampling: SamplingSpec,
+    parsing: Parsing,
+    request: ChatCompletionRequest,
+    model: ServedModel,
+    frontend: Frontend,
+) -> SamplingSpec:
+    """`sampling` with what parsers need of the answer. A call that has to be made has its own form.
+
+    Raises InvalidRequest.
+    """
+    constraint = sampling.constraint
+    if parsing.calls is not None:
+        if constraint is not None and request.tool_choice in (None, "auto"):
+            message = "response_format beside tools whose calls have a form is not supported"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="response_format")
+        constraint = await constraint_of(parsing.calls, model, frontend)
+    if constraint is not None and parsing.begins_after:
+        constraint = replace(constraint, begins_after=parsing.begins_after)
+    shows = sampling.are_special_shown or parsing.shows_special
+    return replace(sampling, constraint=constraint, are_special_shown=shows)
 
 
 async def completion_spec(

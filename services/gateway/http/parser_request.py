@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
+from pdmesh.core.sampling.call_grammar import NoGrammar, call_grammar
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
 from pdmesh.services.gateway.http.body.tools import NamedTool
@@ -31,7 +33,7 @@ async def parsing_of(
     `constrained_prompt`: the prompt's tokens, if the answers have a constraint.
     """
     found = parsers.model(model.tokenizer)
-    calls_tools = bool(request.tools) and request.tool_choice != "none"
+    calls_tools = may_call(request)
     if calls_tools and not found.names.tool:
         message = f"no tool parser is known for {model.name}: tools work with tool_choice none only"
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="tools")
@@ -49,12 +51,30 @@ async def parsing_of(
         if calls_tools:
             raise
         return None
-    if prepared.constraint:
-        field = _constraining_field(request)
-        raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
+    calls = asked_calls(prepared.constraint, request) if prepared.constraint else None
     is_named = isinstance(request.tool_choice, NamedTool)
     begins_after = tuple(prepared.begins_after)
-    return Parsing(parsers, found, body, prepared.are_special_shown, is_named, begins_after)
+    return Parsing(parsers, found, body, prepared.are_special_shown, is_named, begins_after, calls)
+
+
+def may_call(request: ChatCompletionRequest) -> bool:
+    """Whether the model may call a tool, or has to."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar:
+    """The form in which vLLM has the model write its calls. Raises InvalidRequest."""
+    field = _constraining_field(request)
+    found = msgspec.json.decode(constraint)
+    if (schema := found.get("json")) is not None:
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return AskedGrammar(GrammarKind.JSON, text, field)
+    try:
+        grammar = call_grammar(msgspec.json.decode(found["structural_tag"]))
+    except NoGrammar as exc:
+        message = f"{field} is not supported with this model's tool parser: {exc}"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field) from exc
+    return AskedGrammar(GrammarKind.LARK, grammar, field)
 
 
 def parser_request(request: ChatCompletionRequest) -> bytes:

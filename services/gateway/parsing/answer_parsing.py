@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.engine.grammars.asked import AskedGrammar
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.services.gateway.parsing.defaults import ParserNames, parser_names
 from pdmesh.services.gateway.parsing.frames import (
@@ -86,6 +87,7 @@ class Parsing:
     shows_special: bool = False
     is_named: bool = False
     begins_after: tuple[int, ...] = ()  # a constraint on the answers
+    calls: AskedGrammar | None = None  # the form that calls have to have
 
     def begin(
         self, prompts: Sequence[array[int]], rules: TextRules, *, is_whole: bool

@@ -23,6 +23,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     STRUCTURAL_TAG = "structural_tag"
+    LARK = "lark"  # of llguidance: written here, never by a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ def grammar_of(asked: AskedGrammar) -> str:
                 return grammar_from("choice", json.dumps(_choices(json.loads(asked.text))))
             case GrammarKind.STRUCTURAL_TAG:
                 return _tags(json.loads(asked.text))
+            case GrammarKind.LARK:
+                return asked.text
             case GrammarKind.REGEX:
                 return grammar_from("regex", asked.text)
             case GrammarKind.GRAMMAR:

@@ -115,6 +115,7 @@ async def all_streamed(client: openai.AsyncOpenAI, n: int = 1, **asked: Any) -> 
     return reads
 
 
+THINK_END = 258  # the tiny model's token
 WEATHER = ("weather", {"town": "Köln", "n": [1, 2]})
 
 
@@ -189,12 +190,54 @@ async def test_each_choice_has_its_own_calls(mesh: GatewayMesh, client: openai.A
     assert len(ids) == 6
 
 
-async def test_one_call_at_most_without_parallel_calls(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI
+def grammars(mesh: GatewayMesh) -> set[str]:
+    """What the legs since the last time were told of the answer's form."""
+    told = [leg.sampling.constraint for i in mesh.instances.values() for leg in i.prefills]
+    told += [leg.sampling.constraint for i in mesh.instances.values() for leg in i.starts]
+    found = {(constraint.grammar, tuple(constraint.begins_after)) for constraint in told}
+    for instance in mesh.instances.values():
+        instance.prefills.clear()
+        instance.starts.clear()
+    assert {marker for grammar, marker in found if grammar} <= {(THINK_END,)}
+    return {grammar for grammar, _ in found}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "reason"),
+    [
+        ({"tool_choice": "required"}, {"weather", "time"}, "tool_calls"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, {"weather"},
+            "stop"),
+        ({"parallel_tool_calls": False}, {"weather", "time"}, "tool_calls"),
+        ({"tools": [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]},
+            {"weather"}, "tool_calls"),
+    ],
+)  # fmt: skip
+async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
+    mesh: GatewayMesh,
+    client: openai.AsyncOpenAI,
+    asked: dict[str, Any],
+    expected: set[str],
+    reason: str,
+) -> None:
+    """Each leg gets the grammar of the calls, as vLLM wants them written, and where it begins."""
+    answers(mesh, f"<think>hm</think>{CALL}")
+    grammars(mesh)
+    read = await streamed(client, **asked)
+    assert (read.called, read.finish_reason) == ([WEATHER], reason)
+    (grammar,) = grammars(mesh)
+    assert {name for name in ("weather", "time") if f'\\"{name}\\"' in grammar} == expected
+    assert "<tool_call>" in grammar
+    await streamed(client)
+    assert grammars(mesh) == {""}, "a model that may write anything is not bound"
+
+
+async def test_a_form_of_the_answer_beside_a_form_of_its_calls_is_refused(
+    client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await streamed(client, parallel_tool_calls=False)
-    assert caught.value.param == "parallel_tool_calls"
+        await streamed(client, parallel_tool_calls=False, response_format={"type": "json_object"})
+    assert caught.value.param == "response_format"
 
 
 @pytest.mark.fault("F7")

@@ -1,0 +1,134 @@
+"""The form that an answer has to have for tool calls, from vLLM's terms to a grammar in Lark.
+
+vLLM says it as a structural tag of xgrammar: a tree of texts, JSON schemas and repetitions. Engines
+of the mesh take llguidance's grammars. Forms of XML are in neither's common language: they are
+refused, not loosened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+_MAX_DEPTH: Final = 16
+_TEXT: Final = "TAG_TEXT: /(.|\\n)*/"
+# Where arguments may be anything, they are an object all the same: no tool takes anything else.
+_OBJECT: Final = '{"type": "object"}'
+
+# Any: parsed JSON, of which each function below reads what it knows.
+_Node = Mapping[str, Any]
+
+
+class NoGrammar(ValueError):
+    """The form has a part that the grammars have no words for."""
+
+
+def call_grammar(tag: _Node) -> str:
+    """`tag`: a structural tag with a format. Raises NoGrammar."""
+    grammar = _Grammar()
+    node = tag.get("format")
+    if not isinstance(node, Mapping):
+        raise NoGrammar("a structural tag without a format")
+    if node.get("type") == "triggered_tags" and not node.get("at_least_one"):
+        start = grammar.free_text_with(node)
+    else:
+        start = grammar.expression(node, 0)
+    return "\n".join(["%llguidance {}", f"start: {start}", *grammar.rules, ""])
+
+
+class _Grammar:
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+
+    def expression(self, node: _Node, depth: int) -> str:
+        if depth > _MAX_DEPTH:
+            raise NoGrammar("nested too deeply")
+        write = _WRITERS.get(str(node.get("type")))
+        if write is None:
+            raise NoGrammar(f"no grammar for {node.get('type')}")
+        return write(self, node, depth + 1)
+
+    def free_text_with(self, node: _Node) -> str:
+        """Any text, in which a trigger begins one of the tags."""
+        self.rules.append(_TEXT)
+        alternatives = []
+        for trigger in node["triggers"]:
+            begun = [tag for tag in node["tags"] if tag["begin"].startswith(trigger)]
+            if not begun:
+                continue
+            name = self._rule(f"TAG_TEXT {_literal(trigger)}", "[lazy]")
+            rests = [
+                self.expression({**tag, "begin": tag["begin"][len(trigger) :]}, 1) for tag in begun
+            ]
+            alternatives.append(f"{name} {self._rule(' | '.join(rests))}")
+        tail = self._rule("TAG_TEXT")
+        if not alternatives:
+            return tail
+        tags = self._rule(" | ".join(alternatives))
+        return f"{tags} | {tail}" if node.get("stop_after_first") else f"{tags}* {tail}"
+
+    def constant(self, node: _Node, depth: int) -> str:
+        return _literal(node["value"])
+
+    def schema(self, node: _Node, depth: int) -> str:
+        if node.get("style", "json") != "json":
+            raise NoGrammar(f"no grammar for arguments in {node['style']}")
+        schema = node["json_schema"]
+        return "%json " + (json.dumps(schema) if isinstance(schema, dict) else _OBJECT)
+
+    def pattern(self, node: _Node, depth: int) -> str:
+        return self._rule(f"/{node['pattern'].replace('/', chr(92) + '/')}/")
+
+    def sequence(self, node: _Node, depth: int) -> str:
+        return " ".join(self.expression(each, depth) for each in node["elements"])
+
+    def either(self, node: _Node, depth: int) -> str:
+        return self._either(node["elements"], depth)
+
+    def tag(self, node: _Node, depth: int) -> str:
+        end = node["end"]
+        if not isinstance(end, str):
+            raise NoGrammar("a tag with several ends")
+        parts = (_literal(node["begin"]), self.expression(node["content"], depth), _literal(end))
+        return self._rule(" ".join(part for part in parts if part))
+
+    def tags(self, node: _Node, depth: int) -> str:
+        """One of the tags, again and again."""
+        one = self._either(node["tags"], depth)
+        separator = _literal(node.get("separator", ""))
+        more = one if node.get("stop_after_first") else self._rule(f"{one} ({separator} {one})*")
+        return more if node.get("at_least_one") else self._rule(f"{more} |")
+
+    def times(self, node: _Node, depth: int) -> str:
+        sign = {"star": "*", "plus": "+", "optional": "?"}[node["type"]]
+        return f"({self.expression(node['content'], depth)}){sign}"
+
+    def _either(self, nodes: Sequence[_Node], depth: int) -> str:
+        if not nodes:
+            raise NoGrammar("no tag to choose from")
+        return self._rule(" | ".join(self.expression(each, depth) for each in nodes))
+
+    def _rule(self, body: str, mark: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{mark}: {body}")
+        return name
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+_WRITERS: Final[Mapping[str, Callable[[_Grammar, _Node, int], str]]] = {
+    "const_string": _Grammar.constant,
+    "json_schema": _Grammar.schema,
+    "regex": _Grammar.pattern,
+    "sequence": _Grammar.sequence,
+    "or": _Grammar.either,
+    "tag": _Grammar.tag,
+    "tags_with_separator": _Grammar.tags,
+    "triggered_tags": _Grammar.tags,
+    "star": _Grammar.times,
+    "plus": _Grammar.times,
+    "optional": _Grammar.times,
+}

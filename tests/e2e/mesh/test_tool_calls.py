@@ -1,0 +1,104 @@
+"""Tool calls of the real model through the whole mesh, with the decode killed in the middle of one.
+
+The model knows no tools. It goes on as the conversation before it, which is one of Hermes calls.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+
+from pdmesh.launcher.mesh import Mesh
+from tests.e2e.mesh.test_equality import mesh_spec
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+TOOLS: Final[list[Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+]
+TOWNS: Final = ("Rome", "Paris", "Oslo", "Madrid")
+
+
+def conversation(town: str) -> list[Any]:
+    messages: list[Any] = []
+    for asked in (*TOWNS, town):
+        messages.append({"role": "user", "content": f"What is the weather in {asked}?"})
+        if asked != town:
+            arguments = json.dumps({"town": asked, "unit": "celsius"})
+            call = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+            messages.append({"role": "assistant", "content": call})
+    return messages
+
+
+@dataclass
+class Heard:
+    content: str = ""
+    name: str = ""
+    arguments: str = ""
+    num_ids: int = 0
+    finish_reason: str | None = None
+
+    def add(self, choice: Any) -> None:
+        self.content += choice.delta.content or ""
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        for call in choice.delta.tool_calls or ():
+            assert call.index == 0
+            self.num_ids += call.id is not None
+            self.name += call.function.name or ""
+            self.arguments += call.function.arguments or ""
+
+
+async def heard(client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "") -> Heard:
+    """`kill`: the process that dies once the first of the arguments were told."""
+    found = Heard()
+    stream = await client.chat.completions.create(
+        model="default", messages=conversation(town), tools=TOOLS, max_tokens=48, temperature=0,
+        stream=True,
+    )  # fmt: skip
+    async for chunk in stream:
+        for choice in chunk.choices:
+            found.add(choice)
+        if kill and found.arguments:
+            assert found.finish_reason is None
+            mesh.kill(kill)
+            kill = ""
+    assert not kill
+    return found
+
+
+@pytest.mark.fault("F7")
+async def test_a_call_goes_on_through_the_death_of_its_decode(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    spec = replace(mesh_spec(model_dir, 1, 0), tool_parser="hermes")
+    async with (
+        Mesh(spec, tmp_path) as mesh,
+        openai.AsyncOpenAI(
+            base_url=f"{mesh.http_url}/v1", api_key="none", timeout=300, max_retries=0
+        ) as client,
+    ):
+        unbroken = await heard(client, "Berlin", mesh)
+        assert (unbroken.num_ids, unbroken.name, unbroken.finish_reason) == (
+            1,
+            "weather",
+            "tool_calls",
+        )
+        assert json.loads(unbroken.arguments)["town"] == "Berlin"
+        whole = await client.chat.completions.create(
+            model="default", messages=conversation("Berlin"), tools=TOOLS, max_tokens=48,
+            temperature=0,
+        )  # fmt: skip
+        calls: Any = whole.choices[0].message.tool_calls
+        (call,) = calls
+        assert json.loads(call.function.arguments) == json.loads(unbroken.arguments)
+        assert await heard(client, "Berlin", mesh, kill="decode-0") == unbroken

@@ -1,0 +1,63 @@
+"""Parsers get the part of a chat that they read; a form that has no grammar names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdmesh.engine.grammars.asked import GrammarKind
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.parser_request import asked_calls, parser_request
+from pdmesh.services.gateway.http.schema import ChatCompletionRequest, parse_chat
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> ChatCompletionRequest:
+    given = [{"role": "user", "content": "secret " * 1000}, *messages]
+    return parse_chat(json.dumps({"model": "m", "messages": given, **fields}).encode())
+
+
+def tag(style: str) -> str:
+    content = {"type": "json_schema", "json_schema": {}, "style": style}
+    form = {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+    return json.dumps({"structural_tag": json.dumps({"format": form})})
+
+
+def test_of_the_messages_parsers_get_only_how_many_calls_they_hold() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": "secret", "tool_calls": [call, call]}
+    body = parser_request(chat(asked, tools=[TOOL]))
+    assert b"secret" not in body
+    read = json.loads(body)
+    assert [len(m.get("tool_calls", ())) for m in read["messages"]] == [0, 2]
+    assert (read["tool_choice"], read["include_reasoning"]) == ("auto", True)
+    assert json.loads(parser_request(chat()))["tool_choice"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [TOOL, {"function": {"name": "g", "strict": True}}]},
+            "tools[1].function.strict"),
+    ],
+)  # fmt: skip
+def test_a_form_without_a_grammar_names_the_field_that_asks_for_it(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked_calls(tag("qwen_xml"), chat(**fields))
+    assert (caught.value.field, caught.value.reason) == (field, "UNSUPPORTED_FIELD")
+    asked = asked_calls(tag("json"), chat(**fields))
+    assert (asked.kind, asked.field) == (GrammarKind.LARK, field)
+
+
+def test_a_schema_of_calls_stays_a_schema() -> None:
+    schema = {"type": "array", "minItems": 1}
+    asked = asked_calls(json.dumps({"json": schema}), chat(tools=[TOOL], tool_choice="required"))
+    assert (asked.kind, json.loads(asked.text)) == (GrammarKind.JSON, schema)
