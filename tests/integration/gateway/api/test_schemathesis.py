@@ -67,7 +67,9 @@ async def told(url: str, *options: str) -> tuple[int, str]:
     ("phases", "num_examples", "num_answered"),
     [
         ("fuzzing", 8, 5),
-        pytest.param("coverage,fuzzing", 200, 100, marks=pytest.mark.nightly),
+        pytest.param(
+            *("coverage,fuzzing", 60, 30), marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]
+        ),
     ],
 )
 async def test_no_request_of_the_document_gets_what_it_does_not_tell(
