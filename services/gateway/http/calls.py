@@ -203,11 +203,17 @@ async def chat_tokens(conversation: Conversation, model: ServedModel) -> array[i
     return await text_tokens(text, model, "messages")
 
 
+MAX_VARIABLES: Final = 256
+
+
 def template_variables(
     given: Mapping[str, object] | None, reasoning_effort: str | None = None
 ) -> dict[str, object]:
     """The template's variables that a client set. Raises InvalidRequest."""
     variables = dict(given or {})
+    if len(variables) > MAX_VARIABLES:
+        message = f"chat_template_kwargs sets at most {MAX_VARIABLES} variables"
+        raise InvalidRequest(message, field="chat_template_kwargs")
     for name in sorted(variables.keys() & RESERVED_VARIABLES):
         field = f"chat_template_kwargs.{name}"
         raise InvalidRequest(f"{field} cannot be set", reason="UNSUPPORTED_FIELD", field=field)

@@ -18,6 +18,7 @@ from pdmesh.services.gateway.http.schema import ChatCompletionRequest
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing, UnusableParsers
 from pdmesh.services.gateway.request.spec import ServedModel
 
+_MAX_WORD: Final = 64  # characters; no parser knows a longer name or value
 _USER: Final[dict[str, Any]] = {"role": "user", "content": ""}
 _CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
 
@@ -84,13 +85,26 @@ def parser_request(request: ChatCompletionRequest) -> bytes:
             "model": request.model,
             "messages": [_USER, *_calls_of(request.messages)],
             "tools": request.tools or None,
-            "tool_choice": request.tool_choice or ("auto" if request.tools else "none"),
+            "tool_choice": (request.tool_choice or "auto") if request.tools else "none",
             "parallel_tool_calls": request.parallel_tool_calls,
             "include_reasoning": request.include_reasoning is not False,
-            "chat_template_kwargs": request.chat_template_kwargs,
+            "chat_template_kwargs": _variables_of(request),
             "reasoning_effort": request.reasoning_effort,
         }
     )
+
+
+def _variables_of(request: ChatCompletionRequest) -> dict[str, bool | int | float | str | None]:
+    """Parsers look for switches and for words. Of a list or an object they get what a template's
+    `if` sees.
+    """
+    return {
+        name: value[:_MAX_WORD] if isinstance(value, str)
+        else value if value is None or isinstance(value, int | float)
+        else bool(value)
+        for name, value in (request.chat_template_kwargs or {}).items()
+        if len(name) <= _MAX_WORD
+    }  # fmt: skip
 
 
 def _calls_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:

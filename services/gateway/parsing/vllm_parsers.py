@@ -7,6 +7,7 @@ came: after a hand-over, a migration or a new parser process it is the same.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, Tex
 
 # Where vLLM's reasoning parsers keep the token that ends the reasoning.
 _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
+_MAX_REQUESTS: Final = 8  # the latest, of a few kilobytes each unless their tools are long
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
 
@@ -55,6 +57,7 @@ class ModelParsers:
             hf_overrides=None,
             architecture=None,
         )
+        self._requests: OrderedDict[bytes, tuple[Any, dict[str, Any]]] = OrderedDict()
         try:
             self._kind: Any = ParserManager.get_parser(
                 tool_parser_name=load.tool_parser or None,
@@ -122,7 +125,13 @@ class ModelParsers:
         return ChoiceParser(parser, request, text, prompt, is_whole=frame.is_whole)
 
     def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
-        """The request as vLLM's serving layer hands it to a parser."""
+        """The request as vLLM's serving layer hands it to a parser.
+
+        It is made once for all choices of a call.
+        """
+        if (known := self._requests.get(body)) is not None:
+            self._requests.move_to_end(body)
+            return known
         request = ChatCompletionRequest.model_validate_json(body)
         variables = request.build_chat_params(None, "auto").chat_template_kwargs
         parser = self._kind(
@@ -131,7 +140,10 @@ class ModelParsers:
             chat_template_kwargs=variables,
             model_config=self._config,
         )
-        return parser.adjust_request(request), variables
+        known = self._requests[body] = parser.adjust_request(request), variables
+        if len(self._requests) > _MAX_REQUESTS:
+            self._requests.popitem(last=False)
+        return known
 
 
 class ChoiceParser:

@@ -228,9 +228,10 @@ class ResponsesPaths:
         tenant = await self._intake.known(exchange)
         kept = await load_kept(self._store, tenant.name, exchange.path_parameters["response"])
         items = kept.input[::-1]  # the newest first, as OpenAI's default
-        ids = [msgspec.json.decode(items[at], type=InputItem).id for at in (0, -1)]
+        ends = [msgspec.json.decode(item, type=InputItem).id for item in (items[:1] + items[-1:])]
+        first_id, last_id = ends or (None, None)
         body = {
             "object": "list", "data": items,
-            "first_id": ids[0], "last_id": ids[1], "has_more": False,
+            "first_id": first_id, "last_id": last_id, "has_more": False,
         }  # fmt: skip
         await exchange.json(msgspec.json.encode(body))

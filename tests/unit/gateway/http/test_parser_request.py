@@ -9,6 +9,7 @@ import pytest
 
 from pdmesh.engine.grammars.asked import GrammarKind
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.http.calls import MAX_VARIABLES, template_variables
 from pdmesh.services.gateway.http.parser_request import asked_calls, parser_request
 from pdmesh.services.gateway.http.schema import ChatCompletionRequest, parse_chat
 
@@ -35,6 +36,22 @@ def test_of_the_messages_parsers_get_only_how_many_calls_they_hold() -> None:
     assert [len(m.get("tool_calls", ())) for m in read["messages"]] == [0, 2]
     assert (read["tool_choice"], read["include_reasoning"]) == ("auto", True)
     assert json.loads(parser_request(chat()))["tool_choice"] == "none"
+
+
+def test_parsers_get_switches_and_words_however_long_the_variables_are() -> None:
+    given = {"enable_thinking": [], "deep": {"a": 1}, "on": True, "mode": "x" * 9000, "n" * 90: 1}
+    read = json.loads(parser_request(chat(chat_template_kwargs=given)))["chat_template_kwargs"]
+    assert read == {"enable_thinking": False, "deep": True, "on": True, "mode": "x" * 64}
+
+
+def test_a_choice_of_tools_means_nothing_without_tools() -> None:
+    assert json.loads(parser_request(chat(tool_choice="auto")))["tool_choice"] == "none"
+
+
+def test_the_number_of_template_variables_is_bounded() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        template_variables({f"k{n}": n for n in range(MAX_VARIABLES + 1)})
+    assert caught.value.field == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(
