@@ -28,6 +28,7 @@ from tests.e2e.pair import Host, Pair, running
 from tests.fakes.lora_adapters import write_adapter
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
@@ -141,7 +142,6 @@ async def test_a_pair_draws_what_one_engine_draws(adapted: Pair, wanted: Wanted)
     assert list(adapted.prefill.adapters) == list(adapted.decode.adapters) == loaded
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S48")
 async def test_so_it_does_when_kv_is_handed_over_per_layer(adapted: Pair, wanted: Wanted) -> None:
     def per_layer(
@@ -153,14 +153,12 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(adapted: Pair, wanted
     assert differences(wanted.tokens, got) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S72")
 async def test_so_does_fusion(fusion: Host, wanted: Wanted) -> None:
     got = await answers(wanted, wanted.cases, alone(fusion), 12)
     assert differences(wanted.tokens, got) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, NUM_TOKENS - 2])
 async def test_an_answer_goes_on_with_its_adapter_after_a_death_at_any_token(
@@ -214,7 +212,6 @@ async def failure_of(pair: Pair, prompt: Sequence[int], *, is_per_layer: bool) -
     return output.reason
 
 
-@pytest.mark.nightly
 async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     adapted: Pair, model_dir: Path, wanted: Wanted, tmp_path: Path
 ) -> None:
@@ -241,7 +238,6 @@ async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     assert await good_pair.generate(prompt, wanted.cases[0].sampling()) == wanted.tokens[0]
 
 
-@pytest.mark.nightly
 async def test_a_removed_adapter_leaves_its_slot(adapted: Pair, wanted: Wanted) -> None:
     one, two = wanted.adapters["one"], wanted.adapters["two"]
     for adapter in (one, two):

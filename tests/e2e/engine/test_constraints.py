@@ -26,6 +26,7 @@ from tests.e2e.engine.test_seeded_sampling import locally
 from tests.e2e.pair import Host, Pair, running
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
@@ -129,7 +130,6 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
     assert wrong_features(expected, got) == {}
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S48")
 async def test_so_it_does_when_kv_is_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
@@ -139,7 +139,6 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(
     assert wrong_features(expected, got) == {}
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S72")
 async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
@@ -165,9 +164,7 @@ def after_death(
 
 
 @pytest.mark.req("S37")
-@pytest.mark.parametrize("num_drawn", [pytest.param(5), *(
-    pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, -1)
-)])  # fmt: skip
+@pytest.mark.parametrize("num_drawn", [1, 2, 5, -1])
 async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
@@ -179,7 +176,6 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S118")
 async def test_a_decode_that_proposes_tokens_draws_the_same_where_nothing_is_drawn_by_chance(
     pair: Pair, model_dir: Path, expected: list[list[int]]
