@@ -9,20 +9,24 @@ import random
 import shutil
 from pathlib import Path
 
-import mistral_common
 import pytest
-from mistral_common.protocol.instruct.messages import (
-    AssistantMessage,
-    SystemMessage,
-    UserMessage,
-)
-from mistral_common.protocol.instruct.request import ChatCompletionRequest
-from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
-from transformers import AutoTokenizer
 
 from pdmesh.instance.incarnation.model_text import LoadedText, text_of
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
+
+# They come with vLLM.
+mistral_common = pytest.importorskip("mistral_common")
+pytest.importorskip("transformers")
+
+from mistral_common.protocol.instruct.messages import (  # noqa: E402
+    AssistantMessage,
+    SystemMessage,
+    UserMessage,
+)
+from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: E402
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 DATA = Path(mistral_common.__file__).parent / "data"
 TEXTS = (

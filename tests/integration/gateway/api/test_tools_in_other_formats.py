@@ -10,6 +10,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+pytest.importorskip("vllm")  # the module of tool calls asks for it, too
+
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.integration.gateway.api.test_tool_calls import (
@@ -20,7 +22,6 @@ from tests.integration.gateway.api.test_tool_calls import (
     answers,
 )
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 THOUGHT, SAID = "let me see", "one moment"

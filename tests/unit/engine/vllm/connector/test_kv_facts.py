@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from pdmesh.core.kv.layout.compatibility import UNSCALED
 from pdmesh.engine.vllm.connector.kv_facts import (
     BESIDE,

@@ -17,6 +17,8 @@ from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of
 from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, NUM_DRAWN
 
+pytest.importorskip("xgrammar")  # comes with vLLM
+
 GRAMMAR = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["time water", "time", "over"])))
 
 
