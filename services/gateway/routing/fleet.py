@@ -277,8 +277,7 @@ class FleetView:
 
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model do."""
-        serving = (*self._prefills, *self._fusions, *self._decodes)
-        return all(r.supports_constraints for r in serving if r.model == model)
+        return all(r.supports_constraints for r in self._by_model.get(self.base_model(model), ()))
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves it or did so lately: then it is away, and not unknown."""

@@ -55,6 +55,9 @@ class GrammarChecks:
         if checked.refusal:
             message = f"{asked.field} cannot be compiled: {checked.refusal}"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
+        if len(checked.grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            message = f"{asked.field} makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes"
+            raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
         return checked.grammar
 
     async def close(self) -> None:

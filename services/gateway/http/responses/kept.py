@@ -38,7 +38,7 @@ _item: Final = msgspec.json.Decoder(InputItem)
 
 def items_of(kept: KeptResponse) -> list[InputItem]:
     """The conversation up to the end of the response."""
-    return [_item.decode(raw) for raw in (*kept.input, *kept.output)]
+    return [_bare(_item.decode(raw)) for raw in (*kept.input, *kept.output)]
 
 
 class _State(msgspec.Struct):
@@ -105,7 +105,27 @@ def _as_kept(item: InputItem) -> InputItem:
         part = "output_text" if item.role == "assistant" else "input_text"
         content = [ItemPart(type=part, text=content)]
     given = item.id or f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}"
-    return msgspec.structs.replace(item, type=kind, id=given, content=content)
+    return _bare(msgspec.structs.replace(item, type=kind, id=given, content=content))
+
+
+def _bare(item: InputItem) -> InputItem:
+    """Without what no later response reads, such as annotations and logprobs.
+
+    These could be long in each response of a chain, and no bound of a request sees them all.
+    """
+    bare = {
+        name: list(map(_bare_part, parts))
+        for name in ("content", "summary", "output")
+        if isinstance(parts := getattr(item, name), list)
+    }
+    return msgspec.structs.replace(item, **bare)
+
+
+def _bare_part(part: ItemPart) -> ItemPart:
+    annotations: list[Json] | None = (
+        [] if part.type == "output_text" else None
+    )  # clients expect the field
+    return ItemPart(type=part.type, text=part.text, refusal=part.refusal, annotations=annotations)
 
 
 _PREFIXES: Final = {

@@ -169,6 +169,8 @@ class ResponsesPaths:
             return []
         tenant = permit.tenant.name
         kept = await load_kept(self._store, tenant, request.previous_response_id, PREVIOUS)
+        if is_being_made(kept):
+            raise InvalidRequest("the response is still being made", field=PREVIOUS)
         if len(kept.input) + len(kept.output) > MAX_MESSAGES:
             raise InvalidRequest("the conversation has too many items", field=PREVIOUS)
         return items_of(kept)

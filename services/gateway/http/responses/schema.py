@@ -15,6 +15,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.body.json_body import decoded
 from pdmesh.services.gateway.http.body.unknown_fields import Nested
 from pdmesh.services.gateway.http.schema import ReasoningEffort
+from pdmesh.services.gateway.request.answer_form import StructuredOutputs
 from pdmesh.services.gateway.request.bounds import in_range
 
 _MAX_METADATA: Final = 16
@@ -139,7 +140,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    structured_outputs: _Anything = None
+    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, _Anything] | None = None
     ignore_eos: bool = False
     cache_salt: str = ""
@@ -166,6 +167,7 @@ _NESTED: Final[Nested] = {
         "text": TextConfig,
         "reasoning": ReasoningConfig,
         "stream_options": ResponseStreamOptions,
+        "structured_outputs": StructuredOutputs,
     },
 }
 _decoder: Final = msgspec.json.Decoder(ResponsesRequest)

@@ -23,7 +23,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TIMEOUT_S: Final = 1.0
+TIMEOUT_S: Final = 1.0
 _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
 _MADE, _STOP = "made", "stop"  # marks of a response
@@ -153,12 +153,16 @@ class ResponseStore:
     async def _answering(self) -> AsyncIterator[None]:
         if time.monotonic() < self._away_until:
             raise Unavailable("the store of responses does not answer")
-        from redis.exceptions import RedisError  # a gateway that keeps nothing does without it
+        # A gateway that keeps nothing does without the library.
+        from redis.exceptions import RedisError, ResponseError
 
         self._connect()
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 yield
+        except ResponseError as exc:  # it answers, to one command: others may do
+            log.warning("responses.store_refused", reason=str(exc))
+            raise Unavailable("the store of responses refused this") from exc
         except (RedisError, OSError, TimeoutError) as exc:
             self._away_until = time.monotonic() + _AWAY_S
             log.warning("responses.store_away", reason=str(exc) or type(exc).__name__)
@@ -174,9 +178,9 @@ class ResponseStore:
         pool = BlockingConnectionPool.from_url(
             self._url,
             max_connections=_MAX_CONNECTIONS,
-            timeout=_TIMEOUT_S,
-            socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=_TIMEOUT_S,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
             client_name="pdmesh-gateway",
         )

@@ -8,8 +8,15 @@ from pathlib import Path
 import openai
 import pytest
 
+from pdmesh.services.gateway.http.responses import store
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.sites import servers
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no Redis that is away."""
+    monkeypatch.setattr(store, "TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

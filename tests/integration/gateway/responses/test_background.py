@@ -79,6 +79,9 @@ async def test_it_can_be_cancelled_at_any_gateway(
     )
     await until(lambda: mesh.num_legs > 0)
     assert (await elsewhere.responses.retrieve(begun.id)).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="still being made") as caught:
+        await client.responses.create(model="tiny", input="more", previous_response_id=begun.id)
+    assert caught.value.param == "previous_response_id"
     cancelled = await (elsewhere if is_elsewhere else client).responses.cancel(begun.id)
     assert cancelled.status == "cancelled"
     await until(lambda: mesh.num_legs == 0)

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from pdmesh.services.gateway.http.responses import store
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
@@ -117,6 +118,10 @@ async def test_a_conversation_goes_on_from_the_response_before(
     shown: list[Any] = [item async for item in items]
     assert [item.role for item in shown] == ["user", "assistant", "user", "assistant", "user"]
     assert [item.content[0].text for item in shown][::2] == ["three", "two", "one"]
+    empty = await client.responses.create(
+        model="tiny", input=[], instructions="be kind", max_output_tokens=2
+    )
+    assert [item async for item in await client.responses.input_items.list(empty.id)] == []
     await client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(first.id)
@@ -145,9 +150,14 @@ async def test_what_is_not_stored_cannot_be_found(
 @pytest.mark.fault("F15")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_redis_calls_are_answered_and_lookups_refused(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, valkey: servers.TestServer, stream: bool
+    mesh: GatewayMesh,
+    client: openai.AsyncOpenAI,
+    valkey: servers.TestServer,
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = await client.responses.create(model="tiny", input="x", max_output_tokens=3)
+    monkeypatch.setattr(store, "TIMEOUT_S", 0.2)
     valkey.pause()
     expected = expected_of(mesh, 3, ("user", "x"))
     answer: Any = await client.responses.create(

@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from pdmesh.errors import Unavailable
+from pdmesh.services.gateway.http.responses import store as store_module
 from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from tests.support.sites import servers
 
@@ -98,10 +99,11 @@ async def test_gateways_share_what_is_kept(make: Make) -> None:
 @pytest.mark.fault("F15")
 @pytest.mark.parametrize("loss", ["kill", "pause"])
 async def test_nothing_hangs_while_the_server_is_away(
-    make: Make, valkey: servers.TestServer, loss: str
+    make: Make, valkey: servers.TestServer, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make()
     await store.keep("a", "p", b"x")
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.2)
     valkey.kill() if loss == "kill" else valkey.pause()
     assert not await store.keep("a", "q", b"x")
     with pytest.raises(Unavailable) as caught:
@@ -110,6 +112,7 @@ async def test_nothing_hangs_while_the_server_is_away(
     with pytest.raises(Unavailable):
         await store.forget("a", "p")
     await valkey.start() if loss == "kill" else valkey.resume()
+    monkeypatch.setattr(store_module, "TIMEOUT_S", 60.0)
     deadline = time.monotonic() + 60
     while not await store.keep("a", "r", b"x"):
         assert time.monotonic() < deadline
@@ -122,3 +125,17 @@ async def test_one_that_keeps_nothing_connects_to_nothing() -> None:
     store = ResponseStore("redis://127.0.0.1:1", KeepBounds(1.0, 0, 65536))
     assert not store.keeps
     await store.close()
+
+
+async def test_a_server_that_refuses_one_tenants_command_is_not_away_for_others(
+    make: Make, valkey: servers.TestServer
+) -> None:
+    store = make()
+    assert await store.keep("a", "p", b"x")
+    redis = Redis.from_url(valkey.url)
+    for key in await redis.keys("*{a}:sizes"):
+        await redis.set(key, "of another type")
+    assert not await store.keep("a", "q", b"x")
+    assert await store.load("a", "p") == b"x"
+    assert await store.keep("b", "q", b"x")
+    await redis.aclose()

@@ -51,7 +51,7 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
         max_model_len=config.max_model_len,
         num_ranks=len(hellos),
         supports_logprobs=True,
-        supports_constraints=True,
+        supports_constraints=(config.model_dir / "tokenizer.json").exists(),  # grammars read it
         # vLLM cannot apply these to the tokens that it proposes.
         unsupported_shaping=("min_p", "logit_bias") if config.speculation.max_tokens else (),
         kv_addresses=endpoint.addresses,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdmesh.services.gateway.http.responses.kept import input_items
+from pdmesh.services.gateway.http.responses.kept import KeptResponse, input_items, items_of
 from pdmesh.services.gateway.http.responses.schema import parse_responses
 from pdmesh.services.gateway.http.responses.translation import chat_of
 
@@ -87,6 +87,28 @@ def test_what_is_kept_of_an_input_is_the_same_conversation(asked: Any) -> None:
     kept = msgspec.json.decode(msgspec.json.encode(input_items(request.input)))
     assert all(item["id"] and item["type"] for item in kept)
     assert list(map(plain, chat(kept))) == list(map(plain, chat(asked)))
+
+
+def test_nothing_that_no_later_response_reads_is_carried_along_a_chain() -> None:
+    part = {"type": "output_text", "text": "y", "annotations": [{}] * 9000, "logprobs": [1] * 9000}
+    body = {"model": "m", "input": [USER, SAID | {"content": [part]}]}
+    items = input_items(parse_responses(json.dumps(body).encode()).input)
+    output = [{**SAID, "content": [part]}]
+    kept = KeptResponse(
+        msgspec.Raw(b"{}"),
+        [msgspec.Raw(msgspec.json.encode(item)) for item in items],
+        [msgspec.Raw(msgspec.json.encode(item)) for item in output],
+    )
+    for carried in (items, items_of(kept)):
+        assert len(msgspec.json.encode(carried)) < 1000
+        assert "y" in msgspec.json.encode(carried).decode()
+
+
+def test_a_form_of_vllms_own_is_that_of_a_chat() -> None:
+    body = {"model": "m", "input": "x", "structured_outputs": {"regex": "a+"}}
+    found = chat_of(parse_responses(json.dumps(body).encode())).chat
+    assert found.structured_outputs is not None
+    assert found.structured_outputs.regex == "a+"
 
 
 def test_several_parts_stay_several() -> None:
