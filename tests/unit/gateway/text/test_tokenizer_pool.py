@@ -58,7 +58,7 @@ class Library:
     async def never(self, request: Any, context: Any) -> Any:
         raise AssertionError("not asked here")
 
-    Session = GetStatus = GetKvSnapshot = never
+    Session = GetStatus = GetKvSnapshot = InspectAdapter = never
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
     ]
     assert "b_p/T_p 0.333/s, b_d/T_d 1/s" in told.reason
     assert [g.num_prefill for g in told.groups] == [2, 2]
-    with pytest.raises(CannotMove, match="has not looked"):
+    with pytest.raises(CannotMove, match="has not examined"):
         site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)  # with an epoch that it has not seen
 
 
