@@ -63,8 +63,8 @@ model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
 	@$(BIN)/python -m pdmesh.models.smollm2 $(MODEL)
 
 # --- prove it ---
-test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS goes to pytest
-	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose $(ARGS)
+test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS goes to pytest (-m nightly: the long ones)
+	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose -m "not nightly" $(ARGS)
 unit: $(DONE)/dev ## only the fast tests
 	@$(PYTEST) tests/unit tests/property $(ARGS)
 kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU

@@ -283,6 +283,10 @@ class FleetView:
         """Whether an instance serves it or did so lately: then it is away, and not unknown."""
         return self._catalogue.knows(model, scenario, self._clock())
 
+    def is_served_elsewhere(self, model: str, scenario: str) -> bool:
+        """Whether instances serve the model, but none does or lately did for this scenario."""
+        return bool(self._by_model.get(model)) and not self.has_served(model, scenario)
+
     def scenario_of(self, model: str) -> str:
         """Where a request for the model goes that names no scenario."""
         return self._catalogue.scenario_of(model, self._clock())

@@ -32,6 +32,7 @@ from pdmesh.errors import (
     ScenarioNotFound,
     StalePlan,
     Unavailable,
+    shortened,
 )
 from pdmesh.services.gateway.routing.fleet import FleetView, Wanted
 from pdmesh.services.gateway.routing.plan_stream import PlanStream
@@ -243,6 +244,12 @@ class Planner:
         prefills, decodes = self._fleet.least_loaded(
             ask.wanted, query.scenario, query.excluded_instance_ids, self._num_open
         )
+        if not (prefills or decodes) and self._fleet.is_served_elsewhere(
+            query.model, query.scenario
+        ):
+            model, scenario = shortened(query.model), shortened(query.scenario)
+            message = f"no instance serves {model} for the scenario {scenario}"
+            return PlanFailed(ask.plan, ScenarioNotFound(message, field="scenario"))
         return PlanReceived(ask.plan, prefills, decodes)
 
 

@@ -163,6 +163,17 @@ async def test_a_scenario_without_instances_is_named(tmp_path: Path) -> None:
         assert (away.status_code, away.json()["error"]["code"]) == (503, "no_instance")
 
 
+async def test_a_scenario_without_instances_is_named_without_a_master(tmp_path: Path) -> None:
+    """Found with schemathesis: a scenario at random was a 503, as if it were worth a retry."""
+    async with gateway_mesh(tmp_path) as mesh, httpx.AsyncClient() as client:
+        url = f"{mesh.url}/v1/completions"
+        unknown = await client.post(url, json={**BODY, "scenario": "nobodys"})
+        error = unknown.json()["error"]
+        assert (unknown.status_code, error["param"]) == (404, "scenario")
+        assert "nobodys" in error["message"]
+        assert (await client.post(url, json=BODY)).status_code == 200
+
+
 class ForeseeingMaster(FakeMaster):
     """Names a pair that the gateway does not know as ready yet."""
 

@@ -215,7 +215,7 @@ class UcxTransport:
 
     def close_soon(self, connection: UcxConnection) -> None:
         """Close the endpoint soon, not now: nothing may be closed within a callback of UCX."""
-        _settle(connection.greeted, "the peer refused")
+        _settle(connection.greeted, connection.close_reason)
         self._dying.append(connection)
         if self._ucx is not None:
             self._ucx.kick()
