@@ -1,1 +1,1 @@
-"""The gateway: clients' way into the mesh, over HTTP and gRPC."""
+"""The gateway: where clients call the mesh, over HTTP and gRPC."""

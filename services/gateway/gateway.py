@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 
 class Gateway:
-    """`not_ready` names what `/health/ready` waits for."""
+    """`not_ready` returns what `/health/ready` still waits for."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Gateway:
 
     @property
     def loops(self) -> Sequence[asyncio.Task[None]]:
-        """Tasks that never end while it runs: without one of them it cannot answer or be seen."""
+        """Tasks that run as long as the gateway. Without any one of them it cannot serve."""
         return self._tasks
 
     async def start(self) -> None:
@@ -122,7 +122,7 @@ class Gateway:
 
     async def _tell_health(self) -> None:
         while True:
-            self.fleet.staleness_s()  # ask often: the view's age counts from the last time
+            self.fleet.staleness_s()  # must be called often: the age is counted from the last call
             self.grpc.set_serving(not self._not_ready())
             await asyncio.sleep(_HEALTH_S)
 

@@ -1,9 +1,9 @@
-"""Decides when a gateway is ready: once a request of its own has gone through prefill, KV and
+"""Decides when a gateway is ready: once a request of its own has passed prefill, KV transfer and
 decode.
 
-Addresses in the registry say that instances are there. They do not say that this process reaches
-them, nor that KV gets across. The proof is given once and stands. Later faults are for the requests
-to handle, which go on elsewhere; and a busy mesh must not make its gateways unready.
+The registry shows that instances exist. It does not show that this process can reach them, or that
+KV can move between them. One such proof is enough: later faults do not make the gateway unready,
+because requests migrate, and because a busy mesh must not make its gateways unready.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ Path = tuple[InstanceRecord, InstanceRecord | None]  # the second is None if the
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0
-# If so many probes are refused, on paths that have not failed since, the mesh is full of other
-# requests: so it works. One broken path says nothing against the rest.
+# If this many probes are refused, on paths that have not failed since, the mesh is busy: it works.
 _MAX_REFUSALS: Final = 20
 
 
 class PathProof:
-    """`paths` gives the paths that a request may take now, the most different ones first."""
+    """`paths` returns the paths that a request may take now, the most different ones first."""
 
     def __init__(self, paths: Callable[[], Sequence[Path]], gateway_id: str) -> None:
         self._paths, self._gateway_id = paths, gateway_id
         self.is_given = False
 
     async def run(self) -> None:
-        """Probe until the proof is given."""
+        """Probe until one path is proved."""
         num_tries = 0
         refusals: Counter[tuple[str, str]] = Counter()  # of each path, since it last failed
         while not self.is_given:

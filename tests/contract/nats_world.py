@@ -1,6 +1,4 @@
-"""The real side of a contract: a NATS server of the test's own, which can be taken away and brought
-back.
-"""
+"""The real side of a contract test: a NATS server that the test can stop and start again."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from tests.support.sites import servers
 
 
 class NatsServerWorld:
-    """What a contract's world is made from. `async with` it; its connections end with it."""
+    """The base of a contract test's world: a context manager that closes its connections."""
 
     def __init__(self, directory: Path) -> None:
         self._server = servers.nats(directory)

@@ -1,4 +1,4 @@
-"""What every Assignments does: run against the fake and against real JetStream."""
+"""The contract of `Assignments`, checked on the fake and on real JetStream."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def assignment(epoch: int = 1, stage: int = STAGE_LOAD, **fields: object) -> Ass
     return Assignment(epoch=epoch, stage=stage, **(values | fields))  # type: ignore[arg-type]
 
 
-async def test_what_is_written_is_known_at_once_and_followed_by_the_instance(world: World) -> None:
+async def test_a_written_assignment_is_known_at_once_and_reaches_the_instance(world: World) -> None:
     book, instance = await (await world.party()).book(), await world.party()
     await book.write(assignment())
     assert book.known == {"blank-0": assignment()}
@@ -96,10 +96,8 @@ async def test_a_leader_of_an_earlier_epoch_is_refused(world: World) -> None:
     await new.close()
 
 
-async def test_a_decision_on_an_old_view_is_not_written(world: World) -> None:
-    """Two writers of one epoch cannot be, but a removed assignment bears none: the revision
-    tells.
-    """
+async def test_a_decision_from_a_stale_view_is_not_written(world: World) -> None:
+    """A removed assignment has no epoch to compare, so the revision of its key decides."""
     first = await (await world.party()).book()
     second = await (await world.party()).book()
     await first.write(assignment())
@@ -112,7 +110,7 @@ async def test_a_decision_on_an_old_view_is_not_written(world: World) -> None:
     await second.close()
 
 
-async def test_a_forgotten_assignment_is_gone_and_may_be_written_anew(world: World) -> None:
+async def test_a_forgotten_assignment_is_gone_and_can_be_written_again(world: World) -> None:
     book, other = await (await world.party()).book(), await (await world.party()).book()
     changes: list[int] = []
     other.on_change(lambda: changes.append(len(other.known)))
@@ -129,7 +127,7 @@ async def test_a_forgotten_assignment_is_gone_and_may_be_written_anew(world: Wor
 
 
 @pytest.mark.fault("F18")
-async def test_an_outage_leaves_the_book_as_it_was_and_it_says_so(world: World) -> None:
+async def test_an_outage_changes_no_assignment_and_the_book_reports_it(world: World) -> None:
     book, instance = await (await world.party()).book(), await world.party()
     told: list[Assignment] = []
     feed = instance.follow("blank-0", told.append)

@@ -1,4 +1,4 @@
-"""What every Bus does: run against the fake and against real NATS."""
+"""The contract of `Bus`, checked on the fake and on real NATS."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_events_arrive_in_order_with_their_headers(world: World) -> None:
     await receiver.close()
 
 
-async def test_a_pattern_gets_only_what_it_matches(world: World) -> None:
+async def test_a_subscription_gets_only_the_subjects_that_match_its_pattern(world: World) -> None:
     bus, one, everything = await world.bus(), Inbox(), Inbox()
     await bus.subscribe("mesh.v1.kv.blocks.*", one.take)
     await bus.subscribe("mesh.v1.>", everything.take)
@@ -86,7 +86,7 @@ async def test_a_pattern_gets_only_what_it_matches(world: World) -> None:
     await bus.close()
 
 
-async def test_a_failing_handler_gets_the_next_event_all_the_same(world: World) -> None:
+async def test_a_handler_that_fails_still_gets_the_next_event(world: World) -> None:
     bus, inbox = await world.bus(), Inbox()
 
     async def fail_once(message: Message) -> None:
@@ -102,7 +102,7 @@ async def test_a_failing_handler_gets_the_next_event_all_the_same(world: World) 
 
 
 @pytest.mark.parametrize("pattern", ["", "health events", "mesh..x"])
-async def test_what_is_no_subject_cannot_be_subscribed_to(world: World, pattern: str) -> None:
+async def test_an_invalid_subject_cannot_be_subscribed_to(world: World, pattern: str) -> None:
     bus = await world.bus()
     with pytest.raises(InvalidRequest) as refused:
         await bus.subscribe(pattern, Inbox().take)
@@ -122,10 +122,8 @@ async def test_nothing_arrives_after_unsubscribe(world: World) -> None:
 
 
 @pytest.mark.fault("F18")
-async def test_an_outage_loses_events_tells_the_gap_and_replays_nothing(world: World) -> None:
-    """What was published while the server was away must not appear when it is back, minutes
-    late.
-    """
+async def test_an_outage_loses_events_reports_the_gap_and_replays_nothing(world: World) -> None:
+    """Events published during the outage must not arrive minutes late when the server is back."""
     bus, inbox = await world.bus(), Inbox()
     await bus.subscribe("mesh.v1.health.instance.*", inbox.take, on_gap=inbox.gap)
     await bus.publish("mesh.v1.health.instance.p0", b"before")
@@ -143,7 +141,7 @@ async def test_an_outage_loses_events_tells_the_gap_and_replays_nothing(world: W
 
 
 async def _settled(sender: Bus, receiver: Bus) -> None:
-    """The server knows the receiver's earlier subscriptions: a later one of its already hears."""
+    """Wait until the server knows the receiver's subscriptions: a later one already gets events."""
     heard = asyncio.Event()
 
     async def hear(_: Message) -> None:

@@ -1,5 +1,6 @@
-"""Pulls in parts, of prompts whose layers are still to come, and fetches of blocks: over the memory
-transport and UCX alike.
+"""Pulls in parts, whose layers may not be computed yet, and fetches of blocks.
+
+Each test runs over the memory transport and over UCX.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def whole(layout: KvLayout) -> ArenaRange:
 
 
 class Ranges:
-    """An `on_range` that copies what it is handed."""
+    """An `on_range` that copies the bytes that it gets."""
 
     def __init__(self, size: int) -> None:
         self.copy = np.zeros(size, np.uint8)
@@ -83,10 +84,10 @@ def write_layer(pair: KvPair, layout: KvLayout, data: ByteArray, layer: int) -> 
 
 @pytest.mark.req("S48", "S49", "S51")
 @pytest.mark.parametrize("chunk_layers", [1, 2, 3])
-async def test_layers_arrive_while_later_ones_are_not_there_yet(
+async def test_layers_arrive_before_later_layers_are_computed(
     transport: MakeTransport, chunk_layers: int
 ) -> None:
-    """Decode asks before prefill has begun; the bytes are those of the whole model mode."""
+    """Decode asks before prefill begins, and gets the same bytes as with KV handed over whole."""
     async with kv_pair(transport) as pair:
         data = open_ticket(pair, LAYERS, chunk_layers * LAYER_BYTES)
         ranges = Ranges(data.size)
@@ -111,7 +112,7 @@ async def test_layers_arrive_while_later_ones_are_not_there_yet(
 
 @pytest.mark.req("S48")
 @pytest.mark.parametrize("first_block", [0, 3])
-async def test_both_triggers_and_every_cut_give_the_same_bytes(
+async def test_both_triggers_and_every_part_size_give_the_same_bytes(
     transport: MakeTransport, first_block: int
 ) -> None:
     blocks = pattern(LAYERS.total_bytes).reshape(8, 8, -1)[:, first_block:].reshape(-1)
@@ -142,7 +143,7 @@ async def test_both_triggers_and_every_cut_give_the_same_bytes(
 
 @pytest.mark.req("S49")
 @pytest.mark.parametrize("num_blocks", [2, 64])
-async def test_control_messages_follow_the_ranges_and_never_the_blocks(
+async def test_the_number_of_control_messages_depends_on_ranges_not_on_blocks(
     transport: MakeTransport, num_blocks: int
 ) -> None:
     layout = KvLayout(8, num_blocks, (1 << 20) // num_blocks, FINGERPRINT)  # 8 MiB either way
@@ -178,7 +179,7 @@ async def test_a_small_prompt_costs_three_messages_in_either_mode(transport: Mak
 
 
 @pytest.mark.req("S57")
-async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
+async def test_each_rank_pulls_its_own_heads_of_every_layer(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -198,7 +199,7 @@ async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
 
 
 async def another_rank(transport: MakeTransport) -> KvAgent:
-    """Of the pair's receiver."""
+    """A second rank of the pair's receiver."""
     agent = KvAgent(
         transport(),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT, group_id="g"),
@@ -209,7 +210,7 @@ async def another_rank(transport: MakeTransport) -> KvAgent:
     return agent
 
 
-async def test_a_pull_that_begins_in_any_moment_of_anothers_connecting_is_asked_for(
+async def test_a_pull_that_begins_while_another_connects_is_served(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -220,7 +221,7 @@ async def test_a_pull_that_begins_in_any_moment_of_anothers_connecting_is_asked_
             ticket = ticket_for(pair.address, SMALL, f"t{i}")
             pull = pair.receiver.pull(ticket, ArenaRange(i * size, size), deadline_s=30)
             pulls.append(asyncio.create_task(pull))
-            await asyncio.sleep(0)  # another turn of the loop
+            await asyncio.sleep(0)  # one more turn of the event loop
         await asyncio.wait_for(asyncio.gather(*pulls), 30)
 
 
@@ -228,7 +229,9 @@ async def test_a_pull_that_begins_in_any_moment_of_anothers_connecting_is_asked_
 
 
 @pytest.mark.fault("F27")
-async def test_an_open_ticket_released_fails_the_pull_that_waits(transport: MakeTransport) -> None:
+async def test_releasing_an_open_ticket_fails_the_pull_that_waits_for_it(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
         data = open_ticket(pair, LAYERS, LAYER_BYTES)
         ranges = Ranges(data.size)
@@ -250,7 +253,7 @@ async def test_an_open_ticket_released_fails_the_pull_that_waits(transport: Make
 
 @pytest.mark.fault("F24", "F27")
 @pytest.mark.parametrize("end", ["deadline", "cancel"])
-async def test_giving_up_on_a_late_prefill_leaves_the_connection_to_others(
+async def test_giving_up_on_a_late_prefill_keeps_the_connection_for_other_pulls(
     transport: MakeTransport, end: str
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -274,7 +277,7 @@ async def test_giving_up_on_a_late_prefill_leaves_the_connection_to_others(
 
 
 class LateParts(AgentHooks):
-    """A slow link: each part waits before it is announced, one not longer than the other."""
+    """A slow link: each part waits equally long before it is announced."""
 
     def __init__(self) -> None:
         self.num_late = 0
@@ -286,7 +289,7 @@ class LateParts(AgentHooks):
 
 @pytest.mark.fault("F24", "F27")
 @pytest.mark.parametrize("end", ["cancel", "release", "both", "fetch"])
-async def test_leaving_while_parts_are_late_costs_the_neighbour_nothing(
+async def test_a_pull_that_ends_while_parts_are_late_does_not_harm_another_pull(
     transport: MakeTransport, end: str
 ) -> None:
     """Two pulls from one source share a connection. No late part is announced after a refusal."""
@@ -317,7 +320,7 @@ async def test_leaving_while_parts_are_late_costs_the_neighbour_nothing(
         await until(lambda: pair.receiver.num_pulls == 1 or neighbour.done())
         for layer in range(LAYERS.num_layers):
             write_layer(pair, LAYERS, data, layer)
-        await neighbour  # its parts are as late, so the leaver's time has come before
+        await neighbour  # its parts are equally late, so all parts of the other pull are due by now
         assert (pair.landed(size) == data).all()
         assert pair.sender.stats().num_peers == 1
         is_fetch = end == "fetch"
@@ -327,17 +330,17 @@ async def test_leaving_while_parts_are_late_costs_the_neighbour_nothing(
 
 
 class DeafToTheFirst(AgentHooks):
-    """The answer to the first pull is lost: it is never drained."""
+    """The answer to the first pull is lost, so this pull is never drained."""
 
     def is_dropped(self, pull_id: int) -> bool:
         return pull_id == 1
 
 
 @pytest.mark.fault("F24", "F27")
-async def test_a_pull_that_is_never_drained_costs_the_neighbour_nothing(
+async def test_a_pull_that_is_never_drained_does_not_harm_another_pull(
     transport: MakeTransport,
 ) -> None:
-    """The neighbour completes on the old connection; the next pull opens another."""
+    """The other pull completes on the old connection, and the next pull opens a new one."""
     size = LAYERS.total_bytes
     first, third = ArenaRange(size, size), ArenaRange(2 * size, size)
     async with kv_pair(transport, hooks=DeafToTheFirst()) as pair:
@@ -356,7 +359,7 @@ async def test_a_pull_that_is_never_drained_costs_the_neighbour_nothing(
         )
         leaver.cancel()
         written = 0
-        while len(pair.receiver._pool):  # some seconds, in which something of the neighbour comes
+        while len(pair.receiver._pool):  # some seconds, in which parts of the other pull arrive
             assert written < LAYERS.num_layers
             before = ranges.end
             write_layer(pair, LAYERS, data, written)
@@ -374,7 +377,7 @@ async def test_a_pull_that_is_never_drained_costs_the_neighbour_nothing(
 
 
 class FlipInPart(AgentHooks):
-    """One bit of the n-th part is wrong."""
+    """Flips one bit of the n-th part."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -387,7 +390,7 @@ class FlipInPart(AgentHooks):
 
 @pytest.mark.fault("F34")
 @pytest.mark.parametrize("number", [1, 4, 8])
-async def test_a_bit_flipped_in_any_part_fails_the_pull_and_is_never_handed_on(
+async def test_a_flipped_bit_in_any_part_fails_the_pull_and_is_never_handed_on(
     transport: MakeTransport, number: int
 ) -> None:
     async with kv_pair(transport, hooks=FlipInPart(number)) as pair:
@@ -411,7 +414,7 @@ NAMES = [bytes([i]) * 16 for i in range(6)]
 
 
 class Pool:
-    """Holds the first `num_held` names; checksums are the pool's own if `has_checksums`."""
+    """Holds the blocks of the first `num_held` names, with their checksums if `has_checksums`."""
 
     def __init__(self, num_held: int, block_bytes: int, has_checksums: bool = True) -> None:
         self.blocks = {name: pattern(block_bytes, i) for i, name in enumerate(NAMES[:num_held])}
@@ -463,7 +466,7 @@ async def fetch(pair: KvPair, targets: Targets, names: Sequence[bytes] = NAMES) 
 @pytest.mark.req("S76", "S77")
 @pytest.mark.parametrize("block_bytes", [512, 3 << 20])
 @pytest.mark.parametrize("num_held", [0, 1, 4, 6])
-async def test_a_fetch_brings_what_the_pool_holds_of_the_beginning(
+async def test_a_fetch_brings_the_first_blocks_that_the_pool_holds(
     transport: MakeTransport, block_bytes: int, num_held: int
 ) -> None:
     pool, targets = Pool(num_held, block_bytes, has_checksums=num_held != 4), Targets(block_bytes)
@@ -474,16 +477,18 @@ async def test_a_fetch_brings_what_the_pool_holds_of_the_beginning(
             assert (targets.views[i] == pool.blocks[name]).all()
         await until(lambda: not pool.pinned)
         assert pair.sender.num_tickets == 0
-        assert pair.sender_events == [], "no ticket of an engine's"
+        assert pair.sender_events == [], "no ticket of an engine was closed"
         assert pair.receiver_events == []
         sent = pair.sender.stats().messages_sent["meta"]
         per_part = max(1, CHUNK_BYTES // block_bytes)
-        assert sent <= max(1, -(-num_held // per_part)), "one META a part"
+        assert sent <= max(1, -(-num_held // per_part)), "one META for each part"
 
 
 @pytest.mark.fault("F34")
-async def test_a_block_that_rotted_in_the_pool_fails_the_fetch(transport: MakeTransport) -> None:
-    """The checksum is that of the bytes that were stored, not of those that lie there now."""
+async def test_a_block_that_was_corrupted_in_the_pool_fails_the_fetch(
+    transport: MakeTransport,
+) -> None:
+    """The checksum covers the bytes as they were stored, not as they are now."""
     pool, targets = RottenPool(4, 512), Targets(512)
     async with kv_pair(transport, blocks=pool) as pair:
         with pytest.raises(KvTransferFailed) as caught:
@@ -501,7 +506,7 @@ class RottenPool(Pool):
         return pinned
 
 
-async def test_a_fetch_is_refused_where_no_pool_is_or_the_sender_is_another(
+async def test_a_fetch_is_refused_without_a_pool_or_with_another_model(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -517,8 +522,8 @@ async def test_a_fetch_is_refused_where_no_pool_is_or_the_sender_is_another(
 
 
 @pytest.mark.fault("F39")
-async def test_blocks_that_are_lent_to_one_peer_are_no_ticket_of_anothers() -> None:
-    """Each fetch is served under a ticket, whose name a stranger could count up to."""
+async def test_a_peer_cannot_pull_the_blocks_that_another_peer_fetches() -> None:
+    """Each fetch is served under a ticket, and another peer could guess its name by counting."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
     class Slow(AgentHooks):
@@ -568,7 +573,7 @@ async def test_a_cancelled_fetch_unpins_the_blocks_and_frees_its_targets_once(
         assert pair.sender.num_tickets == 0
 
 
-async def test_a_fetch_of_many_small_blocks_names_no_more_ranges_than_a_message_may(
+async def test_a_fetch_of_many_small_blocks_splits_its_ranges_over_several_messages(
     transport: MakeTransport,
 ) -> None:
     names = [i.to_bytes(16, "big") for i in range(1024)]

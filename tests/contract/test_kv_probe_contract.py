@@ -1,5 +1,6 @@
-"""Probes of a connection, and its end when the peer leaves: over the memory transport and UCX
-alike.
+"""Probes of a connection, and its end when the peer leaves.
+
+Each test runs over the memory transport and over UCX.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ def transport(request: pytest.FixtureRequest) -> MakeTransport:
     return make
 
 
-def test_a_probe_is_of_one_nonce_one_incarnation_and_one_format() -> None:
-    """Else a recording of an earlier answer, or another instance at the same address, would
-    pass.
-    """
+def test_the_bytes_of_a_probe_depend_on_nonce_incarnation_and_format() -> None:
+    """Otherwise a replayed answer, or another instance at the same address, would pass."""
     answers = [
         probe_bytes(bytes(16), 7, 1),
         probe_bytes(bytes(15) + b"\1", 7, 1),
@@ -50,19 +49,21 @@ def test_a_probe_is_of_one_nonce_one_incarnation_and_one_format() -> None:
 
 
 @pytest.mark.req("S16")
-async def test_a_probe_comes_back_over_the_lane_of_kv(transport: MakeTransport) -> None:
+async def test_a_probe_comes_back_on_the_path_that_kv_takes(transport: MakeTransport) -> None:
     async with kv_pair(transport) as pair:
         for _ in range(3):
             took_s = await pair.receiver.probe(pair.address, INCARNATION, deadline_s=30)
             assert took_s > 0
         assert pair.sender.stats().bytes_sent == 3 * PROBE_BYTES
         await until(lambda: pair.sender.num_tickets == 0)
-        assert not pair.sender_events, "no ticket of the engine's was touched"
+        assert not pair.sender_events, "no ticket of an engine was closed"
 
 
 @pytest.mark.req("S16")
 @pytest.mark.fault("F5")
-async def test_who_is_not_meant_refuses_a_probe(transport: MakeTransport) -> None:
+async def test_a_probe_meant_for_another_incarnation_or_model_is_refused(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
         with pytest.raises(KvTransferFailed) as failed:
             await pair.receiver.probe(pair.address, INCARNATION + 1, deadline_s=30)
@@ -80,7 +81,7 @@ class _FlipBit(AgentHooks):
 
 @pytest.mark.req("S16")
 @pytest.mark.fault("F34")
-async def test_a_probe_that_is_damaged_on_the_way_is_no_proof(transport: MakeTransport) -> None:
+async def test_a_probe_that_is_corrupted_on_the_way_fails(transport: MakeTransport) -> None:
     async with kv_pair(transport, hooks=_FlipBit()) as pair:
         with pytest.raises(KvTransferFailed) as failed:
             await pair.receiver.probe(pair.address, INCARNATION, deadline_s=30)
@@ -88,7 +89,9 @@ async def test_a_probe_that_is_damaged_on_the_way_is_no_proof(transport: MakeTra
 
 
 @pytest.mark.req("S16")
-async def test_a_peer_that_is_not_there_fails_its_probe_in_time(transport: MakeTransport) -> None:
+async def test_a_probe_of_an_absent_peer_fails_within_its_deadline(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
         await pair.sender.close()
         with pytest.raises(KvTransferFailed):
@@ -96,7 +99,7 @@ async def test_a_peer_that_is_not_there_fails_its_probe_in_time(transport: MakeT
 
 
 @pytest.mark.req("S26")
-async def test_a_connection_ends_with_its_peers_leave_but_not_under_a_pull(
+async def test_a_connection_ends_when_its_peer_leaves_but_not_during_a_pull(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:

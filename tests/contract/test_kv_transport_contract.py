@@ -1,4 +1,4 @@
-"""What the KV agent relies on, of the memory transport and of UCX alike."""
+"""What the KV agent relies on, checked on the memory transport and on UCX."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def loop_time() -> float:
 
 
 MakeTransport = Callable[[], KvTransport]
-SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # rides behind META
-LARGE = KvLayout(4, 8, 16_384, FINGERPRINT)  # 512 KiB: a payload of its own
+SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # goes inline in META
+LARGE = KvLayout(4, 8, 16_384, FINGERPRINT)  # 512 KiB: goes in a message of its own
 LAYOUTS = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
 
 
@@ -61,10 +61,10 @@ async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
 
 @LAYOUTS
 @pytest.mark.parametrize("first_block", [1, -1])
-async def test_a_suffix_of_the_blocks_comes_without_the_first_of_each_layer(
+async def test_a_pull_can_leave_out_the_first_blocks_of_each_layer(
     transport: MakeTransport, layout: KvLayout, first_block: int
 ) -> None:
-    first = first_block % (layout.num_blocks + 1)  # -1: none but the ack is needed
+    first = first_block % (layout.num_blocks + 1)  # -1: no block is needed, only the ack
     async with kv_pair(transport) as pair:
         data = pair.stage(layout)
         ticket = ticket_for(pair.address, layout)
@@ -117,7 +117,7 @@ async def refused(pair_: object, **changes: object) -> str:
         ({"ticket_id": "other"}, "KV_REFUSED_UNKNOWN_TICKET"),
     ],
 )
-async def test_a_ticket_of_another_time_is_refused(
+async def test_a_ticket_of_another_incarnation_attempt_or_name_is_refused(
     transport: MakeTransport, changes: dict[str, object], reason: str
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -128,10 +128,10 @@ async def test_a_ticket_of_another_time_is_refused(
 
 
 @pytest.mark.fault("F39")
-async def test_a_ticket_s_number_without_its_secret_is_refused_and_neither_is_told(
+async def test_a_ticket_number_without_its_secret_is_refused_and_no_error_shows_either(
     transport: MakeTransport,
 ) -> None:
-    """Errors go to logs, to operators and to clients: who reads them must not be able to pull."""
+    """Logs, operators and clients see these errors, and must not be able to pull with them."""
     secret, wrong = "5" * 32, "6" * 32
     async with kv_pair(transport) as pair:
         pair.stage(SMALL, f"1f-{secret}")
@@ -151,8 +151,8 @@ async def test_a_ticket_s_number_without_its_secret_is_refused_and_neither_is_to
 
 
 @pytest.mark.fault("F39")
-async def test_no_error_tells_the_address_that_opens_the_door(transport: MakeTransport) -> None:
-    """It contains the handshake key, which lets its holder ask for KV."""
+async def test_no_error_shows_the_address_with_the_handshake_key(transport: MakeTransport) -> None:
+    """The handshake key in the address lets its holder ask for KV."""
     async with kv_pair(transport) as pair:
         await pair.sender.close()
         ticket = ticket_for(pair.address, SMALL)
@@ -186,7 +186,7 @@ class FlipOneBit(AgentHooks):
 
 @LAYOUTS
 @pytest.mark.fault("F34")
-async def test_one_flipped_bit_fails_the_pull_and_not_the_ticket(
+async def test_one_flipped_bit_fails_the_pull_but_keeps_the_ticket(
     transport: MakeTransport, layout: KvLayout
 ) -> None:
     async with kv_pair(transport, hooks=FlipOneBit()) as pair:
@@ -247,7 +247,7 @@ async def test_the_end_of_the_lease_frees_a_ticket_that_is_never_pulled(
 
 
 @pytest.mark.fault("F35")
-async def test_a_receiver_that_waits_keeps_the_lease_alive_until_it_lets_go(
+async def test_a_waiting_receiver_renews_the_lease_until_it_gives_up(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -256,7 +256,7 @@ async def test_a_receiver_that_waits_keeps_the_lease_alive_until_it_lets_go(
         ticket = ticket_for(pair.address, SMALL, lease_ms=2000)
         await pair.receiver.keep(ticket, for_s=60)
         await until(lambda: pair.sender.num_tickets == 0 or loop_time() - staged > 6.0)
-        assert pair.sender.num_tickets == 1, "three leases later it is there"
+        assert pair.sender.num_tickets == 1, "three leases later the ticket is still open"
         pair.receiver.stop_renewing("t")
         await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
 
@@ -272,7 +272,7 @@ async def test_a_released_ticket_is_freed_and_refused(transport: MakeTransport) 
 
 
 @pytest.mark.fault("F27")
-async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
+async def test_a_cancelled_pull_frees_its_landing_and_keeps_the_ticket(
     transport: MakeTransport,
 ) -> None:
     async with kv_pair(transport) as pair:
@@ -291,7 +291,9 @@ async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
 
 
 @pytest.mark.fault("F2", "F5")
-async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeTransport) -> None:
+async def test_a_pull_from_an_unused_address_fails_within_the_deadline(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
         await pair.sender.close()
         with pytest.raises(KvTransferFailed) as caught:
@@ -303,9 +305,7 @@ async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeT
 
 
 async def test_an_agent_that_has_just_started_has_no_connection(transport: MakeTransport) -> None:
-    """Though it may have connected to itself, so that its first peer does not pay for what the
-    first connection costs.
-    """
+    """It may connect to itself to pay the cost of a first connection, but does not count that."""
     async with kv_pair(transport) as pair:
         assert pair.sender_transport.num_connections == 0  # type: ignore[attr-defined]
         assert pair.sender.stats().num_peers == 0
@@ -327,7 +327,7 @@ async def test_two_hundred_pulls_leave_nothing_behind(transport: MakeTransport) 
 
 
 async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
-    """UCX would send other bytes than meant, without a word."""
+    """UCX would silently send the wrong bytes."""
     async with kv_pair(transport) as pair:
         connection = await pair.receiver_transport.connect(pair.address, 2.0)
         with pytest.raises(AssertionError):
@@ -335,11 +335,12 @@ async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
 
 
 @pytest.mark.fault("F2")
-async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
+async def test_a_peer_that_dies_between_greeting_and_answer_fails_the_pull(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The connecting side was greeted and has not run again when the end comes: nobody would ever
-    tell it.
+    """The peer dies after its greeting, before the connecting side has run again.
+
+    This side would otherwise never learn of the loss.
     """
     settle = ucx._settle
 

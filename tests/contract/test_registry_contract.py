@@ -1,4 +1,4 @@
-"""What every Registry does: run against the fake and against real JetStream."""
+"""The contract of `Registry`, checked on the fake and on real JetStream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract.nats_world import NatsServerWorld
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 from tests.support.waiting import until
 
-LEASE_S = 3.0  # a machine that stands still for a second or two ends no lease
+LEASE_S = 3.0  # longer than a busy machine may stall
 
 
 class World(Protocol):
@@ -56,7 +56,7 @@ class NatsWorld(NatsServerWorld):
         return registry
 
     async def crash(self, registry: Registry) -> None:
-        await self._bus_of[registry].close()  # its leases can renew no more
+        await self._bus_of[registry].close()  # its leases can no longer be renewed
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -92,14 +92,16 @@ async def test_a_view_starts_with_what_is_registered(world: World) -> None:
     await view.close()
 
 
-async def test_a_view_of_an_empty_registry_is_there_at_once(world: World) -> None:
+async def test_a_view_of_an_empty_registry_is_ready_at_once(world: World) -> None:
     view = await (await world.registry()).watch()
     assert dict(view.records) == {}
     await view.close()
 
 
 @pytest.mark.req("S12")
-async def test_changes_are_told_in_order_and_a_goodbye_is_no_lease_end(world: World) -> None:
+async def test_changes_arrive_in_order_and_a_deleted_record_differs_from_an_expired_lease(
+    world: World,
+) -> None:
     owner, other = await world.registry(), await world.registry()
     view = await other.watch()
     seen: list[RecordChanged] = []
@@ -125,8 +127,7 @@ async def test_a_record_that_is_not_renewed_vanishes_by_itself(world: World) -> 
     seen: list[RecordChanged] = []
     lease = await owner.register(record())
     await until(lambda: "prefill-0" in view.records)
-    # It lives on for longer than a lease while renewed. The first judgement needs a settled
-    # connection.
+    # A renewed record outlives its lease. The first check needs a settled connection.
     with pytest.raises(AssertionError):
         await until(lambda: "prefill-0" not in view.records, within_s=2 * LEASE_S)
     view.on_change(seen.append)
@@ -144,7 +145,7 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
     new_lease = await new.register(record(incarnation=2))
     await until(lambda: old_lease.was_replaced)
     assert not old_lease.is_held
-    await old_lease.release()  # must not take the new one's record with it
+    await old_lease.release()  # must not remove the new incarnation's record
     view = await new.watch()
     assert view.records["prefill-0"].incarnation == 2
     assert new_lease.is_held
@@ -154,8 +155,8 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
 
 
 @pytest.mark.fault("F18")
-async def test_no_process_is_declared_dead_because_the_store_was_away(world: World) -> None:
-    """Longer than a lease, so that each lease ends in the store; the owners live and come back."""
+async def test_no_process_is_declared_dead_because_of_an_outage_of_the_store(world: World) -> None:
+    """The outage outlasts every lease in the store, but the owners live and register again."""
     owner, dying, other = [await world.registry() for _ in range(3)]
     lease = await owner.register(record())
     await dying.register(record("decode-0"))

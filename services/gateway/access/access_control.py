@@ -1,8 +1,8 @@
 """Decides which clients may call and how much they may use, for both HTTP and gRPC.
 
-It checks API keys and tenants' limits. A permit is given before the body is read, so that a refused
-call costs next to nothing. The permit is given back with the answer. Without a key file all clients
-are one tenant without limits, and a permit bounds nothing.
+It checks API keys and tenants' limits. Each call gets its permit before its body is read, so that a
+refusal costs next to nothing. The permit ends with the answer. Without a key file, all clients are
+one tenant, which has no limits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PermissionDenied(MeshError):
 
 
 class RateLimited(Overloaded):
-    """The call is over its tenant's own limit, not the mesh's."""
+    """The call exceeds a limit of its tenant, not of the mesh."""
 
 
 class Permit(Protocol):
@@ -73,7 +73,7 @@ class Permit(Protocol):
     def charge(self, num_tokens: int) -> None: ...
 
     async def has_more(self) -> bool:
-        """Whether this gateway may grant its tenant more than when `charge` refused."""
+        """Whether this gateway may now grant its tenant more than when `charge` refused."""
         ...
 
     def settle(self, num_used: int) -> None: ...
@@ -99,28 +99,28 @@ ANYONES_PERMIT: Final = _Anyone()
 
 class AccessControl(Protocol):
     def check(self, authorization: str) -> None:
-        """Raises Unauthenticated or PermissionDenied before anything of a request is read.
+        """Check the key of a call of which nothing has been read yet.
 
-        It does not count as a request.
+        This check does not count as a request. Raises Unauthenticated or PermissionDenied.
         """
         ...
 
     async def enter(self, authorization: str) -> Permit:
         """Raises Unauthenticated, PermissionDenied or RateLimited.
 
-        `authorization`: the header, or the metadata.
+        `authorization`: the value of the HTTP header or of the gRPC metadata.
         """
         ...
 
     def join(self, bucket: LedgerBucket, me: str) -> None:
         """Share the limits with all gateways that write this bucket; call it before the first call.
 
-        `me`: the name of this life of the gateway.
+        `me`: the name of this incarnation of the gateway.
         """
         ...
 
     def share(self, gateways: Collection[str]) -> None:
-        """All gateways that are there now, by name."""
+        """Tell which gateways exist now, by name."""
         ...
 
     async def run(self) -> None: ...
@@ -145,10 +145,10 @@ class OpenAccess:
 
 
 class KeyedAccess:
-    """Reads the key file again when it changes; a file that became unreadable changes nothing.
+    """Reads the key file again when it changes. If it cannot be read, the last keys stay valid.
 
-    A gateway alone grants all of every limit. One that has called `join` grants what it holds of
-    them.
+    A gateway on its own grants the whole of each limit. A gateway that has called `join` grants
+    only the parts that it holds.
     """
 
     def __init__(self, keys_file: Path) -> None:
@@ -278,7 +278,7 @@ class _KeyedPermit:
             self._access.settle(self.tenant, charge, num_used)
 
     def leave(self) -> None:
-        """Idempotent. A charge that was not settled is given back."""
+        """End the call, and refund a charge that was not settled. Idempotent."""
         if not self._has_left:
             self._has_left = True
             self.settle(0)
@@ -289,9 +289,10 @@ T = TypeVar("T")
 
 
 async def charged(permit: Permit, work: Callable[[], T]) -> T:
-    """The result of `work`, which charges the permit.
+    """Run `work`, which charges the permit, and return its result.
 
-    It is repeated as long as this gateway gets more of the tenant's limits. Raises RateLimited.
+    If the charge is refused, `work` runs again each time that this gateway gets more of the
+    tenant's limits. Raises RateLimited.
     """
     while True:
         try:
@@ -319,7 +320,7 @@ def check_model(tenant: Tenant, model: str) -> None:
 
 
 def access_control(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> AccessControl:
-    """An address that others can reach needs keys, or leave to do without.
+    """An address that other machines can reach needs keys, or `allow_anonymous`.
 
     Raises StartupError with one line.
     """

@@ -1,8 +1,8 @@
-"""Shares tenants' limits over all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`.
+"""Shares tenants' limits among all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`.
 
-All gateways write one bucket. A call that finds a part of its limit here does not wait. For a call
-that does not, the gateway asks for more, for at most half a second. While NATS is away, every
-gateway goes on with the parts that it holds and the tokens that it leased.
+All gateways write one bucket. A call does not wait if this gateway holds a part of its limit.
+Otherwise the gateway asks the others for a part, and the call waits for at most half a second.
+While NATS is unreachable, each gateway continues with its parts and its leased tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = structlog.get_logger(__name__)
 BUCKET: Final = "pdmesh-tenants"
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
-_ASK_S: Final = 0.5  # a call waits so long for a part
-_ASK_AGAIN_S: Final = 0.25  # if no gateway gave one
-_ATTEMPTS: Final = 5  # of a write, each after what others wrote
-_CLOSE_S: Final = 2.0  # for all tenants together: the process that stops waits for it
+_ASK_S: Final = 0.5  # how long a call waits for a part
+_ASK_AGAIN_S: Final = 0.25  # after no gateway gave a part
+_ATTEMPTS: Final = 5  # of a write that another gateway's write preceded
+_CLOSE_S: Final = 2.0  # for all tenants together: the stopping process waits this long
 _MAX_GONE: Final = 1024
 _GONE_S: Final = 3.0  # a starting gateway may hold parts before others see its record
 _ledgers: Final = msgspec.json.Decoder(Ledger)
@@ -71,16 +71,16 @@ def clock() -> Clock:
 
 
 class _Ask(NamedTuple):
-    """What is asked for, of which tenant."""
+    """What this gateway asks for, and for which tenant."""
 
     name: str
     what: Literal["parts", "tokens"]
 
 
 class TenantLedgers:
-    """The ledgers as the gateway `me` (id and incarnation) knows them.
+    """The ledgers as they are known to the gateway `me` (its id and incarnation).
 
-    `known` are the tenants of the key file as it is now.
+    `known` returns the tenants that the key file has now.
     """
 
     def __init__(
@@ -104,30 +104,30 @@ class TenantLedgers:
         self._living: Collection[str] = ()
 
     async def more(self, tenant: Tenant) -> bool:
-        """Wait for a part of the limits; whether one came. Tenants without limits have no parts."""
+        """Wait for a part of the tenant's limits, if it has any. Return whether one came."""
         if self._parts.holds_all(tenant):
             return False
         return await self._more(tenant, _Ask(tenant.name, "parts"))
 
     async def more_tokens(self, tenant: Tenant, num_tokens: int) -> bool:
-        """Wait for tokens of today, for a call that needs so many; whether more came."""
+        """Wait for tokens of today's quota, for a call of `num_tokens`. Return whether any came."""
         with self._parts.waiting(tenant, num_tokens):
             has_more = await self._more(tenant, _Ask(tenant.name, "tokens"))
-        if not has_more:  # it waits no longer: no gateway needs to give anything up
+        if not has_more:  # this call waits no longer, so no gateway needs to give tokens up
             self._mark(tenant.name)
         return has_more
 
     def left(self, tenant: Tenant) -> None:
-        """A call has ended: parts that waited for that can be handed over."""
+        """A call has ended, so a part that it used can be handed over."""
         if self._parts.is_leaving(tenant):
             self._mark(tenant.name)
 
     def share(self, gateways: Collection[str]) -> None:
-        """These gateways have records now."""
+        """Tell which gateways have records now."""
         self._living = gateways
 
     async def run(self) -> None:
-        """Follow the bucket, hand over what others need, and tell what was used."""
+        """Follow the bucket, hand over the parts that others need, and report the use of tokens."""
         self._watch = self._bucket.watch(self._on_entry, lambda: None, self._parts.forget)
         tick_at = 0.0
         while True:
@@ -145,7 +145,7 @@ class TenantLedgers:
                     await self._settle(name, tells_use=True)
 
     async def close(self) -> None:
-        """Give everything back: no call is open any more."""
+        """Return all parts and tokens. No call is open any more."""
         if self._watch is not None:
             await self._watch.close()
         await end(list(self._asking.values()))
@@ -194,7 +194,7 @@ class TenantLedgers:
             del self._changed[ask], self._asking[ask]
 
     def _num(self, ask: _Ask) -> int:
-        """How much of what is asked for is here now."""
+        """How much this gateway now holds of what it asks for."""
         if ask.what == "parts":
             return len(self._tenants.held(ask.name))
         _, num_leased, _ = self._tenants.today(ask.name, clock().day)
@@ -218,7 +218,7 @@ class TenantLedgers:
             log.debug("tenants.no_ledger", reason=exc.message)
 
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
-        """False if another gateway wrote before us; then its ledger was read.
+        """Return False if another gateway wrote first: then this gateway has read that ledger.
 
         Raises Unavailable.
         """
@@ -268,8 +268,8 @@ class TenantLedgers:
     def _look_who_lives(self, tenant: Tenant) -> None:
         """Find out which gateways of the ledger are alive.
 
-        One without a record may not have written it yet. But an earlier life of this gateway is
-        over.
+        A gateway without a record may be alive and about to write it. But an earlier incarnation of
+        this gateway is gone.
         """
         now, own = time.monotonic(), self._me.partition("/")[0] + "/"
         named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
@@ -284,7 +284,7 @@ class TenantLedgers:
             del self._gone_at[next(iter(self._gone_at))]
 
     def _key(self, name: str) -> str:
-        """The bucket's key for a name, which may have characters that keys may not."""
+        """The bucket's key for a name. A name may have characters that are not allowed in keys."""
         key = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self._names[key] = name
         return key

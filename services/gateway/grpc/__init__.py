@@ -1,1 +1,1 @@
-"""The mesh's own API for clients, over gRPC."""
+"""The mesh's own client API, over gRPC."""

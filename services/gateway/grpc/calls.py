@@ -1,4 +1,4 @@
-"""Turns requests of the gRPC API into call specs: validated, named, tokenized."""
+"""Turns requests of the gRPC API into call specs: validates them and tokenizes their prompts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _checked_ids(ids: Sequence[int], model: ServedModel) -> array[int]:
 async def _served_model(
     request: pb.GenerateRequest | pb.ChatRequest, frontend: Frontend, tenant: Tenant
 ) -> ServedModel:
-    """Check what both have in common. Raises MeshError."""
+    """Check what completions and chats have in common. Raises MeshError."""
     check_names(
         model=request.model,
         scenario=request.scenario,

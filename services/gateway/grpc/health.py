@@ -1,8 +1,9 @@
 """grpc.health.v1: tells any client, without a key, whether this gateway serves.
 
-Because no key is needed, watches are bounded, and the address that has most of them makes room. A
-client that does not read keeps no other waiting. In the package's own servicer it would: that
-writes under a lock, so such a client stops the next change and the server's shutdown.
+Because no key is needed, the number of watches is bounded. At the bound, the address with the most
+watches loses its oldest. A client that does not read delays no other client. The servicer of
+grpcio's health package is not used: it writes under a lock, so such a client would block the next
+change and the server's shutdown.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class UnknownService(InvalidRequest):
 
 
 class HealthServicer:
-    """One answer for all `services`, and for the server itself: the empty name."""
+    """Gives one answer for all `services` and for the server as a whole, whose name is empty."""
 
     def __init__(self, services: Iterable[str], max_watches: int = _MAX_WATCHES) -> None:
         self._services = frozenset(("", *services))
@@ -50,7 +51,7 @@ class HealthServicer:
             self._tell()
 
     def close(self) -> None:
-        """Not serving from now on; watches end after that answer."""
+        """Answer NOT_SERVING from now on. Each watch ends after it has got this answer."""
         self._is_serving, self._is_closing = False, True
         self._tell()
 
@@ -95,7 +96,7 @@ class HealthServicer:
                 await changed.wait()
 
     def _knows(self, request: HealthCheckRequest) -> bool:
-        """Raises InvalidRequest if the name is too long, for a watch keeps its request."""
+        """Raises InvalidRequest if the name is too long: a watch keeps its request in memory."""
         if len(request.service) > _MAX_NAME_CHARS:
             message = f"service has at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field="service")
@@ -111,7 +112,7 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def _make_room(self) -> None:
-        """End the oldest watch of the address that has most: a flood only keeps itself out."""
+        """End the oldest watch of the address with the most, so that a flood harms only itself."""
         if len(self._watches) < self._max_watches:
             return
         ((address, _),) = Counter(w.address for w in self._watches).most_common(1)
@@ -128,6 +129,6 @@ class _Watch:
         self.address = address
 
     def end(self) -> None:
-        """Cancel its task: while it waits for its client to read, nothing else ends it."""
+        """Cancel the watch's task. While it waits for its client to read, nothing else ends it."""
         if self._task is not None:
             self._task.cancel()

@@ -1,6 +1,6 @@
-"""The mesh's own API for clients: pdmesh.v1.InferenceService, with health and reflection.
+"""The mesh's own client API: pdmesh.v1.InferenceService, with health and reflection.
 
-It takes the same path as HTTP: each method makes a CallSpec and returns the deltas of one call.
+Calls take the same path as over HTTP: each method makes a CallSpec and returns one call's deltas.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 
 
 class InferenceServicer:
-    """`write_timeout_s`: a client that reads nothing for so long is cut, as over HTTP (F28)."""
+    """As over HTTP, a client that reads nothing for `write_timeout_s` is disconnected (F28)."""
 
     def __init__(self, frontend: Frontend, access: AccessControl, write_timeout_s: float) -> None:
         self._frontend = frontend
@@ -63,7 +63,7 @@ class InferenceServicer:
         self._writing: dict[_Writer, None] = {}
 
     async def run(self) -> None:
-        """Cut clients that have not read for too long."""
+        """Disconnect clients that have not read for too long."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             limit = time.monotonic() - self._write_timeout_s
@@ -200,7 +200,7 @@ class InferenceServicer:
     async def _streamed(
         self, spec: CallSpec, permit: Permit, context: Context
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The same deltas, while watching how long each takes to be written."""
+        """The deltas of `_deltas`, with a watch on how long each takes to be written."""
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
         try:
@@ -215,9 +215,9 @@ class InferenceServicer:
     async def _deltas(
         self, spec: CallSpec, permit: Permit, context: Context, *, is_streamed: bool
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The call's deltas, the last one with True.
+        """The call's deltas, each with whether it is the last one.
 
-        A client that leaves cancels this task, which frees the call.
+        If the client disconnects, this task is cancelled, which frees the call.
         """
         traceparent = _metadata(context, "traceparent")
         call = await charged(
@@ -230,7 +230,7 @@ class InferenceServicer:
                 failed: MeshError | None = None
                 for taken in call.take():
                     delta, failed = taken, failed or taken.error
-                    if taken.error is not None:  # its client first gets what came before
+                    if taken.error is not None:  # the client first gets the text before the error
                         delta = replace(taken, is_last=False, error=None)
                     num_open -= delta.is_last
                     if delta.is_last or delta.text or delta.token_ids:
@@ -255,9 +255,9 @@ class GrpcBounds:
 
 
 class GrpcServer:
-    """The service with grpc.health.v1 and reflection.
+    """The server of the service, of grpc.health.v1 and of reflection.
 
-    Health answers SERVING while the gateway is ready.
+    The health service answers SERVING while the gateway is ready.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class GrpcServer:
             if not method.startswith(_HEALTH):
                 access.check(_metadata(context, "authorization"))
 
-        # Clients without a key share no room with clients that have one.
+        # Clients without a key get a bound of their own, apart from clients that have one.
         num_messages = max(2, bounds.max_incoming_bytes // bounds.max_bytes)
         num_keyless = max(1, num_messages // 4)
         of_all = Incoming(num_messages - num_keyless, bounds.receive_timeout_s)
@@ -326,7 +326,7 @@ class GrpcServer:
 
 
 class _Writer:
-    """One stream's handler: since when its client has read nothing, and how to end it."""
+    """The handler of one stream: how to end it, and since when its client has read nothing."""
 
     __slots__ = ("_task", "blocked_since", "request_id")
 
@@ -351,7 +351,7 @@ def _stop_reason(delta: TextDelta) -> StopReason | None:
 
 
 def _of(choice: pb.Choice, field: str) -> Any:
-    """A message of the choice; None if it has none, so that the answer has none either."""
+    """The choice's message `field`, or None if it is not set, so that the answer leaves it out."""
     return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
 
 
@@ -364,7 +364,7 @@ def _usage(call: Call) -> Usage:
 
 
 def _metadata(context: Context, name: str) -> str:
-    """Empty if absent."""
+    """The value of a metadata key; empty if absent."""
     pairs: Sequence[tuple[str, str | bytes]] = tuple(context.invocation_metadata() or ())
     for key, value in pairs:
         if key == name and isinstance(value, str):

@@ -1,1 +1,1 @@
-"""A client's call and its choices, from either API: the shell of `core.request`."""
+"""A client's call and its choices, over HTTP or gRPC: the shell of `core.request`."""

@@ -1,7 +1,7 @@
-"""What a client asks of the form of an answer, and the constraint that engines get for it.
+"""The form that a client asks of an answer, and the constraint that engines get for it.
 
-`response_format` is OpenAI's, `structured_outputs` vLLM's. A form that no engine could keep to is
-refused here, before the request takes a slot anywhere.
+`response_format` is OpenAI's field, `structured_outputs` is vLLM's. A form that no engine can keep
+to is refused here, before the request takes a slot anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Schema = dict[str, Any]
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """An answer keeps to the schema, `strict` or not."""
+    """The answer keeps to the schema, whether or not `strict` is set."""
 
     name: str | None = None
     description: str | None = None
@@ -39,7 +39,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """At most one kind. `structural_tag` is JSON in a string."""
+    """At most one of the kinds is set. `structural_tag` is a string that contains JSON."""
 
     json: _Schema | str | None = None
     regex: str | None = None
@@ -62,7 +62,7 @@ def asked_over_http(
     by_openai = _of_response_format(response_format) if response_format is not None else None
     by_vllm = _of_structured_outputs(structured_outputs) if structured_outputs is not None else None
     if by_openai is not None and by_vllm is not None:
-        message = "structured_outputs beside response_format: only one of both"
+        message = "structured_outputs and response_format exclude each other"
         raise InvalidRequest(message, field="structured_outputs")
     return by_openai or by_vllm
 

@@ -1,6 +1,6 @@
-"""Checks what a request asks for against its bounds, for both APIs.
+"""Checks the values of a request against their bounds, for HTTP and gRPC.
 
-Each check raises InvalidRequest with the field; NaN is in no range.
+Each check raises InvalidRequest with the field. NaN is outside every range.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_sampling(
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
-    """Choice i draws with seed + i, which must also fit 64 bits."""
+    """Choice i draws with seed + i, so that sum must fit into 64 bits too."""
     in_range("n", n, 1, MAX_N)
     in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
 

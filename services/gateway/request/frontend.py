@@ -1,7 +1,7 @@
-"""A client's call, from either API: one or more generations that yield deltas.
+"""A client's call, over HTTP or gRPC: one or more generations that yield deltas.
 
-`Frontend.open` starts a call, `Call.changed` waits for news, and `Call.take` gives all of it at
-once. The API that opened a call closes it, and closing frees everything that the call still holds
+`Frontend.open` starts a call, `Call.changed` waits for output, and `Call.take` returns all of it at
+once. The API that opened a call also closes it. Closing frees everything that the call still holds
 (F27).
 """
 
@@ -49,13 +49,17 @@ _scenarios = metrics.counter(
 )
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _UNBOUNDED: Final = 1 << 31
-_BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any label: not told apart
+_BY_LABEL: Final = MappingProxyType(
+    {"by": "label"}
+)  # one value for all labels, because clients may send any
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
-_MAX_TAKEN: Final = 16_384  # tokens turned into text at once: some milliseconds of the loop
+_MAX_TAKEN: Final = (
+    16_384  # tokens turned into text at once: this blocks the loop for some milliseconds
+)
 
 
 class Call:
-    """Wakes the task that waits for news: at once for the first token and the end, else paced."""
+    """Wakes the task that waits for output: at once for the first token and the end, else paced."""
 
     def __init__(
         self,
@@ -73,8 +77,8 @@ class Call:
         self.created = int(time.time())  # shown to clients; no decision depends on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
-        self.is_void = False  # its client got nothing but an error
-        self.num_reasoning_tokens = 0  # of the choices that have ended
+        self.is_void = False  # the client got nothing but an error
+        self.num_reasoning_tokens = 0  # sum over the choices that have ended
         self._pacer = pacer
         self._woken_at = -math.inf
         self._is_paced = False  # the pacer will wake it
@@ -114,10 +118,10 @@ class Call:
         self._woken_at = time.monotonic()
 
     def take(self) -> list[TextDelta]:
-        """What is new of each choice.
+        """The new output of each choice.
 
-        If that is very much, some choices come at the loop's next turn, and `changed` tells of
-        them.
+        If there is very much of it, some choices have to wait for the loop's next turn. `changed`
+        then returns again.
         """
         taken: list[TextDelta] = []
         num_tokens = 0
@@ -137,10 +141,10 @@ class Call:
 
     @property
     def num_used_tokens(self) -> int:
-        """The tokens that its tenant is charged.
+        """The number of tokens to charge to the call's tenant.
 
-        None if no instance took the call, or if its client got an error and no token. A call that
-        fails on the way is charged for the tokens that its client got.
+        It is 0 if no instance took the call, or if the client got only an error. A call that fails
+        later is charged for the tokens that its client got.
         """
         if self.is_void or not any(g.timings.accepted for g in self.generations):
             return 0
@@ -150,7 +154,7 @@ class Call:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Cached tokens of each prompt's first choice: its other choices share the prompt."""
+        """The cached tokens of each prompt's first choice, since other choices share them."""
         return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
 
     def cancel(self, error: MeshError | None = None) -> None:
@@ -193,7 +197,7 @@ class Frontend:
         return self.shared.fleet.model_name(asked, scenario)
 
     async def served_model(self, asked: str, tenant: Tenant, scenario: str = "") -> ServedModel:
-        """The model that a request of this tenant names, for a scenario if it names one.
+        """The model that a request of this tenant names; `scenario` is empty if it names none.
 
         Raises MeshError.
         """
@@ -255,7 +259,7 @@ class Frontend:
         return call
 
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
-        """The call with the content that its adapter has now: that stays to its end.
+        """Bind the call to the content that its adapter has now, for as long as the call lasts.
 
         Raises ModelNotFound for an adapter that was removed while the prompt was encoded.
         """
@@ -263,9 +267,10 @@ class Frontend:
         return spec if found is None else replace(spec, adapter=found)
 
     def _with_scenario(self, spec: CallSpec) -> CallSpec:
-        """The call with its scenario. Rules look at the longest of its prompts.
+        """Give the call its scenario. The rules use the length of its longest prompt.
 
-        Only rules whose scenario serves the model count; without one, the model says where.
+        A rule applies only if its scenario serves the model. If no rule applies, the model
+        determines the scenario.
         """
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
@@ -285,7 +290,7 @@ class Frontend:
     def close(self, call: Call, error: MeshError | None = None) -> None:
         """Free what still runs and report the call, once.
 
-        `error`: what the client was told, if the API told it.
+        `error`: the error that the API reported to the client, if any.
         """
         if self._calls.pop(call, _ABSENT) is _ABSENT:
             return
@@ -304,7 +309,7 @@ class Frontend:
             raise PoisonRequest("instances died recently while they worked on this prompt")
 
     def _judge(self, call: Call) -> None:
-        """Remember a prompt that instances died of, unless a choice of it was answered."""
+        """Remember a prompt that killed instances, unless one of its choices was answered."""
         poison = self.shared.poison
         for generation in call.generations:
             if victims := generation.core.deaths_witnessed:
@@ -316,7 +321,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     async def drain(self, drain_s: float) -> None:
-        """Admit no more calls; let open ones end for `drain_s`, then end the rest with an error."""
+        """Admit no more calls. Let open ones run for `drain_s`, then end the rest with an error."""
         self.is_draining = True
         self._is_idle.clear()
         if self._calls:
@@ -343,7 +348,7 @@ class Frontend:
         return record.max_model_len or _UNBOUNDED
 
     def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
-        """How many tokens may be produced after this prompt within the model's context."""
+        """The most tokens that an answer to this prompt may have."""
         context = self.context_length(spec.model)
         if not num_prompt_tokens:
             raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
@@ -363,7 +368,7 @@ class Frontend:
 def _count_slo(call: Call, slos: Slos) -> None:
     """Count whether the first token came in time (S9).
 
-    A call whose client left before its time was over does not count.
+    A call does not count if its client left before the objective's time had passed.
     """
     first = call.generations[0]
     if not first.timings.first_token and not isinstance(first.core.outcome, Fail):

@@ -1,4 +1,4 @@
-"""KV between two processes over UCX, and what happens when the sender dies, freezes or is gone."""
+"""KV transfer between two processes over UCX, and what happens if one of them dies or freezes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[3]
 SMALL = KvLayout(NUM_LAYERS, 2, 512, FINGERPRINT)
-LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB: long enough to die in
+LARGE = KvLayout(
+    NUM_LAYERS, 64, 256 << 10, FINGERPRINT
+)  # 64 MiB: a transfer long enough to be killed in
 
 
 @dataclass
@@ -116,7 +118,7 @@ def landing(layout: KvLayout) -> ArenaRange:
 
 
 @pytest.mark.req("S47", "S49")
-async def test_kv_crosses_between_processes_and_the_ticket_is_taken() -> None:
+async def test_kv_moves_between_processes_and_its_ticket_is_taken() -> None:
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
@@ -127,7 +129,7 @@ async def test_kv_crosses_between_processes_and_the_ticket_is_taken() -> None:
 
 
 @pytest.mark.fault("F2")
-async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
+async def test_a_sender_killed_during_a_transfer_fails_the_pull_at_once() -> None:
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
@@ -142,7 +144,7 @@ async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
         await until(lambda: events == [AgentLandingFreed(0)])
         before = view.copy()
         await asyncio.sleep(0.05)
-        assert (view == before).all(), "a late write after the landing was given back"
+        assert (view == before).all(), "a late write after the landing was freed"
 
 
 @pytest.mark.fault("F4")
@@ -164,14 +166,15 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
         view[:] = 0
         prefill.process.send_signal(signal.SIGCONT)
         await asyncio.sleep(0.2)
-        assert not view.any(), "a zombie's bytes landed in a range that was given back"
+        assert not view.any(), "a frozen sender's bytes landed in a range that was freed"
 
 
 @pytest.mark.fault("F25")
-async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at_once() -> None:
-    """The bytes were announced, the receives are posted, and then the endpoint ends by itself. ucxx
-    only marked these receives for cancellation. So the connection never ended here, and held its
-    pulls, slots and landing ranges for good.
+async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() -> None:
+    """The endpoint ends by itself while its receives are posted.
+
+    ucxx only marked these receives for cancellation. So the connection never ended on this side,
+    and kept its pulls, slots and landing ranges forever.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -190,7 +193,7 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
     address = await sender.start()
     await receiver.start()
     try:
-        for attempt in range(10):  # most attempts, not all, ended like that
+        for attempt in range(10):  # most attempts, not all, ended in this way
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
             sender.stage(name, 1, r, layout, 30.0, chunk_bytes=size // 4)
@@ -207,7 +210,7 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
 
 
 @pytest.mark.fault("F4")
-async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
+async def test_a_sender_that_was_frozen_serves_the_next_pull() -> None:
     events: list[AgentEvent] = []
     async with sender(SMALL) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
@@ -221,11 +224,11 @@ async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
 
 
 @pytest.mark.fault("F4")
-async def test_over_shared_memory_parts_are_read_in_place_and_a_frozen_sender_holds_nothing(
+async def test_over_shared_memory_a_frozen_sender_blocks_one_pull_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The receiver reads the sender's arena itself, so a sender that is frozen before its META
-    costs one bounded pull.
+    """The receiver reads the sender's arena itself. So a sender that freezes before its META costs
+    only one pull, which has a deadline.
     """
     monkeypatch.setenv("UCX_TLS", "tcp,sm")
     events: list[AgentEvent] = []
@@ -260,7 +263,7 @@ async def test_a_killed_sender_is_replaced_and_its_tickets_die_with_it() -> None
 
 
 @pytest.mark.fault("F6")
-async def test_a_receiver_that_dies_leaves_the_ticket_to_another() -> None:
+async def test_a_ticket_whose_receiver_dies_can_be_pulled_by_another() -> None:
     async with sender(LARGE) as prefill:
         (ticket,) = await prefill.stage()
         events: list[AgentEvent] = []
@@ -312,7 +315,7 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 
 class _BusyTransport(UcxTransport):
-    """A transport that reads each hello just after its connection was given up."""
+    """A transport that reads each hello just after the peer has given up its connection."""
 
     on_hello: Callable[[], object] = staticmethod(lambda: None)
 
@@ -323,11 +326,11 @@ class _BusyTransport(UcxTransport):
 
 @pytest.mark.fault("F4", "F39")
 @pytest.mark.parametrize("is_closed", [False, True], ids=["cancelled", "closed"])
-async def test_a_connection_given_up_before_its_welcome_ends_at_the_peer_too(
+async def test_a_connection_given_up_before_its_welcome_ends_at_both_peers(
     is_closed: bool,
 ) -> None:
-    """Without a message, the peer would keep the connection and its descriptors as long as both
-    processes live.
+    """Without a message, the peer would keep the connection and its descriptors until one of the
+    processes ends.
     """
     here, there = UcxTransport(), _BusyTransport()
     await here.start(_Deaf())
@@ -380,7 +383,7 @@ _LISTENS = "0A"  # state of a socket in /proc/net/tcp
 
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.5", "::1"])
-async def test_an_agent_on_any_loopback_address_listens_on_loopback_alone(host: str) -> None:
+async def test_an_agent_on_a_loopback_address_listens_on_loopback_only(host: str) -> None:
     before = listening()
     transport = UcxTransport(host)
     try:
@@ -392,18 +395,17 @@ async def test_an_agent_on_any_loopback_address_listens_on_loopback_alone(host: 
 
 
 @pytest.mark.fault("F39")
-async def test_garbage_and_half_open_connections_cost_nothing_that_lasts() -> None:
-    """The garbage goes to the only port, which is UCX's own.
+async def test_garbage_and_half_open_connections_leave_nothing_behind() -> None:
+    """The garbage goes to the only open port, that of the UCX worker.
 
-    UCX's connection manager, which a listener would need, spun for minutes and leaked descriptors.
+    A listener would need UCX's connection manager, which spun for minutes and leaked descriptors.
     """
     async with receiver([]) as agent:
         await agent.connect(agent.address)
         await asyncio.sleep(0.2)
         before = len(os.listdir("/proc/self/fd"))
         there = parse_address(agent.address).worker
-        # Other tests leave unused workers, which read from their ports only when they are used
-        # again.
+        # Workers that other tests left unused read from their ports only when used again.
         ports = [port for port in listening() if port.to_bytes(2, "big") in there]
         assert ports
         for port in ports:
@@ -421,7 +423,7 @@ async def test_garbage_and_half_open_connections_cost_nothing_that_lasts() -> No
             used, began = time.process_time(), time.monotonic()
             await asyncio.sleep(1.0)
             share = (time.process_time() - used) / (time.monotonic() - began)
-            assert share < 0.5, "a processor is busy with strangers"
+            assert share < 0.5, "the garbage keeps a processor busy"
             for stranger in half_open:
                 stranger.close()
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + _OTHERS)
@@ -431,10 +433,8 @@ _OTHERS = 12  # descriptors of the second worker, which stays
 
 
 @pytest.mark.fault("F39")
-async def test_who_does_not_know_the_key_of_the_door_is_not_heard() -> None:
-    """The stranger speaks UCX and knows the worker's address, as anybody who reads the wire
-    does.
-    """
+async def test_a_process_without_the_handshake_key_cannot_connect() -> None:
+    """The stranger speaks UCX and knows the worker's address, which can be read off the network."""
     async with receiver([]) as agent:
         there = parse_address(agent.address)
         stranger = UcxTransport()
@@ -454,7 +454,7 @@ class _Deaf:
 
 
 async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
-    """The KV moves although the host's loop does not turn."""
+    """The KV moves while the host's event loop is blocked."""
 
     def make(incarnation: int) -> KvAgent:
         return KvAgent(
@@ -483,8 +483,8 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
         decode.release("t0")
 
 
-def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
-    """uvloop's clock stands still within a callback, so no time budget may be measured by it."""
+def test_the_agent_runs_on_uvloop_and_does_not_block_it() -> None:
+    """uvloop's clock stands still within a callback, so it must not measure any time budget."""
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> int:
@@ -509,7 +509,7 @@ def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
 
 
 def cpu_of(what: Callable[[], object]) -> float:
-    """The seconds of CPU that all threads of this process spend meanwhile."""
+    """The CPU seconds that all threads of this process spend while `what` runs."""
     cpu = time.process_time()
     what()
     return time.process_time() - cpu
@@ -534,7 +534,7 @@ def test_idle_agents_cost_nothing() -> None:
         agents[0].keep(ticket_for(second, SMALL), 0.0).result(60)
         agents[1].keep(ticket_for(first, SMALL), 0.0).result(60)
         idle_s = cpu_of(lambda: time.sleep(1.0))
-        assert idle_s < cpu_of(_spin_for_a_second) / 5, "as of a thread that polls"
+        assert idle_s < cpu_of(_spin_for_a_second) / 5, "as much as a thread that polls"
     finally:
         for agent in agents:
             agent.close()

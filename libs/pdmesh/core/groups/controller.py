@@ -1,20 +1,20 @@
-"""Decides what to assign to instances so that the groups become what they should be (S14-S26, S35,
-S36).
+"""Decides what to assign to instances so that groups match the desired state (S14-S26, S35, S36).
 
-It sets groups up, changes, drains and repairs them, one instance at a time. It is level-triggered:
-each round compares what is wanted with records and assignments, both from the registry, and says
-what to assign next. So a new leader takes up every workflow where it is, and nothing is done twice.
-It keeps only how long each stage has lasted, how often a group has failed, and which steps were
-announced. These rules hold in every round:
+The controller forms, changes, drains and repairs groups, one instance at a time. It is
+level-triggered: each round compares the desired state with the records and assignments in the
+registry, and decides what to assign next. So a new leader continues every workflow from where it
+is, and no step is done twice. Between rounds the controller remembers only how long each stage has
+lasted, how often a group has failed, and which steps were announced. These rules hold in every
+round:
 
-- A group that serves nothing yet takes instances only when there are enough for all of it. It
-  serves only when all pairs of the instances that stay are verified; its prefills begin last. If
-  that fails, all its instances become blank again (S15, S19).
-- An instance that is lost, failed or taken out at once is replaced by one blank instance; the
-  others go on (S35).
-- A surplus instance, or one of another revision or scenario, leaves when its successors are ready,
-  and only if the scenario keeps what it must keep. If there is no room for the successors, it
-  leaves first: `leave.py`.
+- A new group takes instances only when there are enough of them for the whole group. It begins to
+  serve when all pairs of its instances are verified, and its prefills begin last. If this fails,
+  all its instances become blank again (S15, S19).
+- One blank instance replaces each instance that is lost, failed or taken out at once. The other
+  instances of the group go on (S35).
+- An instance leaves if it is surplus, or has another revision or scenario. It leaves when its
+  successors are ready, and only if the scenario keeps its minimum. If there is no room for the
+  successors, it leaves before they come (`leave.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """`lacks`: which blank instances it waits for; empty while its own instances leave."""
+    """`lacks`: the blank instances that it waits for; empty while its own instances leave."""
 
     group_id: str
     state: GroupState
@@ -90,12 +90,12 @@ Effect = GiveAssignment | ForgetAssignment | AnnounceStep
 class GroupController:
     """The only way to change state is `handle`.
 
-    Its effects must be written before the next round, or not at all.
+    The caller must write the effects before the next round, or drop them.
     """
 
     clock: StageClock = field(default_factory=StageClock)
     reports: dict[str, GroupReport] = field(default_factory=dict)
-    # The region that each group should be in now; None: any.
+    # The region that each group should be in now; None means any region.
     regions: dict[str, str | None] = field(default_factory=dict)
     _steps: StepAnnouncer = field(default_factory=StepAnnouncer)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class GroupController:
     _version: int = 0
 
     def handle(self, observed: Observed, now: float) -> list[Effect]:
-        """One round. It does nothing until a desired state was applied."""
+        """Run one round, which does nothing before a desired state is applied."""
         if observed.version == 0:
             return []
         if observed.version != self._version:
@@ -134,11 +134,13 @@ class GroupController:
     def _note_losses(self, round_: Round, now: float) -> None:
         """Vacate the places of instances that are gone and were not asked to leave.
 
-        They are filled again, if possible by other instances. An instance that never served may
-        have died of its assignment, and then every substitute would die, too. So its loss counts as
-        a failure of the group, unless the region is lost.
+        Other instances fill these places, if possible. If an instance that never served is lost,
+        its assignment may have killed it, and would kill every substitute too. So its loss counts
+        as a failure of the group, unless the region is lost.
         """
-        unmade: dict[str, str] = {}  # one per group, for a node takes several instances with it
+        unmade: dict[
+            str, str
+        ] = {}  # one per group, since the loss of a node takes several instances at once
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
                 role_spec = assignment.role_spec
@@ -153,9 +155,9 @@ class GroupController:
             self._fail(round_, group_id, f"{instance_id} was lost while it was set up", now)
 
     def _note_departures(self, round_: Round) -> None:
-        """Processes that were asked to stop drain by themselves.
+        """Vacate the places of processes that were asked to stop: they drain by themselves.
 
-        This is no failure, and their places are free from now on (F41).
+        This does not count as a failure (F41).
         """
         for instance_id, assignment in sorted(round_.plan.items()):
             member = GroupMember(round_.observed.seen[instance_id], assignment)
@@ -165,7 +167,7 @@ class GroupController:
                 self._ending.add(member.seen.id)
 
     def _unusable(self, round_: Round, now: float) -> frozenset[str]:
-        """Instances that can get no new role after they have left their groups."""
+        """Instances that must not get a new role after they have left their groups."""
         observed = round_.observed
         self._ending &= {seen.id for seen in observed.seen.values()}
         members = (GroupMember(observed.seen[i], given) for i, given in round_.plan.items())
@@ -174,7 +176,7 @@ class GroupController:
         return observed.to_drain | observed.out_at_once | hanging | ending
 
     def _recover(self, round_: Round) -> None:
-        """Rebuild lost assignments from the records, in case their bucket was lost (F21)."""
+        """Rebuild assignments from the records, in case their bucket was lost (F21)."""
         stages = {
             Phase.LOADING: Stage.LOAD,
             Phase.LOADED: Stage.LOAD,
@@ -192,7 +194,7 @@ class GroupController:
                 self._give(round_, seen, role_spec, stages[seen.phase], seen.assignment_id)
 
     def _adopt(self, round_: Round) -> None:
-        """Take instances with a role from their own settings into the group that they name."""
+        """Add instances that took a role from their own settings to the group that they name."""
         for instance_id, seen in sorted(round_.observed.seen.items()):
             group = round_.observed.wanted.groups.get(seen.group_id)
             is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
@@ -212,7 +214,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Groups that serve come first: what they lack is a fault; in a new group it is a delay."""
+        """Serving groups come first: they lack instances by a fault, a new group only waits."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -265,7 +267,7 @@ class GroupController:
     # --- instances that leave --------------------------------------------------------------------
 
     def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
-        """Failed, taken out and overdue instances become blank at once; others take over."""
+        """Make failed, taken out and overdue instances blank at once; others take their places."""
         record = self._record(group_id)
         for member in round_.members(group_id):
             if member.stage is Stage.BLANK:
@@ -282,7 +284,7 @@ class GroupController:
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
-        """Drained instances are erased when their peers have forgotten them (S26)."""
+        """Erase drained instances whose peers have forgotten them (S26)."""
         record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:
@@ -299,9 +301,9 @@ class GroupController:
     def _recruit(
         self, round_: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
-        """Give blank instances a role; returns how many are still missing.
+        """Give blank instances a role, and return how many are still missing.
 
-        A new group takes all it needs, or none.
+        A new group takes as many as it needs, or none.
         """
         num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
@@ -390,9 +392,9 @@ class GroupController:
         )
 
     def _writes(self, round_: Round) -> Iterator[Effect]:
-        """What must be written, including unchanged assignments that an earlier leader wrote.
+        """All assignments to write, including unchanged ones that an earlier leader wrote.
 
-        Once we have written an assignment, an earlier leader can no longer write it (I7).
+        Once this leader has written an assignment, an earlier leader can no longer write it (I7).
         """
         for instance_id in sorted(round_.observed.given.keys() - round_.plan.keys()):
             yield ForgetAssignment(instance_id)
