@@ -20,7 +20,7 @@ from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.instance.legs import convert
 from pdmesh.net.grpc import rpc
 from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec
-from pdmesh.services.gateway.http.schema import MAX_CHOICES
+from pdmesh.services.gateway.openai.schema import MAX_CHOICES
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1 import instance_service_pb2 as instance_pb

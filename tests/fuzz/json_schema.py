@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import messages_of
-from pdmesh.services.gateway.http.schema import (
+from pdmesh.services.gateway.openai.chat_messages import messages_of
+from pdmesh.services.gateway.openai.schema import (
     parse_chat,
     parse_completion,
     parse_tokenize,

@@ -9,7 +9,7 @@ from typing import Final
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.calls import (
+from pdmesh.services.gateway.openai.calls import (
     chat_tokens,
     check_logprobs,
     check_num_prompt_logprobs,

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible endpoint: requests parsed and validated, answers written."""
+"""The HTTP endpoint: paths and their documents, requests taken in, answers written."""

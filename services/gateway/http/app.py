@@ -29,14 +29,7 @@ from pdmesh.services.gateway.http.answers import (
     Readiness,
     Tokenized,
 )
-from pdmesh.services.gateway.http.calls import (
-    chat_spec,
-    completion_spec,
-    detokenized,
-    tokenized,
-)
 from pdmesh.services.gateway.http.exchange import (
-    ClientDisconnected,
     HttpExchange,
     Receive,
     Scope,
@@ -55,7 +48,15 @@ from pdmesh.services.gateway.http.routes import (
     Operation,
     Router,
 )
-from pdmesh.services.gateway.http.schema import (
+from pdmesh.services.gateway.http.serving.answering import answer
+from pdmesh.services.gateway.http.serving.intake import HttpBounds, Intake
+from pdmesh.services.gateway.openai.calls import (
+    chat_spec,
+    completion_spec,
+    detokenized,
+    tokenized,
+)
+from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -65,8 +66,7 @@ from pdmesh.services.gateway.http.schema import (
     parse_detokenize,
     parse_tokenize,
 )
-from pdmesh.services.gateway.http.serving.answering import answer
-from pdmesh.services.gateway.http.serving.intake import HttpBounds, Intake
+from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.routing.fleet import KnownModel

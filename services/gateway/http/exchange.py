@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
-from pdmesh.services.gateway.http.body.unknown_fields import header_of
 from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
+from pdmesh.services.gateway.openai.unknown_fields import header_of
+from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import new_request_id
 
 # Any: ASGI's messages and scopes are plain dicts.
@@ -51,10 +52,6 @@ class WrongMethod(InvalidRequest):
     def __init__(self, allowed: str) -> None:
         super().__init__(f"use {allowed} for this path")
         self.allowed = allowed
-
-
-class ClientDisconnected(Exception):
-    """The client has gone: there is no answer to send."""
 
 
 class BodyRoom:

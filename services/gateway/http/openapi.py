@@ -14,8 +14,8 @@ import msgspec
 
 import pdmesh
 from pdmesh.services.gateway.http.routes import HttpRoute, Operation, path_parameters, plain_path
-from pdmesh.services.gateway.http.schema import unsupported_fields
 from pdmesh.services.gateway.http.told_rules import RULES, without_nul
+from pdmesh.services.gateway.openai.schema import unsupported_fields
 
 # Any: a JSON document on its way out.
 Json = dict[str, Any]

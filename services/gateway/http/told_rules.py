@@ -10,14 +10,14 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.services.gateway.http.body.chat_messages import (
+from pdmesh.services.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
     ContentPart,
     ToolCall,
 )
-from pdmesh.services.gateway.http.body.tools import FunctionDefinition, Tool
-from pdmesh.services.gateway.http.schema import TokenizeRequest
+from pdmesh.services.gateway.openai.schema import TokenizeRequest
+from pdmesh.services.gateway.openai.tools import FunctionDefinition, Tool
 
 # Any: JSON schemas.
 Json = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.gateway.http.test_vllm_fields import told
+from tests.unit.gateway.openai.test_vllm_fields import told
 
 pytestmark = pytest.mark.vllm
 

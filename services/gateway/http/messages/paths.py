@@ -8,7 +8,6 @@ import msgspec
 
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.services.gateway.access.access_control import charged
-from pdmesh.services.gateway.http.calls import chat_spec, chat_tokens, conversation_of
 from pdmesh.services.gateway.http.exchange import HttpExchange
 from pdmesh.services.gateway.http.messages.answers import (
     MessageAnswer,
@@ -25,10 +24,11 @@ from pdmesh.services.gateway.http.messages.schema import (
 )
 from pdmesh.services.gateway.http.messages.translation import chat_of, has_later_system
 from pdmesh.services.gateway.http.routes import ASKING_ERRORS, HttpRoute, Operation
-from pdmesh.services.gateway.http.schema import check_chat
 from pdmesh.services.gateway.http.serving.answering import answer
 from pdmesh.services.gateway.http.serving.intake import Intake
-from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.openai.calls import chat_spec, chat_tokens, conversation_of
+from pdmesh.services.gateway.openai.schema import check_chat
+from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.frontend import Frontend
 
 PREFIX: Final = "/v1/messages"

@@ -8,18 +8,6 @@ from typing import Final
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import (
-    CalledFunction,
-    ChatMessage,
-    ContentPart,
-    ToolCall,
-)
-from pdmesh.services.gateway.http.body.tools import (
-    FunctionDefinition,
-    FunctionName,
-    NamedTool,
-    Tool,
-)
 from pdmesh.services.gateway.http.messages.schema import (
     CountTokensRequest,
     InputMessage,
@@ -29,8 +17,20 @@ from pdmesh.services.gateway.http.messages.schema import (
     MessagesToolChoice,
     unsupported,
 )
-from pdmesh.services.gateway.http.schema import ChatCompletionRequest
-from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.openai.chat_messages import (
+    CalledFunction,
+    ChatMessage,
+    ContentPart,
+    ToolCall,
+)
+from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
+from pdmesh.services.gateway.openai.tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+)
+from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
 # A coding agent puts it before its system prompt. It differs in each request, so that no two

@@ -17,10 +17,9 @@ import structlog
 from pdmesh.errors import MeshError, Unavailable
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import Permit
-from pdmesh.services.gateway.http.exchange import ClientDisconnected
 from pdmesh.services.gateway.http.responses.format import ResponseWriter
 from pdmesh.services.gateway.http.responses.store import ResponseStore
-from pdmesh.services.gateway.http.serving.answering import whole_text
+from pdmesh.services.gateway.request.deltas import ClientDisconnected, whole_text
 from pdmesh.services.gateway.request.frontend import Call, Frontend
 
 log = structlog.get_logger(__name__)

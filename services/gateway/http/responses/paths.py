@@ -8,7 +8,6 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.services.gateway.access.access_control import Permit
-from pdmesh.services.gateway.http.calls import chat_spec
 from pdmesh.services.gateway.http.exchange import HttpExchange
 from pdmesh.services.gateway.http.responses.answers import (
     AnyResponseEvent,
@@ -50,9 +49,10 @@ from pdmesh.services.gateway.http.routes import (
     HttpRoute,
     Operation,
 )
-from pdmesh.services.gateway.http.schema import check_chat
 from pdmesh.services.gateway.http.serving.answering import answer, opened
 from pdmesh.services.gateway.http.serving.intake import Intake
+from pdmesh.services.gateway.openai.calls import chat_spec
+from pdmesh.services.gateway.openai.schema import check_chat
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import CallSpec

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.json_body import decoded
-from pdmesh.services.gateway.http.body.unknown_fields import Nested
-from pdmesh.services.gateway.http.schema import ReasoningEffort
+from pdmesh.services.gateway.openai.json_body import decoded
+from pdmesh.services.gateway.openai.schema import ReasoningEffort
+from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
 from pdmesh.services.gateway.request.bounds import in_range
 

@@ -9,19 +9,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import (
-    CalledFunction,
-    ChatMessage,
-    ContentPart,
-    ToolCall,
-)
-from pdmesh.services.gateway.http.body.tools import (
-    FunctionDefinition,
-    FunctionName,
-    NamedTool,
-    Tool,
-    ToolChoice,
-)
 from pdmesh.services.gateway.http.responses.schema import (
     ChosenTool,
     InputItem,
@@ -30,8 +17,21 @@ from pdmesh.services.gateway.http.responses.schema import (
     ResponseTool,
     unsupported,
 )
-from pdmesh.services.gateway.http.schema import ChatCompletionRequest
-from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.openai.chat_messages import (
+    CalledFunction,
+    ChatMessage,
+    ContentPart,
+    ToolCall,
+)
+from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
+from pdmesh.services.gateway.openai.tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
 LOGPROBS: Final = "message.output_text.logprobs"

@@ -1,1 +1,1 @@
-"""A request over HTTP in any format: taken in, made a chat of, and answered."""
+"""A request over HTTP in any format: taken in, and answered."""

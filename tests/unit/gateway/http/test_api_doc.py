@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.services.gateway.http import schema as openai_schema
-from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
 from pdmesh.services.gateway.http.messages.schema import MessagesRequest
 from pdmesh.services.gateway.http.responses.schema import InputItem, ResponsesRequest
-from pdmesh.services.gateway.http.schema import (
+from pdmesh.services.gateway.openai import schema as openai_schema
+from pdmesh.services.gateway.openai.chat_messages import ChatMessage
+from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     StreamOptions,

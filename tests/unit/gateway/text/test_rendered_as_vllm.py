@@ -15,8 +15,8 @@ from typing import Any, Final
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.calls import conversation_of
-from pdmesh.services.gateway.http.schema import parse_chat
+from pdmesh.services.gateway.openai.calls import conversation_of
+from pdmesh.services.gateway.openai.schema import parse_chat
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from tests.fakes.tiny_model import write_tiny_model
 

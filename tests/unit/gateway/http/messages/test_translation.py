@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import messages_of
 from pdmesh.services.gateway.http.messages.schema import parse_messages
 from pdmesh.services.gateway.http.messages.translation import chat_of
-from pdmesh.services.gateway.http.schema import check_chat
-from pdmesh.services.gateway.http.serving.translated import TranslatedChat
+from pdmesh.services.gateway.openai.chat_messages import messages_of
+from pdmesh.services.gateway.openai.schema import check_chat
+from pdmesh.services.gateway.openai.translated import TranslatedChat
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": [1, {"x": "é"}]}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "seen"}

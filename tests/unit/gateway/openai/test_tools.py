@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.tools import tools_of
-from pdmesh.services.gateway.http.calls import template_variables
-from pdmesh.services.gateway.http.schema import parse_chat, parse_tokenize
+from pdmesh.services.gateway.openai.calls import template_variables
+from pdmesh.services.gateway.openai.schema import parse_chat, parse_tokenize
+from pdmesh.services.gateway.openai.tools import tools_of
 from tests.support.cost import cost_ratio
 
 

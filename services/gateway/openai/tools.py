@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.openai.unknown_fields import Nested
 
 MAX_TOOLS: Final = 128  # as OpenAI's
 MAX_DEPTH: Final = 64  # of a schema, or of what else a template is given

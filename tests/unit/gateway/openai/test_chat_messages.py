@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import messages_of
-from pdmesh.services.gateway.http.schema import parse_chat
+from pdmesh.services.gateway.openai.chat_messages import messages_of
+from pdmesh.services.gateway.openai.schema import parse_chat
 from tests.support.cost import cost_ratio
 
 USER = {"role": "user", "content": "hi"}

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body import told_bounds as told
-from pdmesh.services.gateway.http.body.chat_messages import (
+from pdmesh.services.gateway.openai import told_bounds as told
+from pdmesh.services.gateway.openai.chat_messages import (
     NESTED_IN_MESSAGES,
     ChatMessage,
     check_messages,
 )
-from pdmesh.services.gateway.http.body.json_body import decoded
-from pdmesh.services.gateway.http.body.tools import (
+from pdmesh.services.gateway.openai.json_body import decoded
+from pdmesh.services.gateway.openai.tools import (
     NESTED_IN_TOOLS,
     NamedTool,
     Tool,
@@ -28,7 +28,7 @@ from pdmesh.services.gateway.http.body.tools import (
     check_depth,
     check_tools,
 )
-from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.answer_form import (
     JsonSchemaFormat,
     ResponseFormat,

@@ -12,10 +12,9 @@ from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import messages_of
-from pdmesh.services.gateway.http.body.tools import tools_of
-from pdmesh.services.gateway.http.parser_request import may_call, parsing_of
-from pdmesh.services.gateway.http.schema import (
+from pdmesh.services.gateway.openai.chat_messages import messages_of
+from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
+from pdmesh.services.gateway.openai.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,6 +24,7 @@ from pdmesh.services.gateway.http.schema import (
     is_echo_alone,
     prompts_of,
 )
+from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.request.answer_form import asked_over_http, constraint_of
 from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of

@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
-from pdmesh.services.gateway.http.body.json_bounds import SMALL_BYTES, outline
-from pdmesh.services.gateway.http.body.unknown_fields import Nested, without_unknown
+from pdmesh.services.gateway.openai.json_bounds import SMALL_BYTES, outline
+from pdmesh.services.gateway.openai.unknown_fields import Nested, without_unknown
 from pdmesh.services.gateway.request.bounds import nul_refused
 
 # How those of msgspec's messages begin that name a field.

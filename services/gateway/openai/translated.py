@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.schema import ChatCompletionRequest
+from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 
 
 @dataclass(frozen=True, slots=True)

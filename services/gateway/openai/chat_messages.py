@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.json_bounds import MAX_VALUES, SMALL_BYTES
-from pdmesh.services.gateway.http.body.unknown_fields import Nested
+from pdmesh.services.gateway.openai.json_bounds import MAX_VALUES, SMALL_BYTES
+from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES, nul_refused
 from pdmesh.services.gateway.text.chat_template import Message
 

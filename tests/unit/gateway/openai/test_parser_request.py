@@ -9,9 +9,9 @@ import pytest
 
 from pdmesh.engine.grammars.asked import GrammarKind
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.calls import MAX_VARIABLES, template_variables
-from pdmesh.services.gateway.http.parser_request import asked_calls, parser_request
-from pdmesh.services.gateway.http.schema import ChatCompletionRequest, parse_chat
+from pdmesh.services.gateway.openai.calls import MAX_VARIABLES, template_variables
+from pdmesh.services.gateway.openai.parser_request import asked_calls, parser_request
+from pdmesh.services.gateway.openai.schema import ChatCompletionRequest, parse_chat
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 

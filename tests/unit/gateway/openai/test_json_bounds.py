@@ -11,13 +11,13 @@ import time
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.json_bounds import (
+from pdmesh.services.gateway.openai.json_bounds import (
     MAX_IDS,
     MAX_OUTSIDE_BYTES,
     MAX_VALUES,
     outline,
 )
-from pdmesh.services.gateway.http.schema import parse_chat, parse_completion
+from pdmesh.services.gateway.openai.schema import parse_chat, parse_completion
 
 FULL = 8 << 20
 

@@ -12,9 +12,9 @@ import msgspec
 from pdmesh.core.sampling.call_grammar import NoGrammar, call_grammar
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.body.chat_messages import ChatMessage
-from pdmesh.services.gateway.http.body.tools import NamedTool
-from pdmesh.services.gateway.http.schema import ChatCompletionRequest
+from pdmesh.services.gateway.openai.chat_messages import ChatMessage
+from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
+from pdmesh.services.gateway.openai.tools import NamedTool
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing, UnusableParsers
 from pdmesh.services.gateway.request.spec import ServedModel
 

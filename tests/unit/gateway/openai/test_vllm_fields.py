@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.services.gateway.http.schema import (
+from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     unsupported_fields,

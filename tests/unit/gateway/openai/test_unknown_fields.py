@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from pdmesh.services.gateway.http.body.unknown_fields import HEADER, header_of
-from pdmesh.services.gateway.http.schema import parse_chat, parse_completion
+from pdmesh.services.gateway.openai.schema import parse_chat, parse_completion
+from pdmesh.services.gateway.openai.unknown_fields import HEADER, header_of
 
 
 def test_unknown_fields_are_named_by_their_path_at_every_level() -> None:

@@ -1,1 +1,0 @@
-"""The JSON that clients send: parsed within bounds, with the wrong field named."""
