@@ -1,4 +1,4 @@
-"""The shell of one choice: turns the request core's effects into commands, and news into events."""
+"""The shell of one choice: makes commands of the core's effects, and events of their results."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Collaborators:
     poison: PoisonBook
     hash_secret: bytes
     next_key: Callable[[], int]
-    kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
+    kv_transfer: Callable[[str], KvTransfer.ValueType]  # for a scenario
     parsers: AnswerParsers
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
 
 
 class Generation:
-    """One choice of a call. `on_tokens`: `take` has something. `on_end`: nothing more will come."""
+    """One choice of a call. It calls `on_tokens` when `take` has output, and `on_end` last."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Generation:
             default_text=shared.slos.default_text(spec.scenario),
         )
         self._waiting_number: int | None = None  # its place in the waiting room
-        self._is_queued = False  # it counts in the scenario's queue
+        self._is_queued = False  # it is counted in the scenario's queue
         self._events: deque[Event] = deque()
         self._effects: deque[Effect] = deque()
         self._is_running = False
@@ -154,22 +154,22 @@ class Generation:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found in its text."""
+        """Whether a stop string was found in its text."""
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """Stop in any state and free all that it holds.
+        """Stop in any state, and free all that this choice holds.
 
-        `error` is for a client that still listens.
+        `error` is what a client that still listens gets.
         """
         if not self.is_ended:
             self.error = error
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """The call no longer listens.
+        """Drop the reference to the call, which no longer listens.
 
-        Without the reference to its call both are freed at once, not by the garbage collector.
+        So call and choice are freed at once, and not later by the garbage collector.
         """
         self._on_tokens = self._on_end = unheard
 
@@ -179,7 +179,7 @@ class Generation:
 
     @property
     def num_taken_tokens(self) -> int:
-        """How many of those were taken: the client got them, or will get them."""
+        """How many of those tokens `take` returned: the client has them or will get them."""
         return self._text.num_taken
 
     @property
@@ -187,7 +187,7 @@ class Generation:
         return self.error is not None or isinstance(self.core.outcome, Fail)
 
     def take(self) -> TextDelta | None:
-        """Everything since the last call, as text; None if there is nothing new."""
+        """All output since the last `take`, as text; None if there is nothing new."""
         taken = self._text.take(self.core.emitted)
         if taken is None:
             return None
@@ -205,7 +205,9 @@ class Generation:
         return taken if taken.text or taken.token_ids else None
 
     def _stop_token(self) -> int | None:
-        """The stop token that ended it, as vLLM tells it: not the tokenizer's own end."""
+        """The stop token that ended it, if that is not the tokenizer's own end token (as in
+        vLLM).
+        """
         outcome = self.core.outcome
         if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
             return None
@@ -218,7 +220,7 @@ class Generation:
     # --- what instances, planner and timers call --------------------------------------------------
 
     def on_token(self, key: int, token_id: int, now: float) -> None:
-        """The hot path: one call for each token of each stream."""
+        """Take one token. This is the hot path: it runs once for each token of each stream."""
         if self.core.push_token(key, token_id, now):
             self._on_tokens()
         else:
@@ -230,7 +232,7 @@ class Generation:
             self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
-        """Handle an event. Events that its effects cause at once are queued behind it."""
+        """Handle an event. Events that its effects cause at once are queued behind this one."""
         if detail is not None:
             self._note_detail(event, detail)
         self._events.append(event)
@@ -254,9 +256,9 @@ class Generation:
         self._arm_timer()
 
     def _carry_out(self) -> bool:
-        """False if the rest waits for the loop's next turn.
+        """Carry out effects, and return False if the rest must wait for the loop's next turn.
 
-        The writer of token 1 was woken just now. It writes before the hand-over is prepared.
+        It must wait after token 1 woke the writer, which writes before the hand-over is prepared.
         """
         while self._effects:
             effect = self._effects.popleft()
@@ -268,7 +270,7 @@ class Generation:
         return True
 
     def _end_by_bug(self) -> None:
-        """End only this choice: the session or planner that called us serves other choices, too."""
+        """End only this choice: the session or planner that called us also serves other choices."""
         self._events.clear()
         self._effects.clear()
         self.error = MeshError("internal error; the server's log has the cause")
@@ -276,11 +278,11 @@ class Generation:
         self._leave_queue(LeaveQueue())
         self._leave_room(LeaveRoom())
         for key in list(self._sessions):
-            self._abort_leg(AbortLeg(key))  # this releases its ticket, too
+            self._abort_leg(AbortLeg(key))  # this also releases its ticket
         self._end(Cancelled())
 
     def on_slot_freed(self, instance_id: str) -> None:
-        self._waiting_number = None  # the room forgets a waiter that it calls
+        self._waiting_number = None  # the room has forgotten the waiter that it calls
         self.on_event(SlotFreed(instance_id))
 
     def on_evicted(self) -> None:
@@ -288,7 +290,7 @@ class Generation:
         self.on_event(WaitRefused())
 
     def _note_detail(self, event: Event, detail: SessionEvent) -> None:
-        """Note what the text and traces need, and the core does not."""
+        """Note the details that the text and the traces need but the core does not."""
         if isinstance(event, FirstToken) and self.core.is_current(event.key):
             if self._text.has_logprobs:
                 self._text.add_logprobs((detail.first_token.logprob,))
@@ -307,7 +309,7 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query, self._spec.tokenizer.vocabulary)
 
     def _refusal(self) -> Overloaded | None:
-        """Why it should not join its queue; None if it may."""
+        """Why this choice must not join its queue; None if it may."""
         shared, tenant = self._shared, self._spec.tenant
         limits = shared.slos.limits_for(self._spec.scenario, len(self.prompt.tokens))
         can_evict = shared.room.yields_to(tenant)
@@ -351,7 +353,7 @@ class Generation:
             self._refuse(key)
 
     def _refuse(self, key: int) -> None:
-        """The instance cannot be asked now: that counts as a rejection, not as a failure."""
+        """Report a rejection, not a failure: the instance cannot be asked now."""
         self.on_event(LegRejected(key, is_final=True))
 
     def _abort_leg(self, effect: AbortLeg) -> None:
@@ -403,9 +405,9 @@ class Generation:
     # --- time ------------------------------------------------------------------------------------
 
     def _arm_timer(self) -> None:
-        """Keep one timer, moved only if it would be late.
+        """Keep one timer, and move it only if it would fire too late.
 
-        Progress makes it early; then it arms itself again.
+        After progress it fires too early. Then it arms itself again.
         """
         if self.core.outcome is not None:
             if self._timer is not None:
@@ -427,7 +429,7 @@ class Generation:
         self.on_event(Tick())
 
     def _hear_engine(self) -> None:
-        """For a leg that seems silent, pass on what its instance last said of its engine."""
+        """Tell the core of a silent leg what the instance last reported about its engine."""
         key = self.core.computing_key
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:
@@ -440,7 +442,7 @@ class Generation:
 
 
 def unheard() -> None:
-    """The callback of a generation whose call no longer listens."""
+    """Ignore a callback of a generation whose call no longer listens."""
 
 
 # Any: each function takes the one effect its key names.

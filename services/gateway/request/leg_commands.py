@@ -1,4 +1,4 @@
-"""Turns the request core's effects into messages (protobuf) to the master and to instances."""
+"""Turns the request core's effects into protobuf messages to the master and to instances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 
 @dataclass(slots=True)
 class ChoiceIdentity:
-    """The names of one choice, as instances and the master see it."""
+    """The names under which instances and the master know one choice."""
 
     request_id: str
     index: int
@@ -32,7 +32,7 @@ class ChoiceIdentity:
 
 
 class LegCommands:
-    """The messages of one choice. `emitted` is always all that it has emitted so far."""
+    """The messages of one choice. `emitted` is always all that the choice has emitted so far."""
 
     __slots__ = (
         "_adapter", "_constraint", "_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids",
@@ -58,7 +58,7 @@ class LegCommands:
         emitted: Sequence[int],
         num_remaining: int,
     ) -> PlanQuery:
-        """`reference`: an instance that represents the model, if there is one."""
+        """Ask for a plan. `reference`: an instance that represents the model, if there is one."""
         spec, prompt = self._spec, self._prompt
         query = PlanQuery(
             request_id=self._identity.request_id,
@@ -116,7 +116,10 @@ class LegCommands:
         emitted: Sequence[int],
         prompt_compute_s: float,
     ) -> Command:
-        """Token 1 is the last replayed token, unless the decode must wait for it."""
+        """The command that starts a decode leg.
+
+        Token 1 is the last replayed token, unless the decode must wait for it.
+        """
         prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
         assert isinstance(ticket, Ticket)

@@ -1,6 +1,6 @@
-"""What operators see of each call: counters, histograms, one log line, one event, one trace.
+"""Reports each call to operators: counters, histograms, one log line, one event, one trace.
 
-All of it is made when the call is closed, from times noted before, so nothing here delays a token.
+The report is made when the call is closed, from times noted before, so it never delays a token.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pdmesh.v1.common_pb2 import Usage
 log = structlog.get_logger(__name__)
 
 _MAX_EVENTS: Final = 1024  # waiting to be published; more are dropped and counted
-# Events are gathered for so long: one at a time would wake the bus and all listeners for each
-# request, which takes a tenth of their CPU.
+# How long events are gathered before they are published. To publish each one by itself would wake
+# the bus and all listeners for each request, which would take a tenth of their CPU.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
@@ -41,7 +41,7 @@ _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the fir
 _tpot = metrics.histogram(
     names.TIME_PER_OUTPUT_TOKEN,
     "Mean time between output tokens",
-    # Those of the semantic conventions, and as many again for fast models: 1 to 10 ms.
+    # The buckets of the semantic conventions, and as many more for fast models, from 1 to 10 ms.
     buckets=(
         0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03,
         0.04,
@@ -53,7 +53,7 @@ _dropped = metrics.counter(names.GATEWAY_EVENTS_DROPPED, "RequestFinished events
 
 
 class Publisher(Protocol):
-    """What is used here of `pdmesh.net.events.EventPublisher`."""
+    """The part of `pdmesh.net.events.EventPublisher` that is used here."""
 
     async def publish(self, subject: str, message: RequestFinished) -> None: ...
 
@@ -193,7 +193,7 @@ class Observer:
 
 
 class _Times:
-    """Durations in seconds, of the first choice unless said otherwise; 0: it did not get so far."""
+    """Durations in seconds, of the first choice or of the whole call; 0 if it ended before that."""
 
     __slots__ = (
         "decode_queue_s",
@@ -260,6 +260,6 @@ def _finish_spans(report: CallReport) -> None:
 
 
 def _wall_clock() -> Callable[[float], int]:
-    """Spans are stamped with wall time, made from monotonic times at one moment."""
+    """Make a function that turns monotonic times into the wall-clock times of spans."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     return lambda at: int(at * 1e9) + offset_ns

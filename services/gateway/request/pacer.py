@@ -1,8 +1,8 @@
-"""Bounds how often streams are written to when their tokens come faster than people read.
+"""Bounds how often streams are written when their tokens come faster than people read.
 
-A writer that has just written is woken again only after the interval, by one timer together with
-all others that wait. A token that comes later than that is sent at once: pacing never delays a
-stream that is slower than the interval.
+A writer that has just written is woken again only after the interval. One timer wakes all writers
+that wait. A token that comes after the interval is sent at once, so pacing never delays a stream
+that is slower than the interval.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 class Pacer:
     def __init__(self, interval_s: float) -> None:
-        """0: no pacing."""
+        """An interval of 0 means no pacing."""
         self.interval_s = interval_s
         self._waiting: list[Callable[[], None]] = []
 

@@ -1,4 +1,4 @@
-"""Makes the logit shaping of a call from what its client says and what its model defaults to."""
+"""Makes the logit shaping of a call from the client's settings and the model's defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STOP_IDS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class AskedShaping:
-    """As in vLLM's API. None: the model's default; `top_k` -1 and 0 allow all tokens."""
+    """The fields of vLLM's API. None: the model's default. `top_k` -1 or 0: all tokens."""
 
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -60,7 +60,7 @@ async def shaping_of(
 
 
 def biases_by_id(asked: Mapping[str, float]) -> dict[int, float]:
-    """JSON names token ids by strings. Raises InvalidRequest."""
+    """Convert the keys to token ids, which are strings in JSON. Raises InvalidRequest."""
     found: dict[int, float] = {}
     for name, bias in asked.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10):
@@ -107,9 +107,10 @@ def _allowed(asked: Sequence[int] | None) -> tuple[int, ...]:
 
 
 async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each word as it begins a text, and as it follows a space where that is as long.
+    """The token ids of each bad word, exactly as vLLM makes them.
 
-    The same as vLLM makes of them.
+    They are the tokens of the word at the beginning of a text. The tokens of the word after a space
+    are added if there are as many of them.
     """
     if not words:
         return ()

@@ -1,4 +1,4 @@
-"""What a client asked for, once validated: the same from HTTP and gRPC."""
+"""A client's validated request, in one form for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """`max_tokens` None takes what the context leaves, up to `default_max_tokens` or else the
-    gateway's default.
+    """How an answer's tokens are drawn, and when it ends.
+
+    If `max_tokens` is None, the answer may fill the context, up to `default_max_tokens` or, without
+    that, the gateway's default.
     """
 
     max_tokens: int | None = None
@@ -31,12 +33,12 @@ class SamplingSpec:
     num_prompt_logprobs: int | None = None
     shaping: LogitShaping = UNSHAPED
     constraint: Constraint | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own
+    stop_token_ids: frozenset[int] = frozenset()  # in addition to the model's own
     is_stop_shown: bool = False
     are_special_shown: bool = False
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end an answer of a model with these of its own."""
+        """The tokens that end an answer; `eos_token_ids` are the model's own."""
         own = frozenset[int]() if self.ignore_eos else eos_token_ids
         return own | self.stop_token_ids if self.stop_token_ids else own
 
@@ -47,7 +49,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as one call uses it: with one tokenizer from its prompt to its last token."""
+    """A model as one call uses it, with one tokenizer from the prompt to the last token."""
 
     name: str
     tokenizer: Tokenizer
@@ -58,7 +60,7 @@ class ServedModel:
 class CallSpec:
     """One client call: `n` choices for each prompt.
 
-    Prompts are token ids by now, of `tokenizer`, which also makes the text of the answers.
+    Its prompts are token ids of `tokenizer`, which also turns the answers into text.
     """
 
     operation: str  # chat or text_completion
@@ -70,14 +72,15 @@ class CallSpec:
     scenario: str = ""
     chat_id: str = ""
     cache_salt: str = ""
-    field_of_prompt: str = "prompt"  # these two are named in errors about length
+    field_of_prompt: str = "prompt"  # errors about lengths name these two fields
     field_of_max_tokens: str = "max_tokens"
     echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
-    is_echo_alone: bool = False  # no token is asked for; the one that is drawn is not shown
+    # The client asked for no token, so the one that is drawn is not shown.
+    is_echo_alone: bool = False
     has_token_ids: bool = False  # the answer holds token ids beside its text
     parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE
-    adapter: AdaptedModel | None = None  # that `model` names
+    adapter: AdaptedModel | None = None  # the adapter that `model` names
 
     @property
     def text_rules(self) -> TextRules:
@@ -85,5 +88,5 @@ class CallSpec:
 
     @property
     def base_model(self) -> str:
-        """The model that instances have."""
+        """The model that instances serve, even if `model` names an adapter of it."""
         return self.model if self.adapter is None else self.adapter.model

@@ -1,4 +1,4 @@
-"""When a choice reached each stage: the source of its log line, metrics, event and spans."""
+"""When a choice reached each stage, for its log line, metrics, event and spans."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pdmesh.core.request.events import (
 
 @dataclass(slots=True)
 class Timings:
-    """Monotonic seconds of the first time that each happened; 0: it did not.
+    """When each stage was first reached, in monotonic seconds; 0 if it was not.
 
-    The hand-over is the first whose KV came; until then, the last that was tried. KV is the last
-    one.
+    `handed_over` and `decode_accepted` belong to the first hand-over whose KV arrived. Until KV
+    arrives, they belong to the last attempt. `kv_received` is when KV last arrived.
     """
 
     submitted: float = 0.0
-    asked: float = 0.0  # for a plan: the prompt's blocks have names
+    asked: float = 0.0  # asked for a plan: the prompt's blocks are named by now
     planned: float = 0.0
     accepted: float = 0.0  # by a prefill
     first_token: float = 0.0
@@ -31,8 +31,8 @@ class Timings:
     decode_accepted: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0
-    kv_transfer_us: int = 0  # of the KV that is noted next
-    _decode_key: int = 0  # of the leg that was offered to a decode last
+    kv_transfer_us: int = 0  # of the next KV to be noted
+    _decode_key: int = 0  # of the last leg that was offered to a decode
 
     def decode_offered(self, key: int) -> None:
         self._decode_key = key
@@ -60,5 +60,5 @@ class Timings:
 
     @property
     def decode_queue_s(self) -> float:
-        """From token 1 until a decode took the request; 0 if none did or one did before it."""
+        """From token 1 until a decode accepted the request; 0 if none did, or did so before."""
         return max(0.0, self.decode_accepted - self.handed_over) if self.handed_over else 0.0

@@ -25,9 +25,10 @@ class Waiter(Protocol):
 
 
 class Waiting:
-    """`prefill_batch`: how many prompts a prefill computes in lockstep; 0: it does not.
+    """The waiting room of a gateway.
 
-    Such prompts are sent as batches of similar length.
+    `prefill_batch`: how many prompts a prefill computes in lockstep, or 0 if it does not. Prompts
+    that are computed in lockstep are sent in batches of similar length.
     """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
@@ -40,15 +41,15 @@ class Waiting:
 
     @property
     def queues(self) -> Mapping[str, Mapping[int, int]]:
-        """Requests that prefills rejected and none has taken yet, by scenario and priority.
+        """The number of requests that were rejected and not yet taken, by scenario and priority.
 
-        They count from their first rejection on, even while they ask for another plan and are not
-        in the room. Empty queues are left out.
+        A request counts from its first rejection on. It also counts while it asks for another plan
+        and is not in the room. Empty queues are left out.
         """
         return self._queues
 
     def count(self, scenario: str, priority: int, change: int) -> None:
-        """Count one request more (1) or less (-1) in a queue."""
+        """Count one request more (`change` 1) or fewer (-1) in a queue."""
         queue = self._queues.setdefault(scenario, {})
         queue[priority] = queue.get(priority, 0) + change
         if not queue[priority]:
@@ -68,7 +69,7 @@ class Waiting:
         tenant: Tenant,
         num_tokens: int = 0,
     ) -> int | None:
-        """The number that `leave` takes, or None if there is no room.
+        """Return the number to pass to `leave`, or None if there is no room.
 
         `num_tokens` as in `WaitForSlot`.
         """
@@ -85,13 +86,13 @@ class Waiting:
         return joined.number
 
     def leave(self, number: int) -> None:
-        """The request gave up waiting, or its time is over."""
+        """Remove a request that gave up waiting, or whose time is over."""
         left = self._room.leave(number)
         if left is not None:
             self._end(left[1], time.monotonic(), "left")
 
     def slots_freed(self, instance_id: str, num_free: int) -> None:
-        """Forward as many as it can take: one instance's batch is filled before the next (S46)."""
+        """Send the instance as many requests as it can take: its batch is filled first (S46)."""
         now = time.monotonic()
         for waiter, since in self._room.call(instance_id, num_free):
             self._end(since, now, "called")

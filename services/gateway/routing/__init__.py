@@ -1,1 +1,1 @@
-"""The instances and the master as this gateway sees them, and its streams to them."""
+"""This gateway's view of the instances and the master, and its streams to them."""

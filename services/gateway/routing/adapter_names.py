@@ -1,6 +1,6 @@
-"""The LoRA adapters that clients may ask for by name, as the leading master's board says it.
+"""The LoRA adapters that clients may ask for by name, from the leading master's board.
 
-While the store is away the last list stands.
+While the store is unreachable, the last list stays valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class AdaptedModel:
 
 
 class AdapterNames:
-    """There are none until `watch` has heard of some."""
+    """There are no adapters until `watch` has read some."""
 
     def __init__(self) -> None:
         self._known: dict[str, AdaptedModel] = {}

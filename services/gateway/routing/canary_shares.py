@@ -1,8 +1,7 @@
-"""Decides whether a scenario's canary gets the next request of a gateway that ranks by itself
-(S24).
+"""Decides whether a canary gets the next request of a gateway that ranks by itself (S24).
 
-It uses the share that the leading master wrote last. While the store is away the last value stands,
-as for holds (`out_of_service.py`).
+It uses the share that the leading master last wrote for the scenario. While the store is
+unreachable, the last value stays valid, as in `out_of_service.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pdmesh.v1.admin_service_pb2 import Upgrades
 
 
 class CanaryShares:
-    """There are no canaries until `watch` has heard of some."""
+    """There are no canaries until `watch` has read some."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -32,7 +31,7 @@ class CanaryShares:
             await self._watch.close()
 
     def draw(self, scenario: str) -> tuple[str, bool] | None:
-        """The canary's group, and whether it gets the next request; None: there is no canary."""
+        """The canary's group, and whether it gets the next request; None without a canary."""
         group_id = canary_of(scenario)
         share = self._shares.get(group_id)
         return None if share is None else (group_id, self._rng.random() < share)

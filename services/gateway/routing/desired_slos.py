@@ -1,7 +1,7 @@
 """Takes the scenarios' SLOs from the desired state as soon as it changes (S9, S44).
 
-For scenarios that it does not name, the settings hold. A version that this release cannot read
-changes nothing. While the store is away the last version stands.
+For scenarios that the desired state does not name, the settings apply. A version that this release
+cannot read changes nothing. While the store is unreachable, the last version stays valid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The instances and the master as this gateway sees them, in its own copy of the registry.
+"""This gateway's view of the instances and the master: its own copy of the registry.
 
-While the registry's store is away the last view is used: its silence does not mean that the
-instances are dead (F18).
+While the registry's store is unreachable, the last view stays valid. The silence of the store does
+not mean that the instances are dead (F18).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _GATEWAY: Final = "gateway"
 
 
 def pair_of(record: InstanceRecord) -> str:
-    """Only instances with an equal pair may hand KV to each other (S13).
+    """A key that instances share if they may hand KV to each other (S13).
 
-    Another revision of the same model is another pair (S24), and KV stays in its region (S58).
+    It differs between revisions of a model (S24) and between regions (S58).
     """
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
@@ -72,7 +72,7 @@ def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
 
 
 def gateway_name(instance_id: str, incarnation: int) -> str:
-    """The name of one life of a gateway."""
+    """The name of one incarnation of a gateway."""
     return f"{instance_id}/{incarnation}"
 
 
@@ -82,10 +82,11 @@ def _offer(record: InstanceRecord) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Whose instances a request may meet: of its model, with the vocabulary of its tokens, and with
-    slots for adapters if it wants one.
+    """What an instance must have to serve a request.
 
-    Empty `vocabulary`: the gateway's own folder gave the tokenizer, so it says nothing.
+    It must have the request's model and the vocabulary of its tokens. If the request wants an
+    adapter, it must have slots for adapters. An empty `vocabulary` matches every instance: then the
+    tokenizer came from the gateway's own folder.
     """
 
     model: str
@@ -102,9 +103,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model as clients see it in a list. `age_s`: since this gateway first saw it.
+    """A model in the list that clients get. `age_s`: the time since this gateway first saw it.
 
-    `parent`: the model that it changes, if it is a LoRA adapter.
+    `parent`: of a LoRA adapter, the model that it changes.
     """
 
     name: str
@@ -115,7 +116,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class MeshView:
-    """What the registry's store tells a gateway of the mesh."""
+    """What a gateway knows of the mesh from the registry's store."""
 
     records: RegistryView
     out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
@@ -124,7 +125,7 @@ class MeshView:
 
 
 class FleetView:
-    """`model` is what `default` means; empty: that of the request's scenario.
+    """`model` is the model that `default` means; if it is empty, the model of the scenario.
 
     `region` and `gateway_id` are this gateway's own.
     """
@@ -143,7 +144,8 @@ class FleetView:
         self._clock = clock
         self._catalogue = ModelCatalogue(model)
         self._connected_at = clock()
-        self._references: dict[str, InstanceRecord] = {}  # the last one of each known model
+        # The last instance seen of each known model.
+        self._references: dict[str, InstanceRecord] = {}
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()
         self._view.on_change(self._on_change)
@@ -184,12 +186,12 @@ class FleetView:
         return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
 
     def gateways(self) -> frozenset[str]:
-        """The names of all gateways, this one included once it is registered."""
+        """The names of all registered gateways, including this one."""
         found = (r for r in self._records.values() if r.service == _GATEWAY)
         return frozenset(gateway_name(r.instance_id, r.incarnation) for r in found)
 
     def staleness_s(self) -> float:
-        """For how long the view may have been out of date, counted between calls: call it often."""
+        """How long the view may have been out of date, as counted between calls: call it often."""
         now = self._clock()
         if self._view.is_connected:
             self._connected_at = now
@@ -210,19 +212,19 @@ class FleetView:
         return found is not None and found.model in able
 
     def adapted(self, name: str) -> AdaptedModel | None:
-        """What an adapter's name stands for now; None: it is a model's own, or unknown."""
+        """The adapter that a name stands for now; None for a model's own name and unknown names."""
         found = self._mesh.adapters.find(name)
         if found is None or self._catalogue.since(name) is not None:
             return None
         return found if self._catalogue.since(found.model) is not None else None
 
     def base_model(self, name: str) -> str:
-        """The model that instances have for this name."""
+        """The model that instances serve under this name."""
         found = self.adapted(name)
         return name if found is None else found.model
 
     def known_model(self, model: str) -> KnownModel | None:
-        """None if it is not known. Of a model that is away: as it was."""
+        """The model as it is, or was before its instances were lost; None if it is not known."""
         base = self.base_model(model)
         since, reference = self._catalogue.since(base), self.reference(base)
         if since is None or reference is None:
@@ -231,7 +233,10 @@ class FleetView:
         return KnownModel(model, self._clock() - since, reference.max_model_len, parent)
 
     def model_name(self, asked: str, scenario: str = "") -> str:
-        """Raises ModelNotFound. A model whose instances are away keeps its name for a while."""
+        """The model that `asked` means; a model without instances is known for a while.
+
+        Raises ModelNotFound, NoInstance.
+        """
         found = self._catalogue.resolve(asked, scenario, self._clock())
         if found is not None:
             return found
@@ -242,9 +247,9 @@ class FleetView:
         raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
 
     def text_of(self, model: str) -> ModelText | None:
-        """Which files make tokens of text for it; None if its instances have none.
+        """The model's tokenizer files; None if its instances have none.
 
-        While its instances differ, as in an upgrade: those of the vocabulary that most have.
+        During an upgrade instances may differ: then the files of the most common vocabulary.
         """
         if model in self._texts:
             return self._texts[model]
@@ -252,7 +257,7 @@ class FleetView:
         return reference.text if reference is not None and reference.text.digest else None
 
     def text_sources(self, model: str) -> list[str]:
-        """The addresses of the instances that have the files that `text_of` names."""
+        """The addresses of the instances with the files that `text_of` returns."""
         text = self.text_of(model)
         return [
             r.grpc_address
@@ -261,26 +266,26 @@ class FleetView:
         ]
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that represents the model: context length, block size and fingerprint.
+        """An instance that represents the model, with its context length and block size.
 
-        The last one that was seen, if all are gone.
+        If all instances are gone, it is the last one that was seen.
         """
         model = self.base_model(model)
         served_by = self._by_model.get(model)
         return served_by[0] if served_by else self._references.get(model)
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
-        """Fields of `LogitShaping` that some instance of the model cannot take."""
+        """The fields of `LogitShaping` that not every instance of the model supports."""
         model = self.base_model(model)
         served_by = self._by_model.get(model, ())
         return frozenset(f for r in served_by for f in r.unsupported_shaping)
 
     def supports_constraints(self, model: str) -> bool:
-        """Whether all instances of the model do."""
+        """Whether all instances of the model support constraints."""
         return all(r.supports_constraints for r in self._by_model.get(self.base_model(model), ()))
 
     def has_served(self, model: str, scenario: str) -> bool:
-        """Whether an instance serves it or did so lately: then it is away, and not unknown."""
+        """Whether an instance serves the model for this scenario, or did so lately."""
         return self._catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
@@ -288,17 +293,17 @@ class FleetView:
         return bool(self._by_model.get(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:
-        """Where a request for the model goes that names no scenario."""
+        """The scenario of a request that names this model and no scenario."""
         return self._catalogue.scenario_of(model, self._clock())
 
     def can_serve(self) -> bool:
-        """Whether there is any instance: without the other role, one does both phases."""
+        """Whether there is any instance. If one role is missing, the other does both phases."""
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
-        """The paths of a request: through prefill and decode, or an instance that does both.
+        """All paths of a request: a prefill and a decode, or one instance for both phases.
 
-        Neighbours in the list share the least.
+        Paths that are neighbours in the list have as few instances in common as possible.
         """
         prefills, decodes, fusions = (
             [r for r in records if not r.is_draining]
@@ -325,9 +330,9 @@ class FleetView:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """None if it is gone or out of service: no late plan reaches it or a successor.
+        """The planned instance, or None if it is gone, out of service or of another model.
 
-        None as well if it is of another model, whatever the master says.
+        So a late plan never reaches a successor of the instance, whatever the master says.
         """
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _ROLES or not takes_requests(record):
@@ -349,7 +354,7 @@ class FleetView:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Prefills (or fusions) and decodes, as `core.placement.local_ranking` ranks them."""
+        """Prefills (or fusions) and decodes, in the order of `core.placement.local_ranking`."""
         out_of_service = self._mesh.out_of_service
         out = [i for i in self._records if out_of_service.is_out(i)]
         avoided = [

@@ -1,9 +1,9 @@
-"""Instances that are cordoned or ejected, as the boards of the leading master and of the
-health-monitor say it.
+"""Instances that are cordoned or ejected, from the boards of the leading master and the
+health-monitor.
 
-The master's plans respect both. This is for a gateway that ranks by itself while no master answers
-(S42): what was decided before the master was lost, or is judged meanwhile, still counts. While the
-store is away the last state stands.
+The master's plans respect both boards. A gateway that ranks by itself while no master answers reads
+them here (S42). So the decisions from before the master was lost still hold, and so do the new ones
+of the health-monitor. While the store is unreachable, the last state stays valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, Ou
 
 
 class OutOfServiceView:
-    """No instance is out of service until `watch` has read otherwise."""
+    """No instance is out of service until `watch` has read the boards."""
 
     def __init__(self) -> None:
         self._out_of_service: BoardView[OutOfService] | None = None
@@ -31,13 +31,13 @@ class OutOfServiceView:
                 await view.close()
 
     def is_out(self, instance_id: str) -> bool:
-        """It gets no requests, whatever it reports."""
+        """Whether the instance gets no requests, whatever it reports."""
         return self._mode(instance_id) == LEAVE_MODE_AT_ONCE
 
     def is_avoided(self, instance_id: str, incarnation: int) -> bool:
-        """It should leave when others can do its work, or is judged faulty.
+        """Whether the instance gets only requests that no other instance can take.
 
-        It gets only what no other instance can take.
+        Such an instance is faulty, or leaves as soon as others can do its work.
         """
         return self._mode(instance_id) == LEAVE_MODE_DRAIN or self._is_faulty(
             instance_id, incarnation

@@ -1,4 +1,4 @@
-"""One stream of plans from one master: a call for each plan would cost three times as much."""
+"""One stream of plans from one master: separate calls would cost three times as much."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 
 
 class PlanStream:
-    """It is opened at its first use, and again after it broke. One question at a time."""
+    """The stream opens at its first use, and again after it broke. It takes one query at a time."""
 
     def __init__(self, address: str) -> None:
         self._channel = rpc.channel(address)
@@ -34,16 +34,14 @@ class PlanStream:
                 except Unavailable:
                     if not is_used:
                         raise
-                    # It broke while it was not used, for example because the master was restarted.
+                    # The stream broke while it was idle, for example because the master was
+                    # restarted.
                     return await self._exchange(request)
         except TimeoutError as exc:
             raise Unavailable("the master did not answer in time") from exc
 
     async def _exchange(self, request: PlanRequest) -> PlanResponse:
-        """Ask over the stream.
-
-        Close it if the answer fails: the next question needs a clean one.
-        """
+        """Ask over the stream, and close it if that fails: the next query needs a clean stream."""
         if self._call is None:
             self._call = self._stub.PlanStream()
         call, is_answered = self._call, False

@@ -1,8 +1,8 @@
 """Finds where requests may go: asks the master in batches, or ranks here without one (F11, F12).
 
-One Plan call is in flight at a time, and the next takes all queries that gathered meanwhile. So a
-busy gateway pays only a fraction of a call for each request. An answer of an older epoch is refused
-(I7).
+Only one Plan call is in flight at a time, and the next one takes all queries that have gathered. So
+each request of a busy gateway costs only a fraction of a call. An answer from an older epoch is
+refused (I7).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _unasked = metrics.counter(
 )
 
 _MAX_BATCH: Final = 256
-_RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long, then ask again
+_RETRY_MASTER_S: Final = 0.25  # how long to rank here after a failure of the master
 
 
 class Asker(Protocol):
@@ -72,9 +72,9 @@ class _Ask:
 
 
 class Planner:
-    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by without a master.
+    """`num_open(instance_id, incarnation)` counts this gateway's legs there, for its own ranking.
 
-    `queues` says how many of our requests wait, by scenario and priority.
+    `queues` returns how many of its requests wait, by scenario and priority.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Planner:
         self._asks: list[_Ask] = []
         self._has_asks = asyncio.Event()
         self._streams: dict[str, PlanStream] = {}  # by address
-        self._leader = ""  # instance id of the master that answered last
+        self._leader = ""  # instance id of the last master that answered
         self._ask_master_at = 0.0
         self.num_planned = 0
         self.num_fallbacks = 0
 
     def ask(self, asker: Asker, plan: int, query: PlanQuery, vocabulary: str = "") -> None:
-        """Ask for a plan; answered by PlanReceived or PlanFailed within the timeout.
+        """Ask for a plan. PlanReceived or PlanFailed follows within the timeout.
 
         `vocabulary`: of the query's tokens.
         """
@@ -118,7 +118,7 @@ class Planner:
     ) -> Overloaded | None:
         """Why a new request should not even ask for a plan; None if it should (S97).
 
-        Too many requests wait, or they take longer than the new one may wait.
+        It should not if too many requests wait, or if it could not be served in its time.
         """
         own = self._queues().get(scenario, {})
         now = time.monotonic()
@@ -161,7 +161,7 @@ class Planner:
     # --- the master ------------------------------------------------------------------------------
 
     async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
-        """Ask the leader. A standby refuses; then the other masters are asked. Raises MeshError."""
+        """Ask the leader, and if a standby refuses, the other masters. Raises MeshError."""
         masters = sorted(
             self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
         )
@@ -221,7 +221,7 @@ class Planner:
         prefills = self._resolve(ask.wanted, result.prefills)
         decodes = self._resolve(ask.wanted, result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):
-            return self._rank_here(ask)  # the master sees more than we do already, or less
+            return self._rank_here(ask)  # the master's view is newer or older than ours
         return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
 
     def _resolve(self, wanted: Wanted, candidates: Sequence[CandidateProto]) -> list[Candidate]:
@@ -261,7 +261,7 @@ def _refusal(result: PlanResult, is_away: bool) -> MeshError:
         case "SCENARIO_NOT_FOUND" if not is_away:
             return ScenarioNotFound(message, field="scenario")
         case "PROMPT_TOO_LONG":
-            # It fits the model's context, or the gateway would have refused it: no instance has the
-            # memory.
+            # The request fits the model's context, or the gateway would have refused it. So no
+            # instance has enough memory.
             return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
     return NoInstance(message)

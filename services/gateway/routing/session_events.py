@@ -51,7 +51,7 @@ _STAGES: Final = {KV_STAGE_PULLING: KvStage.PULLING, KV_STAGE_ARRIVED: KvStage.A
 
 
 def from_proto(event: SessionEvent, kind: str) -> Event | None:
-    """None for what the core does not need. `kind` is `event.WhichOneof("event")`."""
+    """The core's event, or None if the core needs none. `kind`: `event.WhichOneof("event")`."""
     key = event.key
     match kind:
         case "accepted":
@@ -98,7 +98,7 @@ def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
 
 
 def _failed(key: int, failed: Failed) -> LegFailed:
-    """A client gets the reason and a fixed sentence: the instance's text is for its own log."""
+    """The client gets the reason and a fixed sentence. The instance's text stays in its log."""
     kind = errors.BY_REASON.get(failed.reason, EngineFailed)
     error = kind("the instance failed this request", reason=failed.reason or None)
     return LegFailed(key, error, failed.is_retryable)

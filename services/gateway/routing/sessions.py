@@ -1,9 +1,9 @@
-"""One Session stream to each instance that this gateway uses; it carries all their requests (ADR
+"""One Session stream to each instance that this gateway uses, for all requests between them (ADR
 0001).
 
-The writer sends what one turn of the event loop gathered as one message. The reader hands tokens to
-their legs with one dict look-up each. When the stream breaks, every leg on it is lost at once:
-nothing has to time out.
+The writer sends all commands of one turn of the event loop as one message. The reader finds the leg
+of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
+that nothing has to time out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 log = structlog.get_logger(__name__)
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-_MAX_OUTBOX: Final = 8192  # commands; an instance that does not read them counts as lost
+# Commands; beyond this number the instance counts as lost, because it does not read.
+_MAX_OUTBOX: Final = 8192
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -45,7 +46,7 @@ _BEFORE_TOKENS: Final = frozenset(
 
 
 class LegOwner(Protocol):
-    """The sender of a leg, which is told all that happens to it."""
+    """The sender of a leg, which gets all events of the leg."""
 
     def on_token(self, key: int, token_id: int, now: float) -> None: ...
 
@@ -59,7 +60,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """When the instance's engine last reported work, and how far it was."""
+    """When the instance's engine last reported its work, and how far it had got."""
 
     at: float
     num_signs: int
@@ -68,14 +69,14 @@ class EngineProgress:
 
 
 class InstanceSession:
-    """The stream to one incarnation of one instance, reconnected while the registry shows it."""
+    """The stream to one incarnation of an instance, reconnected while that is in the registry."""
 
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
         self.load: Load | None = None
         self.worked: EngineProgress | None = (
-            None  # None: it has not reported, like an instance of an older release
+            None  # None: no report yet, or an instance of an older release
         )
         self._address = record.grpc_address
         self._hello = hello
@@ -95,13 +96,13 @@ class InstanceSession:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open, or broke and is due to be tried again."""
+        """Whether the stream is open, or is broken and due to be opened again."""
         return self._is_open or time.monotonic() >= self._may_open_at
 
     # --- commands --------------------------------------------------------------------------------
 
     def open_leg(self, key: int, owner: LegOwner, command: Command) -> bool:
-        """Send the command that begins a leg. False if the stream is broken for now."""
+        """Send the command that begins a leg. Return False if the stream is broken now."""
         if not self.is_usable or len(self._outbox) >= _MAX_OUTBOX:
             return False
         self._legs[key] = owner
@@ -109,7 +110,9 @@ class InstanceSession:
         return True
 
     def send(self, command: Command) -> None:
-        """Commands to a broken stream are dropped: the instance has aborted all its legs."""
+        """Send a command, or drop it if the stream is broken: the instance has aborted all its
+        legs.
+        """
         if not self._is_open:
             if time.monotonic() < self._may_open_at:
                 return
@@ -159,7 +162,7 @@ class InstanceSession:
                 if commands:
                     await call.write(SessionRequest(commands=commands))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader sees the end and logs why
+            call.cancel()  # the reader sees the end of the stream and logs the reason
 
     async def _read(self, call: Any) -> None:
         while True:
@@ -170,7 +173,7 @@ class InstanceSession:
             self._on_response(response)
 
     def _on_response(self, response: SessionResponse) -> None:
-        """Handle beginnings, then tokens, then ends: the order in which they happen in a leg."""
+        """Handle the beginnings of legs, then tokens, then ends: their order within each leg."""
         ends: list[tuple[str, SessionEvent]] = []
         kind: str | None
         legs = self._legs
@@ -197,7 +200,7 @@ class InstanceSession:
     def _dispatch(self, kind: str, event: SessionEvent) -> None:
         owner = self._legs.get(event.key)
         if owner is None:
-            return  # the leg was given up: its output is dropped here
+            return  # the leg was given up, so its output is dropped
         if kind == "rejected":
             rejected = event.rejected
             log.debug(
@@ -214,7 +217,9 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _on_load(self, load: Load) -> None:
-        """Wake waiters only if free slots rise: an instance may reject for other reasons, too."""
+        """Wake waiters only if there are more free slots: there are other reasons to reject,
+        too.
+        """
         num_free_before, self.load = _num_free(self.load), load
         num_free = _num_free(load)
         if num_free > num_free_before:
@@ -235,8 +240,8 @@ class InstanceSession:
         self._outbox = []
         log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
         for key, owner in lost.items():
-            # An instance that was never reached has not died of the request: an innocent prompt
-            # must not count as poison (F38).
+            # An instance that was never reached was not killed by the request, so its prompt must
+            # not count as poison (F38).
             owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
 
     def _is_unreachable(self) -> bool:
@@ -260,7 +265,7 @@ def _num_free(load: Load | None) -> int:
 
 
 class SessionPool:
-    """Sessions by (instance, incarnation), made at first use, kept while the registry has them."""
+    """The sessions, by instance and incarnation: made at first use, kept while registered."""
 
     def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
         self._gateway_id = gateway_id
@@ -281,16 +286,14 @@ class SessionPool:
         return found
 
     def num_open(self, instance_id: str, incarnation: int) -> int:
-        """The number of our legs on it; a broken stream counts as very busy."""
+        """The number of our legs on the instance; a broken stream counts as very busy."""
         found = self._sessions.get((instance_id, incarnation))
         if found is None:
             return 0
         return found.num_legs if found.is_usable else 1 << 30
 
     def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
-        """Close idle sessions whose instance left the registry; those in use break by
-        themselves.
-        """
+        """Close idle sessions of instances that left the registry. Others break by themselves."""
         for key, session in list(self._sessions.items()):
             if not is_known(*key) and not session.num_legs:
                 del self._sessions[key]
