@@ -1,9 +1,10 @@
 """The tokenizers of all models that this gateway is asked for, within a bound of memory.
 
 A model's files come from the gateway's own folder if that holds the very same, else from an
-instance of the model. One is loaded at a time: the library holds the interpreter's lock while it
-parses (30 ms for each MB), so streams pause meanwhile, and between two loads they get four times as
-long. A model whose tokenizer cannot be loaded is refused by itself, and tried again later.
+instance of the model: each model by itself, and from another instance as well while one is silent.
+One is parsed at a time: the library holds the interpreter's lock while it parses (30 ms for each
+MB), so streams pause meanwhile, and between two of them they get four times as long. A model whose
+tokenizer cannot be loaded is refused by itself, and tried again later.
 
 A call keeps its tokenizer to its end, also one that has left the pool.
 """
@@ -11,10 +12,11 @@ A call keeps its tokenizer to its end, also one that has left the pool.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ import structlog
 
 from pdmesh.core.catalogue.residency import Residency
 from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
+from pdmesh.net.tasks import end
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
 from pdmesh.services.gateway.text.model_text import fetch_text
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
@@ -39,8 +42,11 @@ _LOADED: Final = {names.ATTR_OUTCOME: "loaded"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _WAIT_S: Final = 30.0  # of a request, for its model's turn to be loaded
-_LOAD_S: Final = 60.0  # of one load
+_FETCH_S: Final = 60.0  # of the files of one
+_PARSE_S: Final = 60.0  # of one
+_SILENT_S: Final = 2.0  # of an instance, before another one is asked as well
 _MAX_SOURCES: Final = 3  # instances asked for files before it counts as a failure
+_MAX_FETCHES: Final = 64  # at once: each takes room on the disk
 _MAX_WAITING: Final = 1024  # requests that wait for tokenizers
 _REST_RATIO: Final = 4.0  # between two loads, to how long the parsing took
 _MOST_REST_S: Final = 2.0
@@ -69,7 +75,8 @@ class TokenizerPool:
         self._residency = Residency(rules.max_bytes)
         self._resident: dict[str, Tokenizer] = {}  # by digest
         self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
-        self._turn = asyncio.Lock()
+        self._fetches = asyncio.Semaphore(_MAX_FETCHES)
+        self._turn = asyncio.Lock()  # to parse
         self._rests_until = 0.0
         self._num_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
@@ -143,29 +150,36 @@ class TokenizerPool:
     async def _load(
         self, model: str, digest: str, sources: Callable[[], Sequence[str]]
     ) -> Tokenizer:
-        async with self._turn:
-            await asyncio.sleep(self._rests_until - time.monotonic())
+        async with self._fetches:
             try:
-                async with asyncio.timeout(_LOAD_S):
-                    return await self._loaded(digest, sources())
+                return await self._loaded(digest, sources)
             except (MeshError, OSError, TimeoutError) as exc:
                 _loads.add(1, _FAILED)
                 cause = exc.message if isinstance(exc, MeshError) else repr(exc)
                 log.warning("tokenizer.failed", model=model, reason=cause)
+                if isinstance(exc, Overloaded):  # they have it, and say when to come again
+                    raise _unavailable(_retry_s(exc)) from None
                 now = self._clock()
                 raise _unavailable(self._residency.failed(digest, now) - now) from None
 
-    async def _loaded(self, digest: str, sources: Sequence[str]) -> Tokenizer:
+    async def _loaded(self, digest: str, sources: Callable[[], Sequence[str]]) -> Tokenizer:
         files = await asyncio.to_thread(_unchanged, self._own, digest)
         if files is not None:
-            tokenizer = await self._parsed(files)
+            tokenizer = await self._parsed_in_turn(files)
         else:
             with tempfile.TemporaryDirectory(prefix="pdmesh-tokenizer-") as folder:
                 files = await _fetched(digest, sources, Path(folder))
-                tokenizer = await self._parsed(files)
+                tokenizer = await self._parsed_in_turn(files)
         _loads.add(1, _LOADED)
         self._keep(files, tokenizer)
         return tokenizer
+
+    async def _parsed_in_turn(self, files: TextFiles) -> Tokenizer:
+        """Raises BadModelDir, TimeoutError."""
+        async with self._turn:
+            await asyncio.sleep(self._rests_until - time.monotonic())
+            async with asyncio.timeout(_PARSE_S):
+                return await self._parsed(files)
 
     async def _parsed(self, files: TextFiles) -> Tokenizer:
         """Raises BadModelDir."""
@@ -230,17 +244,60 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:  # Any: those of `To
         raise BadModelDir(f"the tokenizer cannot be read: {exc!r}") from exc
 
 
-async def _fetched(digest: str, sources: Sequence[str], folder: Path) -> TextFiles:
-    """From the first of some instances, in any order, that has them. Raises MeshError, OSError."""
-    error: MeshError = TokenizerUnavailable("no instance has the model's files of text")
-    for number, address in enumerate(random.sample(sources, min(_MAX_SOURCES, len(sources)))):
-        target = folder / str(number)
-        target.mkdir()
-        try:
-            return await fetch_text(address, digest, target)
-        except MeshError as exc:
-            error = exc
+async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Path) -> TextFiles:
+    """Raises MeshError, OSError, TimeoutError; Overloaded if instances are to the end.
+
+    An instance that has too many readers has the files: it is asked again as soon as it says.
+    """
+    folders = (folder / str(number) for number in itertools.count())
+    busy: Overloaded | None = None
+    try:
+        async with asyncio.timeout(_FETCH_S):
+            while True:
+                try:
+                    return await _fetched_once(digest, sources(), folders)
+                except Overloaded as exc:
+                    busy = exc
+                    await asyncio.sleep(_retry_s(busy) * random.uniform(1.0, 2.0))
+    except TimeoutError:
+        raise busy or TimeoutError("no instance gave the model's files of text") from None
+
+
+async def _fetched_once(digest: str, sources: Sequence[str], folders: Iterator[Path]) -> TextFiles:
+    """From the first of some instances, in any order, that gives them. Raises MeshError, OSError.
+
+    One that is silent may only be slow: it goes on while the next one is asked. A refusal as
+    Overloaded outweighs other failures.
+    """
+    waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
+    asked: set[asyncio.Task[TextFiles]] = set()
+    error: Exception = TokenizerUnavailable("no instance has the model's files of text")
+    try:
+        while waiting or asked:
+            if waiting:
+                target = next(folders)
+                target.mkdir()
+                asked.add(asyncio.create_task(fetch_text(waiting.pop(), digest, target)))
+            done, asked = await asyncio.wait(
+                asked,
+                timeout=_SILENT_S if waiting else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for failure in (task.exception() for task in done):
+                if failure is not None and not isinstance(failure, MeshError | OSError):
+                    raise failure
+                if failure is not None and not isinstance(error, Overloaded):
+                    error = failure
+            for task in done:
+                if task.exception() is None:
+                    return task.result()
+    finally:
+        await end(asked)
     raise error
+
+
+def _retry_s(busy: Overloaded) -> float:
+    return min(max(busy.retry_after_ms or 0, 50) / 1000, _FETCH_S)
 
 
 def _unavailable(retry_s: float) -> TokenizerUnavailable:

@@ -1,4 +1,4 @@
-"""The tokenizers of many models in one gateway: fetched, checked, bounded, one at a time."""
+"""The tokenizers of many models in one gateway: fetched, checked, bounded, one parsed at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from pdmesh import text_files
-from pdmesh.errors import TokenizerUnavailable
+from pdmesh.errors import Overloaded, TokenizerUnavailable
 from pdmesh.instance.legs.model_text import ModelTextSource
 from pdmesh.net.grpc import rpc
+from pdmesh.net.tasks import end
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool, TokenizerRules
 from pdmesh.text_files import TextFiles, read_text_files
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ModelText
 from tests.fakes.tiny_model import write_tiny_model
+from tests.support.waiting import until
 
 RULES = TokenizerRules(max_chars=10_000)
 
@@ -33,6 +35,7 @@ class Library:
     def __init__(self) -> None:
         self.texts: dict[str, TextFiles] = {}
         self.num_asked = 0
+        self.num_busy = 0  # how many of the next callers are told to come again
         self.gate = asyncio.Event()
         self.gate.set()
         self.change: Callable[[pb.GetModelTextResponse], pb.GetModelTextResponse] = lambda r: r
@@ -51,6 +54,9 @@ class Library:
     ) -> AsyncIterator[pb.GetModelTextResponse]:
         self.num_asked += 1
         await self.gate.wait()
+        if self.num_busy:
+            self.num_busy -= 1
+            raise Overloaded("too many readers", retry_after_ms=10)
         source = ModelTextSource(self.texts.get(request.digest))
         async for piece in source.pieces(request.digest):
             yield self.change(piece)
@@ -61,8 +67,8 @@ class Library:
     Session = GetStatus = GetKvSnapshot = InspectAdapter = never
 
 
-@pytest.fixture
-async def library() -> AsyncIterator[Library]:
+@contextlib.asynccontextmanager
+async def serving_library() -> AsyncIterator[Library]:
     server, library = rpc.server(), Library()
     rpc.add_service(server, pb.DESCRIPTOR.services_by_name["InstanceService"], library)
     library.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -70,6 +76,20 @@ async def library() -> AsyncIterator[Library]:
     yield library
     library.gate.set()
     await server.stop(0)
+
+
+@pytest.fixture
+async def library() -> AsyncIterator[Library]:
+    async with serving_library() as library:
+        yield library
+
+
+@pytest.fixture
+async def hanging() -> AsyncIterator[Library]:
+    """An instance that takes requests and answers none."""
+    async with serving_library() as library:
+        library.gate.clear()
+        yield library
 
 
 @contextlib.asynccontextmanager
@@ -123,27 +143,100 @@ async def test_without_any_files_a_model_is_refused(tmp_path: Path) -> None:
             await pool.get("m", None, list)
 
 
-async def test_one_is_loaded_at_a_time_and_a_caller_that_leaves_stops_no_load(
-    tmp_path: Path, library: Library
+async def test_one_is_parsed_at_a_time_and_a_caller_that_leaves_stops_no_load(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(4)]
+    num_parsing, most_parsing, load = 0, 0, Tokenizer.load
+
+    def counted(*args: Any, **kwargs: Any) -> Tokenizer:
+        nonlocal num_parsing, most_parsing
+        num_parsing += 1
+        most_parsing = max(most_parsing, num_parsing)
+        try:
+            return load(*args, **kwargs)
+        finally:
+            num_parsing -= 1
+
+    monkeypatch.setattr(Tokenizer, "load", counted)
     library.gate.clear()
     async with pool_of() as pool:
         asks = [
             asyncio.create_task(pool.get(f"m{i}", text, library.sources))
             for i, text in enumerate(texts)
         ]
-        while not library.num_asked:
-            await asyncio.sleep(0.005)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert library.num_asked == 1, "the others wait for their turn"
+        await until(lambda: library.num_asked == 4)
         asks[0].cancel()
         library.gate.set()
         await asyncio.gather(*asks[1:])
-        assert library.num_asked == 4
         assert spelt(await pool.get("m0", texts[0], library.sources))
         assert library.num_asked == 4, "it was loaded all the same"
+        assert most_parsing == 1
+
+
+async def test_an_instance_that_hangs_delays_no_other_model(
+    tmp_path: Path, library: Library, hanging: Library
+) -> None:
+    silent = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(3)]
+    text = library.add(write_tiny_model(tmp_path / "m", shift=9))
+    async with pool_of() as pool:
+        asks = [
+            asyncio.create_task(pool.get(f"m{i}", each, hanging.sources))
+            for i, each in enumerate(silent)
+        ]
+        await until(lambda: hanging.num_asked == 3)
+        assert await pool.get("m", text, library.sources)
+        assert not any(ask.done() for ask in asks)
+        await end(asks)
+
+
+async def test_while_an_instance_is_silent_another_one_is_asked(
+    tmp_path: Path, library: Library, hanging: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._SILENT_S", 0.05)
+    text = library.add(write_tiny_model(tmp_path / "m"))
+    monkeypatch.setattr("random.sample", lambda found, count: list(found)[:count])
+    async with pool_of() as pool:
+        assert await pool.get("m", text, lambda: [library.address, hanging.address])
+    assert (hanging.num_asked, library.num_asked) == (1, 1)
+
+
+async def test_one_that_was_silent_may_be_the_one_that_answers(
+    tmp_path: Path, hanging: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All instances are slow on a machine that has just been restarted."""
+    monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._SILENT_S", 0.05)
+    text = hanging.add(write_tiny_model(tmp_path / "m"))
+    async with pool_of() as pool:
+        asking = asyncio.create_task(pool.get("m", text, lambda: [hanging.address] * 3))
+        await until(lambda: hanging.num_asked == 3)
+        hanging.gate.set()
+        assert await asking
+
+
+async def test_an_instance_that_says_come_again_is_asked_again(
+    tmp_path: Path, library: Library
+) -> None:
+    text = library.add(write_tiny_model(tmp_path / "m"))
+    library.num_busy = 3
+    async with pool_of() as pool:
+        assert await pool.get("m", text, library.sources)
+    assert library.num_asked == 4
+
+
+async def test_instances_that_stay_busy_do_not_make_the_waits_longer(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._FETCH_S", 0.5)
+    text = library.add(write_tiny_model(tmp_path / "m"))
+    async with pool_of(clock=lambda: 100.0) as pool:
+        for _ in range(2):
+            library.num_busy = 1 << 30
+            with pytest.raises(TokenizerUnavailable) as failed:
+                await pool.get("m", text, lambda: ["127.0.0.1:1", library.address])
+            assert failed.value.retry_after_ms == 1000
+        library.num_busy = 0
+        assert await pool.get("m", text, library.sources)
 
 
 def another_byte(piece: pb.GetModelTextResponse) -> pb.GetModelTextResponse:
