@@ -24,6 +24,7 @@ from pdmesh.services.gateway.http.app import HttpApp
 from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
+from pdmesh.services.gateway.parsing.early_start import EarlyStart
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
@@ -33,6 +34,7 @@ from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.telemetry import metrics, names
 
@@ -57,6 +59,13 @@ class Gateway:
         self._settings = settings
         self.fleet = FleetView(mesh, settings.model, time.monotonic, settings.region, gateway_id)
         self.slos = settings.slos
+        parsers = AnswerParsers(settings.tool_parser, settings.reasoning_parser, ParserProcess())
+        self.parser_start = EarlyStart(
+            parsers,
+            self.fleet.served_texts,
+            self._tokenizer_of,
+            is_for_tools=settings.parsers_for_tools,
+        )
         self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
@@ -83,7 +92,7 @@ class Gateway:
             hash_secret=settings.hash_secret.get_secret_value().encode(),
             next_key=lambda: next(keys),
             kv_transfer=settings.kv_transfer_of,
-            parsers=AnswerParsers(settings.tool_parser, settings.reasoning_parser, ParserProcess()),
+            parsers=parsers,
         )
         self.frontend = Frontend(
             shared,
@@ -117,6 +126,8 @@ class Gateway:
             self._tell_health(),
         )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
+        if self.parser_start.is_of_use:
+            self._tasks.append(asyncio.create_task(self.parser_start.run()))
         self.http.start()
         await self.grpc.start()
 
@@ -141,6 +152,13 @@ class Gateway:
         await self._planner.close()
         await self.frontend.shared.grammars.close()
         await self.frontend.shared.tokenizers.close()
+
+    async def _tokenizer_of(self, model: str) -> Tokenizer:
+        """Raises MeshError."""
+        fleet = self.fleet
+        return await self.frontend.shared.tokenizers.get(
+            model, fleet.text_of(model), lambda: fleet.text_sources(model)
+        )
 
     def _on_slots_freed(self, instance_id: str, num_free: int) -> None:
         self._room.slots_freed(instance_id, num_free)

@@ -103,6 +103,12 @@ class Settings(ServiceSettings):
         description="vLLM's parser of reasoning, by its name (qwen3, deepseek_r1, ...); auto: by "
         "the model's chat template; none: reasoning is text",
     )
+    parsers_for_tools: bool = Field(
+        False,
+        description="start the parsers with the gateway also for models that need them for tool "
+        "calls only; else the first such call waits some seconds. Models with a reasoning parser "
+        "have them started in any case",
+    )
     redis_url: ServerUrl = shared(
         "redis://127.0.0.1:6379",
         description="Redis or Valkey server that keeps responses (/v1/responses with store)",

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 from weakref import WeakKeyDictionary
 
+import msgspec
 import structlog
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.engine.grammars.asked import AskedGrammar
 from pdmesh.errors import InvalidRequest, MeshError
-from pdmesh.services.gateway.parsing.defaults import ParserNames, parser_names
+from pdmesh.services.gateway.parsing.defaults import NONE, ParserNames, parser_names
 from pdmesh.services.gateway.parsing.frames import (
     FeedAnswer,
     LoadParsers,
@@ -41,6 +42,9 @@ log = structlog.get_logger(__name__)
 
 _MAX_DEATHS: Final = 2  # of the process, over one choice
 _choices: Final = itertools.count(1)
+_PLAIN_CHAT: Final = msgspec.json.encode(
+    {"model": "", "messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
+)
 
 
 class ParserFailed(MeshError):
@@ -127,6 +131,20 @@ class AnswerParsers:
             found = f"{next(self._keys)}", names
             self._known[tokenizer] = found
         return ParsedModel(*found, tokenizer)
+
+    def may_be_needed(self, *, for_tools: bool) -> bool:
+        """Whether the settings leave any chat to be parsed; `for_tools`: tool calls count."""
+        tool, reasoning = self._settings
+        return reasoning != NONE or (for_tools and tool != NONE)
+
+    def is_needed(self, tokenizer: Tokenizer, *, for_tools: bool) -> bool:
+        """Whether every chat with the model is parsed; `for_tools`: or those with tools."""
+        names = self.model(tokenizer).names
+        return bool(names.reasoning or (for_tools and names.tool))
+
+    async def warm_up(self, tokenizer: Tokenizer) -> None:
+        """Start the process, and load the model's parsers. Raises MeshError."""
+        await self.prepared(self.model(tokenizer), _PLAIN_CHAT)
 
     @property
     def is_installed(self) -> bool:

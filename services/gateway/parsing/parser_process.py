@@ -1,9 +1,9 @@
 """The process beside the gateway in which vLLM's parsers run.
 
 To import vLLM takes seconds of the processor and half a gigabyte of memory, and its parsers may
-take any time: neither is for the process that serves all clients. It starts with the first call
-that needs it. If it dies, or is silent for too long, it is started again, and choices are fed again
-from their first token.
+take any time: neither is for the process that serves all clients. It starts when it is asked for,
+by `early_start` or by the first call that needs it. If it dies, or is silent for too long, it is
+started again, and choices are fed again from their first token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final
 import structlog
 
 from pdmesh.errors import Unavailable
+from pdmesh.net.tasks import end
 from pdmesh.services.gateway.parsing.child import MAX_MODELS
 from pdmesh.services.gateway.parsing.frames import (
     LENGTH,
@@ -33,8 +34,15 @@ from pdmesh.services.gateway.parsing.frames import (
     framed,
     replies,
 )
+from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
+
+_starts = metrics.histogram(
+    names.GATEWAY_PARSER_STARTS, "Starts of the process of the parsers, by outcome"
+)
+_STARTED: Final = {names.ATTR_OUTCOME: "started"}
+_FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
 _START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
@@ -69,24 +77,38 @@ class ParserProcess:
         self._command = command
         self._answer_s = answer_s
         self._life: ParserLife | None = None
-        self._turn = asyncio.Lock()
+        self._starting: asyncio.Task[ParserLife] | None = None
 
     @cached_property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self._needs) is not None
 
     async def life(self) -> ParserLife:
-        """Raises ParserUnavailable."""
-        async with self._turn:
-            if self._life is None or self._life.is_over:
-                self._life = await ParserLife.begin(self._command, self._answer_s)
+        """Raises ParserUnavailable. A start goes on if this call is cancelled."""
+        if self._life is not None and not self._life.is_over:
             return self._life
+        if self._starting is None:
+            work = ParserLife.begin(self._command, self._answer_s)
+            self._starting = asyncio.create_task(work, name="parser-start")
+            self._starting.add_done_callback(self._on_started)
+        starting = self._starting
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            raise ParserUnavailable("the gateway is shutting down")
+        return starting.result()
+
+    def _on_started(self, starting: asyncio.Task[ParserLife]) -> None:
+        self._starting = None
+        if not starting.cancelled() and starting.exception() is None:
+            self._life = starting.result()
 
     @property
     def pid(self) -> int | None:
         return None if self._life is None or self._life.is_over else self._life.pid
 
     async def close(self) -> None:
+        if self._starting is not None:
+            await end([self._starting])
         if self._life is not None:
             await self._life.end()
 
@@ -109,6 +131,7 @@ class ParserLife:
 
     @classmethod
     async def begin(cls, command: Sequence[str], answer_s: float) -> ParserLife:
+        began_at = time.monotonic()
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         life = cls(process, answer_s)
@@ -125,8 +148,11 @@ class ParserLife:
                 reply.message if isinstance(reply, ParsingFailed) else "it answered something else"
             )
             log.warning("parser.not_started", reason=cause)
+            _starts.record(time.monotonic() - began_at, _FAILED)
             raise ParserUnavailable("the process of the parsers cannot be started")
-        log.info("parser.started", pid=life.pid)
+        start_s = time.monotonic() - began_at
+        log.info("parser.started", pid=life.pid, start_s=round(start_s, 1))
+        _starts.record(start_s, _STARTED)
         return life
 
     @property

@@ -265,6 +265,10 @@ class FleetView:
             if text is not None and r.text.digest == text.digest
         ]
 
+    def served_texts(self) -> list[tuple[str, str]]:
+        """The models that have instances, by name, each with the digest of its files of text."""
+        return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
+
     def reference(self, model: str) -> InstanceRecord | None:
         """An instance that represents the model, with its context length and block size.
 

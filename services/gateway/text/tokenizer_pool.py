@@ -245,22 +245,23 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:  # Any: those of `To
 
 
 async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Path) -> TextFiles:
-    """Raises MeshError, OSError, TimeoutError; Overloaded if instances are to the end.
+    """Raises MeshError, OSError, TimeoutError.
 
     An instance that has too many readers has the files: it is asked again as soon as it says.
+    Raises Overloaded if that is too late.
     """
     folders = (folder / str(number) for number in itertools.count())
-    busy: Overloaded | None = None
-    try:
-        async with asyncio.timeout(_FETCH_S):
-            while True:
-                try:
-                    return await _fetched_once(digest, sources(), folders)
-                except Overloaded as exc:
-                    busy = exc
-                    await asyncio.sleep(_retry_s(busy) * random.uniform(1.0, 2.0))
-    except TimeoutError:
-        raise busy or TimeoutError("no instance gave the model's files of text") from None
+    time_left = asyncio.timeout(_FETCH_S)
+    async with time_left:
+        while True:
+            try:
+                return await _fetched_once(digest, sources(), folders)
+            except Overloaded as busy:
+                wait_s = _retry_s(busy) * random.uniform(1.0, 2.0)
+                if asyncio.get_running_loop().time() + wait_s > (time_left.when() or 0.0):
+                    raise
+                await asyncio.sleep(wait_s)
+    raise AssertionError("a timeout swallows nothing")
 
 
 async def _fetched_once(digest: str, sources: Sequence[str], folders: Iterator[Path]) -> TextFiles:
@@ -297,7 +298,7 @@ async def _fetched_once(digest: str, sources: Sequence[str], folders: Iterator[P
 
 
 def _retry_s(busy: Overloaded) -> float:
-    return min(max(busy.retry_after_ms or 0, 50) / 1000, _FETCH_S)
+    return max(busy.retry_after_ms or 0, 50) / 1000
 
 
 def _unavailable(retry_s: float) -> TokenizerUnavailable:

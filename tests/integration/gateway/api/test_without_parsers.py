@@ -31,7 +31,9 @@ async def mesh(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[GatewayMesh]:
     directory = tmp_path_factory.mktemp("parsers")
-    async with gateway_mesh(directory, template=TEMPLATE, model_type="qwen3") as mesh:
+    async with gateway_mesh(
+        directory, template=TEMPLATE, model_type="qwen3", reasoning_parser="none"
+    ) as mesh:
         process = ParserProcess(**CASES[request.param])
         mesh.gateway.frontend.shared.parsers = AnswerParsers("auto", "auto", process)
         script = [*mesh.tokenizer._encode(WRITTEN, add_special_tokens=False), EOS]
