@@ -1,1 +1,1 @@
-"""Reasoning and tool calls within an answer: found by vLLM's parsers, in a process of their own."""
+"""Finds reasoning and tool calls in answers, with vLLM's parsers in a separate process."""

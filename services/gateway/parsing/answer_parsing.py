@@ -1,8 +1,8 @@
 """Turns the text of a call's choices into reasoning, text and tool calls, as the tokens come.
 
 The parsers' state is a function of the tokens alone. So it does not matter which instance drew
-them, and a parser process that was lost is replaced: the new one is fed the tokens again, and what
-it finds in them is not told a second time.
+them. If the parser process is lost, a new one is fed the same tokens again, and its findings in
+them are not reported a second time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
-_MAX_DEATHS: Final = 2  # of the process, over one choice
+_MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
 _choices: Final = itertools.count(1)
 _PLAIN_CHAT: Final = msgspec.json.encode(
     {"model": "", "messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
@@ -52,14 +52,14 @@ class ParserFailed(MeshError):
 
 
 class UnusableParsers(InvalidRequest):
-    """The model's tokenizer lacks what they need."""
+    """The model's tokenizer lacks tokens that its parsers need."""
 
     default_reason = "UNSUPPORTED_FIELD"
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedModel:
-    """A model's parsers. `key` names them to the process."""
+    """A model's parsers. `key` is their name in the parser process."""
 
     key: str
     names: ParserNames
@@ -79,10 +79,10 @@ class ParsedModel:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How a call's answers are parsed. `request`: the part of the call's that parsers read.
+    """How a call's answers are parsed.
 
-    `shows_special`: they read the text of special tokens too. `is_named`: the client named the one
-    tool to call.
+    `request` is the part of the call's request that the parsers read. With `shows_special` they
+    also read the text of special tokens. With `is_named` the client named the one tool to call.
     """
 
     parsers: AnswerParsers
@@ -90,13 +90,13 @@ class Parsing:
     request: bytes
     shows_special: bool = False
     is_named: bool = False
-    begins_after: tuple[int, ...] = ()  # a constraint on the answers
-    calls: AskedGrammar | None = None  # the form that calls have to have
+    begins_after: tuple[int, ...] = ()  # the tokens after which a constraint on the answers begins
+    calls: AskedGrammar | None = None  # the form that tool calls must have
 
     def begin(
         self, prompts: Sequence[array[int]], rules: TextRules, *, is_whole: bool
     ) -> CallParser:
-        """`prompts`: of each choice."""
+        """Begin to parse the call's answers. `prompts` has the prompt of each choice."""
         opens = [
             OpenAnswer(
                 next(_choices),
@@ -116,7 +116,7 @@ class Parsing:
 
 
 class AnswerParsers:
-    """The parsers of all models. The settings: a parser's name, auto, or none."""
+    """The parsers of all models. Each setting is a parser's name, auto or none."""
 
     def __init__(self, tool_parser: str, reasoning_parser: str, process: ParserProcess) -> None:
         self._settings = (tool_parser, reasoning_parser)
@@ -152,7 +152,7 @@ class AnswerParsers:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """The id of the parser process while it runs."""
         return self._process.pid
 
     async def prepared(
@@ -183,7 +183,8 @@ class AnswerParsers:
             reply = await life.loaded(await asyncio.to_thread(model.load))
             if isinstance(reply, ParsingFailed):
                 log.warning("parser.unusable", names=str(model.names), reason=reply.message)
-                self._known[model.tokenizer] = model.key, ParserNames()  # from the next call on
+                # This takes effect with the next call.
+                self._known[model.tokenizer] = model.key, ParserNames()
                 raise UnusableParsers("the model's parsers cannot be used", field="tools")
         reply = await life.ask(request)
         _raise_if_failed(reply)
@@ -194,7 +195,7 @@ class AnswerParsers:
 
 
 class CallParser:
-    """The choices of one call, each with its own state in the process."""
+    """The choices of one call. Each has its own state in the parser process."""
 
     def __init__(self, parsing: Parsing, opens: Sequence[OpenAnswer]) -> None:
         self._parsing = parsing
@@ -216,7 +217,7 @@ class CallParser:
         choice = self._choices[delta.index]
         is_end = delta.is_last and delta.finish_reason is not None
         if not delta.token_ids and (not delta.is_last or not choice.token_ids):
-            return [delta]  # nothing is new, or no instance drew the text
+            return [delta]  # there are no new tokens, or no instance drew the text
         while True:
             try:
                 found = await self._fed(choice, delta.token_ids, is_end=is_end)
@@ -232,7 +233,7 @@ class CallParser:
     async def _fed(
         self, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
     ) -> ParsedTokens:
-        """What is found in the new tokens. Raises ParserLost, ParserFailed."""
+        """What the parsers find in the new tokens. Raises ParserLost, ParserFailed."""
         parsers, key = self._parsing.parsers, choice.open.choice
         if choice.life is None:
             life = await parsers.life()
@@ -271,7 +272,10 @@ class CallParser:
 
 
 class _Choice:
-    """`life`: the one in which it is open. `token_ids`: those that were fed."""
+    """`life`: the life of the process in which the choice is open.
+
+    `token_ids`: all that were fed.
+    """
 
     __slots__ = ("has_calls", "life", "num_deaths", "open", "token_ids")
 

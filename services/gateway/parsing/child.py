@@ -1,7 +1,7 @@
 """The parser process: `python -m pdmesh.services.gateway.parsing.child`.
 
-Requests are frames on stdin, replies frames on stdout. It ends with its gateway, whose end closes
-stdin. What libraries print goes to stderr.
+Requests are frames on stdin, and replies are frames on stdout. The process ends when its gateway
+ends, because that closes stdin. The output of libraries goes to stderr.
 """
 
 from __future__ import annotations

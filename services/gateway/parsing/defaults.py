@@ -1,7 +1,7 @@
-"""Which of vLLM's parsers reads a model's answers, by its chat template.
+"""Decides by a model's chat template which of vLLM's parsers read its answers.
 
-The template shows the model how to write a call and where its reasoning ends. What it writes is
-told by marks that no other family's template has; the first that is found decides.
+The template shows the model how to write a tool call and where its reasoning ends. It has marks
+that no template of another family has. The first entry whose marks are found decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 AUTO: Final = "auto"
 NONE: Final = "none"
 
-# All of the marks are in the template; the type of the model begins with the last value.
+# Marks that the template must all have, the beginning of the model's type, and vLLM's parser.
 _TOOL_PARSERS: Final = (
     (("<\uff5cDSML\uff5c",), "", "deepseek_v32"),
     (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "", "deepseek_v3"),
@@ -46,14 +46,14 @@ _REASONING_PARSERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """As vLLM names them; empty: none."""
+    """The parsers by vLLM's names; empty: none."""
 
     tool: str = ""
     reasoning: str = ""
 
 
 def parser_names(marks: AnswerMarks, tool: str, reasoning: str) -> ParserNames:
-    """`tool` and `reasoning` are settings: a parser's name, auto, or none."""
+    """The parsers to use. `tool` and `reasoning` are settings: a parser's name, auto or none."""
     return ParserNames(
         _named(tool, _TOOL_PARSERS, marks), _named(reasoning, _REASONING_PARSERS, marks)
     )

@@ -1,4 +1,4 @@
-"""What the parser process does with each request: it keeps models' parsers and open choices."""
+"""Handles each request to the parser process, and keeps models' parsers and open choices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_MESSAGE: Final = 500
 
 
 class Desk:
-    """The least recently used of more than `max_models` models leaves; its choices go on."""
+    """Keeps `max_models` models. The least recently used one is dropped, but its choices go on."""
 
     def __init__(self, max_models: int) -> None:
         self._max_models = max_models

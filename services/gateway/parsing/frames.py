@@ -1,6 +1,6 @@
-"""What a gateway and its parser process say to each other: MessagePack behind a length.
+"""The messages between a gateway and its parser process: MessagePack with a length before it.
 
-Each request but `CloseAnswer` has one reply, in the order of the requests.
+Each request except `CloseAnswer` has one reply, and replies come in the order of the requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LENGTH: Final = struct.Struct("!I")
 
 
 class LoadParsers(msgspec.Struct, tag=True):
-    """A model's tokenizer, as its tokenizer.json, and its parsers; an empty name is none."""
+    """A model's tokenizer.json, and the names of its parsers; an empty name means none."""
 
     model: str
     tokenizer: str
@@ -25,9 +25,10 @@ class LoadParsers(msgspec.Struct, tag=True):
 
 
 class PrepareAnswer(msgspec.Struct, tag=True):
-    """Asks what parsing an answer to `request` needs of the engine and of the text.
+    """Asks what the parsers of an answer to `request` need from the engine and in the text.
 
-    `constrained_prompt`: of an answer with a constraint, which may begin after the reasoning.
+    `constrained_prompt` is the prompt if the answer has a constraint. The constraint may begin
+    after the reasoning.
     """
 
     model: str
@@ -36,9 +37,10 @@ class PrepareAnswer(msgspec.Struct, tag=True):
 
 
 class OpenAnswer(msgspec.Struct, tag=True):
-    """A choice whose answer will be fed. `request`: the part of it that parsers read, as JSON.
+    """Opens a choice whose tokens will be fed.
 
-    The rest is how its tokens become text.
+    `request` is the part of the request that the parsers read, as JSON. The fields from `stops` on
+    say how tokens become text.
     """
 
     choice: int
@@ -68,9 +70,9 @@ class ParserDone(msgspec.Struct, tag=True):
 
 
 class PreparedAnswer(msgspec.Struct, tag=True):
-    """`constraint`: vLLM's structured outputs as JSON, if the answer has to have a form.
+    """`constraint`: vLLM's structured outputs as JSON, if the answer must have a form.
 
-    `begins_after`: the tokens after which a constraint begins; none: with the answer.
+    `begins_after`: the tokens after which a constraint begins; empty: it begins at once.
     """
 
     are_special_shown: bool
@@ -79,7 +81,7 @@ class PreparedAnswer(msgspec.Struct, tag=True):
 
 
 class ParsedCall(msgspec.Struct, array_like=True):
-    """Of a tool call; the first piece of it has its id and its name."""
+    """A piece of a tool call. The first piece has the id and the name of the call."""
 
     index: int
     arguments: str = ""
@@ -88,7 +90,7 @@ class ParsedCall(msgspec.Struct, array_like=True):
 
 
 class ParsedPiece(msgspec.Struct, array_like=True):
-    """What came together, in the order in which clients read it."""
+    """Reasoning, text and calls that came together, in the order in which clients read them."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,9 +1,9 @@
 """The process beside the gateway in which vLLM's parsers run.
 
-To import vLLM takes seconds of the processor and half a gigabyte of memory, and its parsers may
-take any time: neither is for the process that serves all clients. It starts when it is asked for,
-by `early_start` or by the first call that needs it. If it dies, or is silent for too long, it is
-started again, and choices are fed again from their first token.
+To import vLLM takes seconds of CPU and half a gigabyte of memory, and its parsers may run for any
+time. Both would harm the process that serves all clients. The parser process starts when
+`early_start` or the first call needs it. If it dies, or is silent for too long, it is started
+again. Then choices are fed again from their first token.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
 _START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
-_LOAD_S: Final = 120.0  # of a model's parsers, whose modules are imported then
-_END_S: Final = 5.0  # between the end of what it says and its own
-_ANSWER_S: Final = 30.0  # a parser that takes longer hangs
+_LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
+_END_S: Final = 5.0  # from the end of its output to the end of the process
+_ANSWER_S: Final = 30.0  # a parser that takes longer counts as hung
 
 
 class ParserLost(Exception):
-    """The process ended. `is_guilty`: while it worked on this request."""
+    """The process ended. `is_guilty`: it ended while it worked on this request."""
 
     def __init__(self, *, is_guilty: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ParserUnavailable(Unavailable):
 
 
 class ParserProcess:
-    """Starts the process when it is asked for, and again when it was lost."""
+    """Starts the process when it is first needed, and again after it was lost."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ParserProcess:
         answer_s: float = _ANSWER_S,
         needs: str = "vllm",
     ) -> None:
-        """`needs`: the package without which the process cannot start."""
+        """`needs`: the package that the process cannot start without."""
         self._needs = needs
         self._command = command
         self._answer_s = answer_s
@@ -123,8 +123,9 @@ class ParserLife:
         self._answer_s = answer_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[asyncio.Future[ParserReply]] = deque()
-        self._head_at = 0.0  # when it began on the oldest of them
-        self._models: OrderedDict[str, None] = OrderedDict()  # as the process keeps them
+        self._head_at = 0.0  # when the process began the oldest request
+        # In the order in which the process keeps them.
+        self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
         self.is_over = False
         self._reader = asyncio.create_task(self._read(), name="parser-replies")
@@ -171,7 +172,7 @@ class ParserLife:
             self._stdin.write(framed(CloseAnswer(choice)))
 
     async def loaded(self, request: LoadParsers) -> ParserReply:
-        """Have the model's parsers made. Raises ParserLost."""
+        """Load the model's parsers. Raises ParserLost."""
         async with self._loading:
             if self.has(request.model):
                 return ParserDone()
@@ -184,7 +185,10 @@ class ParserLife:
             return reply
 
     def has(self, model: str) -> bool:
-        """Whether it has the model's parsers. Asked before each use: the model counts as used."""
+        """Whether the process has the model's parsers.
+
+        Call it before each use: it marks them as used.
+        """
         if model not in self._models:
             return False
         self._models.move_to_end(model)
@@ -202,7 +206,7 @@ class ParserLife:
             await asyncio.wait({future}, timeout=left_s)
             if future.done():
                 break
-            # It may work on another one still, whose limit holds then.
+            # The process may still work on an earlier request, whose limit applies.
             is_head = self._waiting[0] is future
             left_s = limit_s - (time.monotonic() - self._head_at) if is_head else limit_s
         else:
@@ -227,7 +231,7 @@ class ParserLife:
             await self._gone()
 
     def _lose(self) -> None:
-        """It works on the oldest request; the others only waited behind it."""
+        """Fail all requests. Only the oldest is guilty: the process worked on that one."""
         self.is_over = True
         is_guilty = True
         while self._waiting:
@@ -237,7 +241,7 @@ class ParserLife:
             is_guilty = False
 
     async def _gone(self) -> None:
-        """Its stdout ended, so it has ended mostly: one that is gone is not killed again."""
+        """Wait for the process, whose stdout has ended, and kill it only if it does not end."""
         try:
             await asyncio.wait_for(self._process.wait(), _END_S)
         except TimeoutError:

@@ -1,7 +1,7 @@
 """vLLM's own parsers over the tokens of a choice. Only the parser process imports vLLM.
 
-They are fed token by token, as an engine would. So what they find does not depend on how the tokens
-came: after a hand-over, a migration or a new parser process it is the same.
+The parsers are fed token by token, as vLLM would feed them. So their findings do not depend on how
+the tokens came. They are the same after a hand-over, a migration or a restart of this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, Tex
 
 # Where vLLM's reasoning parsers keep the token that ends the reasoning.
 _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
-_MAX_REQUESTS: Final = 8  # the latest, of a few kilobytes each unless their tools are long
+_MAX_REQUESTS: Final = 8  # the latest ones; each has a few kilobytes, or more with long tools
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
 
@@ -42,7 +42,7 @@ class BadParser(Exception):
 
 # Any, in this module: vLLM has no types that a type checker could see.
 class ModelParsers:
-    """A model's parsers. Raises BadParser."""
+    """The parsers of one model. Raises BadParser."""
 
     def __init__(self, load: LoadParsers) -> None:
         inner = HfTokenizer.from_str(load.tokenizer)
@@ -89,7 +89,10 @@ class ModelParsers:
     def _reasoning_end(
         self, request: Any, variables: dict[str, Any], prompt: list[int]
     ) -> list[int]:
-        """The token that ends the reasoning; none if the prompt ends it, or if there is none."""
+        """The token that ends the reasoning.
+
+        It is none if the prompt ends it or there is no such token.
+        """
         parser = self._kind(
             self._tokenizer,
             request.tools,
@@ -125,10 +128,7 @@ class ModelParsers:
         return ChoiceParser(parser, request, text, prompt, is_whole=frame.is_whole)
 
     def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
-        """The request as vLLM's serving layer hands it to a parser.
-
-        It is made once for all choices of a call.
-        """
+        """The request as vLLM's serving layer passes it to a parser, made once for each call."""
         if (known := self._requests.get(body)) is not None:
             self._requests.move_to_end(body)
             return known
@@ -147,7 +147,7 @@ class ModelParsers:
 
 
 class ChoiceParser:
-    """One choice. `is_whole`: nothing is told before the last token."""
+    """Parses one choice. With `is_whole` it reports nothing before the last token."""
 
     def __init__(
         self, parser: Any, request: Any, text: TextStream, prompt: list[int], *, is_whole: bool
@@ -228,7 +228,7 @@ class ChoiceParser:
 
 
 def _append(pieces: list[ParsedPiece], new: ParsedPiece) -> None:
-    """Add to the last piece what may come after all that it has, else begin another one."""
+    """Add to the last piece if the order of its contents allows that, else begin another one."""
     last = pieces[-1] if pieces else None
     if (
         last is None

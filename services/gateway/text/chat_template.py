@@ -1,13 +1,13 @@
 """Turns a conversation into a prompt with the model's own template, in a sandbox.
 
 The template comes from the model directory, never from a client. It runs in jinja's immutable
-sandbox with the functions and variables Hugging Face gives it, and its output is cut off at a
+sandbox, with the functions and variables that Hugging Face gives it. Its output is cut off at a
 bound.
 
-Some templates read a message's content as text, some as a list of parts, some as either. A template
-is tried once on both and then gets what it reads, as in plain vLLM: parts if it reads parts, else
-one text with a line for each part. Tools and the variables that a client gives reach it as in plain
-vLLM, too: only variables that the template reads and that are not its own.
+Some templates read a message's content as text, some as a list of parts, and some as either. Each
+template is tried once with both. As in plain vLLM, it gets parts if it reads parts, and otherwise
+one text with a line for each part. It also gets the tools, and those of a client's variables that
+it reads and that the renderer does not set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jinja2.sandbox
 
 from pdmesh.errors import InvalidRequest
 
-# What a template can raise for a conversation that it was not written for.
+# The errors of a template that was not written for such a conversation.
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -40,15 +40,16 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
-_TRIED_KEY: Final = "pdmesh-key"  # shows up only if a part is printed as it is, and not read
+# Appears only if the template prints a part as a whole instead of its text.
+_TRIED_KEY: Final = "pdmesh-key"
 
 # The names of templates in a model directory.
 DEFAULT: Final = "default"
 WITH_TOOLS: Final = "tool_use"
-# `role` is text; `content` is text, or the texts of its parts. What else there is is as templates
-# take it.
+# `role` is text. `content` is text, or the texts of its parts. Further fields are in the form that
+# templates expect.
 Message = Mapping[str, object]
-# What the renderer itself gives to a template: a client's variable of such a name is refused.
+# The renderer itself sets these variables of a template, so clients must not.
 RESERVED_VARIABLES: Final = frozenset(
     (
         "messages", "conversation", "tools", "documents", "chat_template", "tokenize",
@@ -59,7 +60,7 @@ RESERVED_VARIABLES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a prompt is made of. `variables`: those that a client may set for the template."""
+    """The source of a prompt. `variables`: the template's variables that the client set."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
@@ -67,7 +68,7 @@ class Conversation:
 
 
 class ChatTemplate:
-    """`special_tokens`: by the names that templates use, such as bos_token.
+    """`special_tokens` are named as in templates, for example bos_token.
 
     Raises jinja2.TemplateError.
     """
@@ -81,12 +82,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        # The names that the template reads and that nobody but a client gives it.
+        # The names that the template reads and that only a client can set.
         found = jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._variables = found - environment.globals.keys() - RESERVED_VARIABLES
         self._template = environment.from_string(source)
-        # A plain dict: jinja copies it for each rendering, and its own chain of maps costs ten
-        # times as much to copy.
+        # jinja copies the globals for each rendering. To copy a plain dict costs a tenth of what it
+        # costs to copy jinja's own chain of maps.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
@@ -95,7 +96,9 @@ class ChatTemplate:
         self._reads_text = not self._reads_parts or self._shows("".join(_TRIED_TEXTS))
 
     def render(self, conversation: Conversation) -> str:
-        """Raises InvalidRequest if the template refuses the conversation or it gets too long."""
+        """Raises InvalidRequest if the template refuses the conversation or the prompt gets too
+        long.
+        """
         messages = conversation.messages
         if not self._knows_developer and any(m["role"] == "developer" for m in messages):
             messages = _with_one_system([{**m, "role": _undeveloped(m["role"])} for m in messages])
@@ -112,12 +115,12 @@ class ChatTemplate:
             is_text = self._reads_text or message["role"] == "tool"
             return content if is_text else _parts((content,))
         assert isinstance(content, list | tuple)
-        # The result of a tool is text in each template.
+        # All templates take the result of a tool as text.
         is_parts = self._reads_parts and message["role"] != "tool"
         return _parts(content) if is_parts else "\n".join(content)
 
     def _shows(self, content: object) -> bool:
-        """Whether the template shows this content's texts rather than its raw form."""
+        """Whether the template prints the texts of this content and not its raw form."""
         try:
             text = self._render([{"role": "user", "content": content}])
         except InvalidRequest:
@@ -157,7 +160,7 @@ def _undeveloped(role: object) -> object:
 
 
 def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """All system messages as one at the beginning, where alone many templates take one."""
+    """Join all system messages into the first: many templates accept only one, at the beginning."""
     if all(m["role"] != "system" for m in messages[1:]):
         return messages
     texts = [_text_of(m["content"]) for m in messages if m["role"] == "system"]
@@ -170,7 +173,7 @@ def _text_of(content: object) -> str:
 
 
 class ChatTemplates:
-    """A model's templates: some have one of their own for conversations with tools."""
+    """A model's templates. Some models have a separate one for conversations with tools."""
 
     def __init__(self, plain: ChatTemplate, with_tools: ChatTemplate) -> None:
         self._plain = plain
@@ -193,7 +196,7 @@ class ChatTemplates:
 
     @cached_property
     def takes_later_system(self) -> bool:
-        """Whether no template refuses a system message within a conversation."""
+        """Whether all templates accept a system message after the first message."""
         messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
         for tools in (None, ()):
             try:
@@ -204,7 +207,7 @@ class ChatTemplates:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model said, for training; in a prompt it has no effect."""
+    """Accepts `{% generation %}`, which marks the model's text for training, and ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -230,7 +233,7 @@ def _raise(message: str) -> NoReturn:
     raise _Refused(message)
 
 
-# Any: as json.dumps takes them, which checks them.
+# Any: json.dumps checks its own arguments.
 def _tojson(
     value: object,
     ensure_ascii: bool = False,

@@ -1,7 +1,7 @@
-"""What one choice has produced, as its client takes it: new text, token ids and log probabilities.
+"""The output of one choice for its client: new text, token ids and log probabilities.
 
-Emitting only appends tokens. Their text is made when the writer takes it, all at once, so that a
-busy stream costs one pass for many tokens.
+Emitting a token only appends it. The text is made when the writer takes it, so that a busy stream
+decodes many tokens in one pass.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ EndReason = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What is new of one tool call. Its first delta has its id and its name."""
+    """A new piece of a tool call. The first piece has the id and the name of the call."""
 
-    index: int  # of the answer's tool calls
+    index: int  # the call's place among the answer's tool calls
     arguments: str = ""
     id: str = ""
     name: str = ""
@@ -35,11 +35,11 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one choice produced since the last delta.
+    """The output of one choice since the last delta.
 
-    `is_last` comes once, with a finish reason or an error. `stop_reason`: the stop string or stop
-    token that ended it, except the model's own end. Reasoning comes before text, and text before
-    calls.
+    Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
+    string or stop token that ended the choice, unless that is the model's own end token. In a
+    delta, reasoning comes before text, and text before calls.
     """
 
     index: int
@@ -53,17 +53,17 @@ class TextDelta:
     prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
     reasoning: str = ""
     calls: Sequence[ToolCallDelta] = ()
-    num_reasoning_tokens: int = 0  # told with the last delta
+    num_reasoning_tokens: int = 0  # set in the last delta
 
     @property
     def num_logprobs(self) -> int:
-        """How many of them are to be written, at least."""
+        """How many log probabilities must be written, at least."""
         num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
         return len(self.logprobs) + num_of_prompt
 
 
 class ChoiceText:
-    """`default_text` is the whole answer if no instance could begin one in time (S44)."""
+    """`default_text` is the whole answer if no instance can begin one in time (S44)."""
 
     __slots__ = (
         "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_text",
@@ -92,12 +92,12 @@ class ChoiceText:
         return self._text.is_stopped
 
     def num_tokens(self, num_emitted: int) -> int:
-        """The number of tokens that count: none after a stop string."""
+        """The number of tokens of the answer: tokens after a stop string do not count."""
         return self._text.num_tokens if self._text.is_stopped else num_emitted
 
     @property
     def num_taken(self) -> int:
-        """The number of tokens that count and were taken."""
+        """The number of tokens of the answer that were taken."""
         return self.num_tokens(self._num_taken)
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
@@ -105,9 +105,9 @@ class ChoiceText:
             self._logprobs.extend(logprobs)
 
     def take(self, emitted: Sequence[int]) -> TextDelta | None:
-        """All that is new of `emitted`; None after the last delta.
+        """The new part of `emitted`; None after the last delta.
 
-        If log probabilities are asked for, only tokens that have them.
+        If the client asked for log probabilities, only tokens that have them are taken.
         """
         if self._is_last_taken:
             return None
@@ -133,9 +133,9 @@ class ChoiceText:
         is_empty: bool,
         stop_token: int | None = None,
     ) -> TextDelta:
-        """`taken` as the last delta of the choice; `error`: why, if it was cancelled.
+        """`taken` as the last delta of the choice. `error`: why it was cancelled, if it was.
 
-        `is_empty`: nothing was emitted. `stop_token`: the one that ended it, if one did.
+        `is_empty`: no token was emitted. `stop_token`: the token that ended the choice, if any.
         """
         self._is_last_taken = True
         if self._text.is_stopped:

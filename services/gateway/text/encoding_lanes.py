@@ -1,9 +1,8 @@
-"""Encodes text on threads: what gathers while a thread works goes together; long texts have their
-lane.
+"""Encodes text on threads, in batches. Long texts have a lane of their own.
 
-A hop to a thread and back costs as much as encoding a thousand characters, so texts share it. A
-text as long as a context takes a tenth of a second: it waits behind others like it and never delays
-a short one. What waits is bounded.
+A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
+while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
+behind other long texts, and never delays a short one. The amount of waiting text is bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_BATCH_CHARS: Final = 131072
 
 
 class EncodingLanes:
-    """All tokenizers of a gateway share them: the bounds are those of all models together."""
+    """The lanes of all tokenizers of a gateway. Their bounds are for all models together."""
 
     def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
         self._short = _Lane(num_threads, "tokenizer")
@@ -35,7 +34,7 @@ class EncodingLanes:
         self.num_pending_chars = 0
 
     async def encode(self, encode: Encode, text: str, add_special_tokens: bool) -> array[int]:
-        """`encode(texts, add_special_tokens)` runs on a thread; it may raise.
+        """Encode `text` on a thread with `encode(texts, add_special_tokens)`, which may raise.
 
         Raises Overloaded at the bound.
         """
@@ -61,13 +60,13 @@ class _Item:
         self.done: asyncio.Future[array[int]] = asyncio.get_running_loop().create_future()
 
     def is_like(self, other: _Item) -> bool:
-        """Whether one call encodes both."""
+        """Whether one call can encode both texts."""
         is_alike = self.add_special_tokens == other.add_special_tokens
         return is_alike and self.encode == other.encode
 
 
 class _Lane:
-    """Each of its threads takes a batch when it is free."""
+    """A queue of texts. Each of its threads takes a batch when it is free."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_idle = num_threads
@@ -88,7 +87,9 @@ class _Lane:
             work.add_done_callback(partial(self._on_done, batch))
 
     def _next_batch(self) -> list[_Item]:
-        """The texts at the front of the queue that are still wanted and are encoded alike."""
+        """The texts at the front of the queue that are still wanted and that one call can
+        encode.
+        """
         batch: list[_Item] = []
         num_chars = 0
         while self._queue:

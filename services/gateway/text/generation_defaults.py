@@ -1,6 +1,6 @@
-"""What a model's own `generation_config.json` says of requests that do not say it themselves.
+"""The defaults for requests from a model's own `generation_config.json`.
 
-The keys that vLLM takes from it, too.
+The same keys are read as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """`max_tokens` None: the gateway's own default."""
+    """If `max_tokens` is None, the gateway's own default applies."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -24,7 +24,9 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """`config`: whatever the model's author wrote. A value that means nothing is left out."""
+        """Read `config`, in which the model's author may have written anything; ignore bad
+        values.
+        """
         max_tokens = int(_number(config, "max_new_tokens", 1, math.inf, 0))
         return cls(
             _number(config, "temperature", 0, 2, 1.0),

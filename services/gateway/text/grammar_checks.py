@@ -1,7 +1,7 @@
-"""Has grammars compiled in a process of their own, before a request takes a slot anywhere.
+"""Compiles grammars in a separate process, before a request takes a slot anywhere.
 
-The process starts with the first grammar. It is replaced when a grammar ends it: that one gets a
-400, and so does an equal one later. Equal grammars are compiled once.
+The process starts with the first grammar. If a grammar kills it, it is replaced: that grammar and
+later ones that equal it get a 400. Equal grammars are compiled once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-_ANSWER_S: Final = 60.0  # a process that neither answers nor ends; its CPU time has a lower bound
+# For a process that neither answers nor ends; its CPU time is bounded more tightly.
+_ANSWER_S: Final = 60.0
 _MAX_WAITING: Final = 64
 _MAX_KEPT: Final = 1024
 _MAX_KEPT_BYTES: Final = 8 << 20
@@ -38,7 +39,7 @@ log = structlog.get_logger(__name__)
 class GrammarChecks:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._loaded: set[int] = set()  # keys of vocabularies that it was given
+        self._loaded: set[int] = set()  # keys of the vocabularies that the process has
         self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
         self._new_keys = itertools.count(1)
         self._turn = asyncio.Lock()
@@ -47,7 +48,7 @@ class GrammarChecks:
         self._num_bytes = 0
 
     async def grammar(self, asked: AskedGrammar, tokenizer: Tokenizer) -> str:
-        """As engines take it. Raises InvalidRequest with the field, or Overloaded."""
+        """The grammar in the form for engines. Raises InvalidRequest with the field, Overloaded."""
         if len(asked.text) > MAX_GRAMMAR_BYTES // 2:
             message = f"{asked.field} has more than {MAX_GRAMMAR_BYTES // 2} characters"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
@@ -82,12 +83,12 @@ class GrammarChecks:
             check = asyncio.create_task(work, name="grammar-check")
             self._checks[name] = check
             check.add_done_callback(lambda _: self._checks.pop(name, None))
-        return await asyncio.shield(check)  # others may wait for it, too
+        return await asyncio.shield(check)  # other requests may also wait for it
 
     async def _in_turn(self, name: bytes, key: int, body: bytes, tokenizer: Tokenizer) -> Checked:
         async with self._turn:
             checked = await self._ask(key, body, tokenizer)
-            if checked.is_unknown:  # the process has had more vocabularies since
+            if checked.is_unknown:  # the process has dropped this vocabulary for later ones
                 self._loaded.discard(key)
                 checked = await self._ask(key, body, tokenizer)
         self._kept[name] = checked
@@ -121,7 +122,7 @@ class GrammarChecks:
                 return _TOO_COMPLEX
             raise Overloaded("the check of a grammar was interrupted") from None
         except asyncio.CancelledError:
-            await self._end()  # else its answer would be taken for the next one's
+            await self._end()  # else its answer would be read as that of the next request
             raise
         return msgspec.json.decode(answer, type=Checked)
 

@@ -1,4 +1,4 @@
-"""Fetches the files of a model's text from one of its instances, and checks that they are those."""
+"""Fetches a model's tokenizer files from one of its instances, and checks their digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_FILES: Final = 64
 
 
 class WrongText(MeshError):
-    """What came is not what the registry says of the instance."""
+    """The files differ from those that the registry lists for the instance."""
 
     default_reason = "WRONG_TEXT"
 
@@ -29,7 +29,7 @@ async def fetch_text(address: str, digest: str, folder: Path) -> TextFiles:
     """Write the files into an empty folder. Raises MeshError, OSError."""
     try:
         async with rpc.channel(address) as channel:
-            # Any: the stubs know no asynchronous call.
+            # Any: the stubs have no type for an asynchronous call.
             stub: Any = InstanceServiceStub(channel)
             await _write(stub, digest, folder)
     except grpc.aio.AioRpcError as exc:
@@ -60,7 +60,7 @@ async def _write(stub: Any, digest: str, folder: Path) -> None:
 
 def _opened(folder: Path, name: str, names: set[str]) -> IO[bytes]:
     if not is_text_file(name) or name in names or len(names) >= _MAX_FILES:
-        raise WrongText("no name of a file of text, or one twice")
+        raise WrongText("a file that is not one of the text files, or one twice")
     names.add(name)
     (folder / name).parent.mkdir(exist_ok=True)
     return (folder / name).open("xb")

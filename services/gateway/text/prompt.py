@@ -1,4 +1,4 @@
-"""A prompt as instances and the master take it: token bytes, and names of its blocks."""
+"""A prompt in the form for instances and the master: token bytes and the names of its blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 
 class Prompt:
-    """A prompt's tokens with their hashes, made once for all choices of it (S69, S80).
+    """A prompt's tokens and the hashes of its blocks, made once for all its choices (S69, S80).
 
     `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
     """
@@ -23,7 +23,7 @@ class Prompt:
     def __init__(
         self, tokens: array[int], secret: bytes, tenant: str, salt: str, adapter: str = ""
     ) -> None:
-        """`adapter`: digest of the LoRA adapter that computes it."""
+        """`adapter`: the digest of the LoRA adapter that the prompt is computed with."""
         self.tokens = tokens
         self.data = tokens_to_bytes(tokens)
         self._secret, self._tenant, self._salt, self._adapter = secret, tenant, salt, adapter
@@ -32,14 +32,14 @@ class Prompt:
 
     @property
     def digest(self) -> bytes:
-        """A name for this tenant's prompt that reveals nothing of it."""
+        """A name for this tenant's prompt that reveals nothing about the prompt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
 
     def chat_key(self, chat_id: str) -> str:
-        """A name for a conversation of this tenant; empty: none.
+        """A name for a conversation of this tenant, or empty without a `chat_id`.
 
-        Equal ids of two tenants have different names.
+        Equal ids of different tenants give different names.
         """
         if not chat_id:
             return ""

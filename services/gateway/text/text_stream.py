@@ -1,9 +1,9 @@
-"""Makes the text of one choice as its tokens arrive: what they add to the text before them.
+"""Makes the text of one choice as its tokens arrive: each step adds the text of the new tokens.
 
-A token's text depends on what is before it: SentencePiece decoders remove the space that begins a
-text, and a character may be spread over several tokens. So each step decodes a few earlier tokens
-together with the new ones and shows the difference. An incomplete character is never shown. How the
-tokens are cut into pieces changes nothing.
+A token's text depends on the tokens before it: SentencePiece decoders remove the space at the
+beginning of a text, and a character may be spread over several tokens. So each step decodes a few
+earlier tokens together with the new ones, and shows the difference. It never shows an incomplete
+character. The result does not depend on how the tokens are divided into steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tokenizers import Tokenizer as HfTokenizer
 from pdmesh.core.sampling.stop_strings import StopText
 
 _INCOMPLETE: Final = "\ufffd"
-_AT_ONCE: Final = 64  # tokens that are decoded together
+_AT_ONCE: Final = 64  # tokens to decode together
 _MAX_CONTEXT: Final = 8  # a character has at most four bytes
-# Tokens with incomplete text: more of them are shown as they are, for decoding them again and again
-# is quadratic.
+# The most tokens with incomplete text. If there are more, they are shown as they are, because to
+# decode them again and again would take quadratic time.
 _MAX_PENDING: Final = 64
-# The names of bytes in vocabularies: of SentencePiece, and of GPT-2's byte-level tokens.
+# The names of bytes in the vocabularies of SentencePiece and of GPT-2's byte-level tokens.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS: Final = tuple(byte for byte in range(256) if byte not in _PLAIN)
@@ -35,10 +35,10 @@ _BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What of an answer is text. `end_ids`: tokens that end it.
+    """Which part of an answer is text. `end_ids`: the tokens that end an answer.
 
-    No stop string ends one of up to `min_tokens` tokens. A stop string or a token of `end_ids` is
-    part of the text if `is_stop_shown`.
+    A stop string ends an answer only after `min_tokens` tokens. With `is_stop_shown`, the stop
+    string or end token is part of the text.
     """
 
     stops: Sequence[str] = ()
@@ -52,20 +52,20 @@ PLAIN: Final = TextRules()
 
 
 class Detokenizer:
-    """Decodes without special tokens unless they are shown. All streams share it."""
+    """Decodes tokens, leaving out special ones unless they are shown. All streams share it."""
 
     def __init__(self, tokenizer: HfTokenizer, *, are_special_shown: bool = False) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=not are_special_shown)
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids: frozenset[int] = frozenset()  # which have no text
+        self.special_ids: frozenset[int] = frozenset()  # these have no text
         if not are_special_shown:
             self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        # The caches hold the tokenizer, not this object: without a circle of references, all of it
-        # is freed when the last stream of a model that left has ended.
+        # The caches refer to the tokenizer, not to this object. So there is no reference cycle, and
+        # all of it is freed when the last stream of a dropped model has ended.
         lone = partial(_decode_lone, self._decode)
         self.lone_text = lru_cache(maxsize=16_384)(lone)
-        # Any plain text: it is put before a token that is decoded alone, so that the token keeps
-        # its space.
+        # Any plain text to put before a token that is decoded alone, so that the token keeps its
+        # space.
         any_ids = range(tokenizer.get_vocab_size())
         before = next(([i] for i in any_ids if lone(i).isalpha()), [])
         self.own_bytes = lru_cache(maxsize=16_384)(partial(_own_bytes, tokenizer, before))
@@ -75,15 +75,15 @@ class Detokenizer:
 
 
 def _decode_lone(decode: Callable[[list[int]], str], token_id: int) -> str:
-    """The token's text; empty unless it is whole characters."""
+    """The token's text, or empty if that has an incomplete character."""
     text = str(decode([token_id]))
     return "" if _INCOMPLETE in text else text
 
 
 def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> bytes:
-    """The bytes of the token itself, special or not, as they are within a text.
+    """The bytes that the token, special or not, adds within a text.
 
-    They need not make whole characters.
+    They need not be whole characters.
     """
     known = tokenizer.decode(before, skip_special_tokens=False)
     text = str(tokenizer.decode([*before, token_id], skip_special_tokens=False))[len(known) :]
@@ -98,7 +98,10 @@ def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> byte
 
 
 class TextStream:
-    """`prompt_ids`: the tokens that it continues. `num_tokens` were used when a stop was found."""
+    """The text after `prompt_ids`.
+
+    `num_tokens`: how many tokens were used until a stop was found.
+    """
 
     __slots__ = (
         "_context", "_decoder", "_hidden_ids", "_known", "_min_tokens", "_pending", "_prompt_ids",
@@ -113,7 +116,7 @@ class TextStream:
         if not (rules.is_stop_shown or rules.end_ids <= decoder.special_ids):
             self._hidden_ids = decoder.special_ids | rules.end_ids
         self._min_tokens = rules.min_tokens
-        self._prompt_ids: Sequence[int] | None = prompt_ids  # until the first token
+        self._prompt_ids: Sequence[int] | None = prompt_ids  # set until the first token
         self._stops = StopText(rules.stops, is_shown=rules.is_stop_shown) if rules.stops else None
         self._context: list[int] = []  # the last tokens whose text was shown, or the prompt's last
         self._shown = ""  # their text
@@ -129,7 +132,7 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the text."""
         return None if self._stops is None else self._stops.stopped_by
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -156,9 +159,9 @@ class TextStream:
         return "".join(parts)
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come, or for an incomplete character.
+        """The text that was held back because a stop string or a character was incomplete.
 
-        The incomplete character itself is not shown.
+        An incomplete character itself is not shown.
         """
         rest = ""
         if self._pending:
@@ -190,7 +193,7 @@ class TextStream:
     def _add(self, token_ids: Sequence[int]) -> str:
         """Add tokens all at once if none is incomplete or broken, else one by one.
 
-        So it does not matter how they were cut into pieces.
+        So the result does not depend on how the tokens are divided into steps.
         """
         hidden_ids = self._hidden_ids
         ids = [i for i in token_ids if i not in hidden_ids]
@@ -221,13 +224,13 @@ class TextStream:
         return added
 
     def _added(self, text: str) -> str:
-        """What `text`, of the context and all pending tokens, adds to what was shown."""
+        """The part of `text` that is new. `text` is that of the context and all pending tokens."""
         if self._known and text.startswith(self._known):
             return text[len(self._known) :]
         if text.startswith(self._shown):
             return text[len(self._shown) :]
-        # Bytes that make no character changed how the text before them decodes: only what came
-        # after them counts.
+        # Bytes that form no character have changed how the text before them decodes. So only the
+        # text after them is new.
         broken = self._decoder.decode(self._context + self._pending[:-1])
         if text.startswith(broken):
             return text[len(broken) :]
@@ -236,7 +239,7 @@ class TextStream:
         return text[num_alike:]
 
     def _set_context(self, ids: list[int]) -> None:
-        """Keep as context the fewest last tokens that have a text of whole characters."""
+        """Keep as context the fewest last tokens whose text has whole characters only."""
         if ids and (text := self._decoder.lone_text(ids[-1])):
             self._context, self._shown = ids[-1:], text
             return

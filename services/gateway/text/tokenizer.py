@@ -1,9 +1,9 @@
-"""Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library
-alone.
+"""Text to token ids and back, with only a Hugging Face model directory and the `tokenizers`
+library.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text goes to threads, in batches (`encoding_lanes`). `text_stream` makes text of tokens as they
-come.
+text goes to threads, in batches (`encoding_lanes`). `text_stream` turns tokens into text as they
+arrive.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BadModelDir(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarks:
-    """What tells how a model writes reasoning and tool calls. The tokens are by their names."""
+    """The files' marks of how a model writes reasoning and tool calls. Tokens are keyed by name."""
 
     model_type: str = ""
     template: str = ""
@@ -53,10 +53,10 @@ class AnswerMarks:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model's files say beside its tokenizer and its chat template.
+    """What a model's files contain besides its tokenizer and its chat template.
 
-    Token ids are below `vocab_size`; `eos_token_ids` end an answer unless they are ignored.
-    `vocabulary` is a digest of what says which token an id means; empty: not known.
+    Token ids are below `vocab_size`. `eos_token_ids` end an answer unless they are ignored.
+    `vocabulary` is a digest of the assignment of ids to tokens; empty if that is not known.
     """
 
     eos_token_ids: frozenset[int]
@@ -68,7 +68,7 @@ class ModelFacts:
 
 
 class Tokenizer:
-    """Nothing of it refers to itself: it is freed as soon as the last call that uses it ends."""
+    """It has no reference cycle, so it is freed as soon as the last call that uses it ends."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Tokenizer:
         has_defaults: bool = True,
         vocabulary: str = "",
     ) -> Tokenizer:
-        """Raises BadModelDir with a cause that a person can act on."""
+        """Raises BadModelDir with a cause that an operator can act on."""
         try:
             inner = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
         except Exception as exc:  # the library raises bare Exception
@@ -129,7 +129,7 @@ class Tokenizer:
         return cls(inner, template, facts, lanes)
 
     def to_json(self) -> str:
-        """Its tokenizer.json, which may have many megabytes."""
+        """The content of its tokenizer.json, which may have many megabytes."""
         return self._inner.to_str()
 
     @property
@@ -143,11 +143,11 @@ class Tokenizer:
 
     @property
     def takes_later_system(self) -> bool:
-        """Whether a conversation may have a system message after its first message."""
+        """Whether the templates accept a system message after the first message."""
         return self._template is not None and self._template.takes_later_system
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Raises Overloaded when too much text waits for its turn."""
+        """Raises Overloaded if too much text waits to be encoded."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
         return await self._lanes.encode(self._encode_all, text, add_special_tokens)
@@ -158,13 +158,13 @@ class Tokenizer:
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
         """Encode as a batch, even a single text.
 
-        Only then can the library leave out the offsets of tokens, which take a quarter of its time.
+        Only for a batch can the library skip the offsets of tokens, a quarter of its work.
         """
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
     async def encode_words(self, words: Sequence[str]) -> list[array[int]]:
-        """Each by itself, without special tokens."""
+        """Encode each word by itself, without special tokens."""
         if sum(map(len, words)) <= _INLINE_CHARS:
             return self._encode_all(words, False)
         return await asyncio.to_thread(self._encode_all, words, False)
@@ -179,19 +179,19 @@ class Tokenizer:
         return Detokenizer(self._inner, are_special_shown=True)
 
     async def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """All of its text, special tokens as well."""
+        """The whole text of a prompt, including special tokens."""
         if len(token_ids) <= _INLINE_CHARS:
             return self._showing_decoder.decode(list(token_ids))
         return await asyncio.to_thread(self._showing_decoder.decode, list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes, special or not; they need not make whole characters."""
+        """The bytes of the token, special or not; they need not be whole characters."""
         return self._decoder.own_bytes(token_id)
 
     def shown_bytes(self, token_id: int, *, is_first_of_text: bool) -> bytes:
-        """What a token that is not special adds to a text.
+        """The bytes that a token that is not special adds to a text.
 
-        The first token adds no space if the model's decoder removes it.
+        Many decoders remove the space before the first token of a text.
         """
         own = self._decoder.own_bytes(token_id)
         if is_first_of_text and own[:1] == b" ":
@@ -199,12 +199,12 @@ class Tokenizer:
         return own
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Whether any of them is not special."""
+        """Whether any of the tokens is not special."""
         special_ids = self._decoder.special_ids
         return any(token_id not in special_ids for token_id in token_ids)
 
 
-# Any: these files hold whatever their author wrote; each use checks what it reads.
+# Any: these files may hold anything, so each use checks what it reads.
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
@@ -222,7 +222,7 @@ def _token_text(value: Any) -> str:
 
 
 def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By their names; most models have the default one only."""
+    """The template sources by name; most models have only the default one."""
     found: dict[str, str] = {}
     source = config.get("chat_template")
     if isinstance(source, list):
@@ -237,7 +237,9 @@ def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, s
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    """Of the model itself, or of its text part where it also reads images. 0: not said."""
+    """The vocabulary size of the model, or of the text part of one that reads images; 0: not
+    given.
+    """
     text_config = config.get("text_config")
     value = config.get("vocab_size")
     if value is None and isinstance(text_config, dict):
@@ -246,10 +248,10 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The first config that names any wins: generation_config knows a chat's end, config often does
-    not.
+    """The end tokens of the first config that names any.
 
-    Neither must name the tokenizer's own end token, which also ends an answer.
+    generation_config comes first, because config often lacks the token that ends a chat. Neither
+    needs to name the tokenizer's own end token, which always ends an answer.
     """
     for config in configs:
         value = config.get("eos_token_id")

@@ -1,12 +1,13 @@
-"""The tokenizers of all models that this gateway is asked for, within a bound of memory.
+"""The tokenizers of all models that clients ask this gateway for, within a memory bound.
 
-A model's files come from the gateway's own folder if that holds the very same, else from an
-instance of the model: each model by itself, and from another instance as well while one is silent.
-One is parsed at a time: the library holds the interpreter's lock while it parses (30 ms for each
-MB), so streams pause meanwhile, and between two of them they get four times as long. A model whose
-tokenizer cannot be loaded is refused by itself, and tried again later.
+A model's files come from the gateway's own folder if it has the same files, else from an instance
+of the model. Models are fetched independently, and while one instance is silent another one is
+asked, too. Only one tokenizer is parsed at a time: the library holds the interpreter's lock while
+it parses (30 ms for each MB), so streams pause. After each one, streams get four times as long to
+themselves. If a tokenizer cannot be loaded, requests for its model are refused until the next
+attempt; other models are not affected.
 
-A call keeps its tokenizer to its end, also one that has left the pool.
+A call keeps its tokenizer until it ends, even after the tokenizer has left the pool.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ _loads = metrics.counter(names.GATEWAY_TOKENIZER_LOADS, "Tokenizers loaded, by o
 _LOADED: Final = {names.ATTR_OUTCOME: "loaded"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
-_WAIT_S: Final = 30.0  # of a request, for its model's turn to be loaded
-_FETCH_S: Final = 60.0  # of the files of one
-_PARSE_S: Final = 60.0  # of one
-_SILENT_S: Final = 2.0  # of an instance, before another one is asked as well
-_MAX_SOURCES: Final = 3  # instances asked for files before it counts as a failure
-_MAX_FETCHES: Final = 64  # at once: each takes room on the disk
+_WAIT_S: Final = 30.0  # how long a request waits for its model to be loaded
+_FETCH_S: Final = 60.0  # how long one fetch of a model's files may take
+_PARSE_S: Final = 60.0  # how long one parsing may take
+_SILENT_S: Final = 2.0  # an instance that is silent for longer is not the only one asked
+_MAX_SOURCES: Final = 3  # instances to ask for files before the load fails
+_MAX_FETCHES: Final = 64  # at a time, since each takes room on the disk
 _MAX_WAITING: Final = 1024  # requests that wait for tokenizers
-_REST_RATIO: Final = 4.0  # between two loads, to how long the parsing took
+_REST_RATIO: Final = 4.0  # the rest between two loads, as a multiple of the parsing time
 _MOST_REST_S: Final = 2.0
-# What a tokenizer takes in memory, to the bytes of its files (measured), and what each has besides.
+# The memory of a tokenizer per byte of its files (measured), and its fixed part.
 _BYTES_PER_FILE_BYTE: Final = 5
 _BYTES_EACH: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRules:
-    """How tokenizers are loaded. `max_chars`: of a conversation as text."""
+    """How tokenizers are loaded. `max_chars`: the bound of a conversation as text."""
 
     max_chars: int
     has_defaults: bool = True
@@ -66,7 +67,7 @@ class TokenizerRules:
 
 
 class TokenizerPool:
-    """Models whose instances have no files of text have those of the gateway's own folder."""
+    """Models whose instances have no tokenizer files use those of the gateway's own folder."""
 
     def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
@@ -83,14 +84,14 @@ class TokenizerPool:
         self._make_gauges()
 
     async def load_own(self, folder: Path) -> None:
-        """Raises BadModelDir. Nothing happens if the folder has no tokenizer.json."""
+        """Load the tokenizer of `folder`, if it has a tokenizer.json. Raises BadModelDir."""
         try:
             files = await asyncio.to_thread(read_text_files, folder)
         except BadTextFiles as exc:
             log.info("tokenizer.no_own", reason=str(exc))
             return
         if not files.is_readable:
-            log.info("tokenizer.no_own", reason="it has no tokenizer.json")
+            log.info("tokenizer.no_own", reason="the folder has no tokenizer.json")
             return
         self._own = files
         self._keep(files, await self._parsed(files))
@@ -98,14 +99,17 @@ class TokenizerPool:
     async def get(
         self, model: str, text: ModelText | None, sources: Callable[[], Sequence[str]]
     ) -> Tokenizer:
-        """`text`: of the model, as its instances say; `sources`: who has it, by address.
+        """The tokenizer of a model.
+
+        `text`: the model's files, as its instances report them. `sources`: the addresses of
+        instances that have these files.
 
         Raises TokenizerUnavailable, Overloaded.
         """
         digest = text.digest if text is not None else ""
         if not digest:
             if self._own is None:
-                raise TokenizerUnavailable("neither the model's instances nor the gateway have it")
+                raise TokenizerUnavailable("neither the model's instances nor the gateway have one")
             digest = self._own.digest
         found = self._resident.get(digest)
         if found is not None:
@@ -135,7 +139,8 @@ class TokenizerPool:
             raise Overloaded("too many requests wait for tokenizers")
         self._num_waiting += 1
         try:
-            await asyncio.wait({load}, timeout=_WAIT_S)  # if this call is cancelled, it goes on
+            # If this call is cancelled, the load goes on.
+            await asyncio.wait({load}, timeout=_WAIT_S)
         finally:
             self._num_waiting -= 1
         if not load.done() or load.cancelled():
@@ -145,7 +150,7 @@ class TokenizerPool:
     def _on_loaded(self, digest: str, load: asyncio.Task[Tokenizer]) -> None:
         del self._loads[digest]
         if not load.cancelled():
-            load.exception()  # its waiters may all have left
+            load.exception()  # all its waiters may have left
 
     async def _load(
         self, model: str, digest: str, sources: Callable[[], Sequence[str]]
@@ -224,7 +229,7 @@ class TokenizerPool:
 
 
 def _unchanged(own: TextFiles | None, digest: str) -> TextFiles | None:
-    """The gateway's own files if they are these, and still are. Blocks."""
+    """The gateway's own files, if they have this digest and have not changed. Blocks."""
     if own is None or own.digest != digest:
         return None
     try:
@@ -234,21 +239,22 @@ def _unchanged(own: TextFiles | None, digest: str) -> TextFiles | None:
     return found if found.digest == digest else None
 
 
-def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:  # Any: those of `Tokenizer.load`
-    """Raises BadModelDir: these files hold whatever their author wrote."""
+# Any: the arguments of `Tokenizer.load`.
+def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
+    """Raises BadModelDir for any failure: the files may hold anything."""
     try:
         return Tokenizer.load(folder, **rules)
     except MeshError:
         raise
-    except BaseException as exc:  # the library panics, which is no Exception
+    except BaseException as exc:  # a panic of the library is not an Exception
         raise BadModelDir(f"the tokenizer cannot be read: {exc!r}") from exc
 
 
 async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Path) -> TextFiles:
-    """Raises MeshError, OSError, TimeoutError.
+    """Fetch the files from an instance.
 
-    An instance that has too many readers has the files: it is asked again as soon as it says.
-    Raises Overloaded if that is too late.
+    An instance that refuses as Overloaded has the files, so it is asked again after the time that
+    it names. Raises Overloaded if that is too late, MeshError, OSError, TimeoutError.
     """
     folders = (folder / str(number) for number in itertools.count())
     time_left = asyncio.timeout(_FETCH_S)
@@ -265,14 +271,14 @@ async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Pa
 
 
 async def _fetched_once(digest: str, sources: Sequence[str], folders: Iterator[Path]) -> TextFiles:
-    """From the first of some instances, in any order, that gives them. Raises MeshError, OSError.
+    """Ask some instances in random order, and return the first files that arrive.
 
-    One that is silent may only be slow: it goes on while the next one is asked. A refusal as
-    Overloaded outweighs other failures.
+    A silent instance may only be slow, so it goes on while the next one is asked. If all fail, an
+    Overloaded outweighs other errors. Raises MeshError, OSError.
     """
     waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
     asked: set[asyncio.Task[TextFiles]] = set()
-    error: Exception = TokenizerUnavailable("no instance has the model's files of text")
+    error: Exception = TokenizerUnavailable("no instance has the model's tokenizer files")
     try:
         while waiting or asked:
             if waiting:

@@ -27,9 +27,9 @@ class ModelTextSource:
         """
         text = self._text
         if text is None or text.digest != digest:
-            raise InvalidRequest("this instance has other files of text", field="digest")
+            raise InvalidRequest("this instance has different tokenizer files", field="digest")
         if self._num_readers >= _MAX_READERS:
-            raise Overloaded("too many gateways read this model's files of text")
+            raise Overloaded("too many gateways read this model's tokenizer files")
         self._num_readers += 1
         try:
             pieces = text.pieces()

@@ -41,7 +41,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstanceServicer:
-    """`record` is the instance as it is registered now; `text`: its model's files of text."""
+    """`record` is the instance as it is registered now; `text`: its model's tokenizer files."""
 
     def __init__(
         self,
