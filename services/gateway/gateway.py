@@ -225,7 +225,10 @@ def _http_app(
         is_strict=settings.strict_fields,
     )
     kept = KeepBounds(
-        settings.responses_ttl_s, settings.responses_max_count, settings.responses_max_bytes
+        settings.responses_ttl_s,
+        settings.responses_max_count,
+        settings.responses_max_bytes,
+        settings.responses_max_total_bytes,
     )
     store = ResponseStore(settings.redis_url, kept)
     return HttpApp(frontend, access, not_ready, bounds, store)

@@ -122,6 +122,12 @@ class Settings(ServiceSettings):
     responses_max_bytes: int = Field(
         64 << 20, ge=65536, description="Most bytes of responses kept for a tenant"
     )
+    responses_max_total_bytes: int = Field(
+        128 << 20,
+        ge=65536,
+        description="Most bytes of responses kept for all tenants, the oldest go; leave the index "
+        "room below Redis's maxmemory",
+    )
     prefill_batch: int = Field(
         0,
         ge=0,

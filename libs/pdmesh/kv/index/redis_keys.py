@@ -26,9 +26,17 @@ def instance_version(instance_id: str) -> str:
     return f"{_PREFIX}:instance:{instance_id}:version"
 
 
+# All keys of kept responses are on one shard: a response of any tenant makes room for any other.
+KEPT_RESPONSES: Final = f"{_PREFIX}:{{response}}:"
+# A sorted set of `<tenant>:<response id>` by when they expire, in ms.
+KEPT_EXPIRIES: Final = f"{_PREFIX}:{{response}}-expiries"
+# A hash: bytes of each response by `<tenant>:<response id>`, of each tenant, and of all under "".
+KEPT_SIZES: Final = f"{_PREFIX}:{{response}}-sizes"
+
+
 def kept_response(tenant: str, response_id: str) -> str:
-    """A response and its conversation, as JSON. All keys of a tenant are on one shard."""
-    return f"{_PREFIX}:response:{{{tenant}}}:{response_id}"
+    """A response and its conversation, as JSON."""
+    return f"{KEPT_RESPONSES}{tenant}:{response_id}"
 
 
 def kept_mark(tenant: str, response_id: str, mark: str) -> str:
@@ -38,9 +46,4 @@ def kept_mark(tenant: str, response_id: str, mark: str) -> str:
 
 def kept_expiries(tenant: str) -> str:
     """Sorted set of the tenant's response ids by when they expire, in ms."""
-    return f"{_PREFIX}:responses:{{{tenant}}}:expiries"
-
-
-def kept_sizes(tenant: str) -> str:
-    """Hash: bytes of each response by its id, and of all of them under the empty name."""
-    return f"{_PREFIX}:responses:{{{tenant}}}:sizes"
+    return f"{KEPT_EXPIRIES}:{tenant}"

@@ -2,35 +2,37 @@
 
 The gateway that makes one says so in the store, and again while it lives; any gateway may ask it
 there to stop. A response whose gateway is gone has failed, though nobody could write that down.
+One that has ended while Redis is away or full is kept when it is back, within two minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
 from pdmesh.errors import MeshError, Unavailable
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import Permit
-from pdmesh.services.gateway.http.responses.format import ResponseWriter
-from pdmesh.services.gateway.http.responses.store import ResponseStore
+from pdmesh.services.gateway.http.responses.format import Json, Keep, ResponseWriter
+from pdmesh.services.gateway.http.responses.store import KeepOutcome, ResponseStore
 from pdmesh.services.gateway.request.deltas import ClientDisconnected, whole_text
 from pdmesh.services.gateway.request.frontend import Call, Frontend
 
 log = structlog.get_logger(__name__)
 
+KEEP_WITHIN_S: Final = 120.0
+_FIRST_WAIT_S: Final = 0.25
+_LONGEST_WAIT_S: Final = 2.0  # less than a cancellation waits for it
 _TELL_EVERY_S: Final = 0.5
 _STOP_WITHIN_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
 _NUM_LOOKS: Final = 50
 
-# Any: a JSON object on its way out.
-Json = dict[str, Any]
 _Name = tuple[str, str]  # the tenant's, and the response's
 
 
@@ -41,7 +43,7 @@ class BackgroundCall:
     call: Call
     writer: ResponseWriter
     permit: Permit
-    keep: Callable[[Json], Awaitable[bool]]
+    keep: Keep
 
 
 class BackgroundResponses:
@@ -72,6 +74,11 @@ class BackgroundResponses:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
 
+    async def is_made(self, tenant: str, response_id: str) -> bool:
+        """Whether a living gateway makes it. Raises Unavailable."""
+        is_made_here = (tenant, response_id) in self._tasks
+        return is_made_here or await self._store.is_made(tenant, response_id)
+
     async def close(self) -> None:
         """After the calls were ended: what became of them is kept."""
         if self._tasks:
@@ -79,24 +86,41 @@ class BackgroundResponses:
         await end([*self._tasks.values(), *filter(None, [self._telling])])
 
     async def _run(self, name: _Name, job: BackgroundCall) -> None:
-        error: MeshError | None = None
         try:
-            deltas = await whole_text(job.call)
-            await job.writer.whole(deltas)
-        except MeshError as exc:
-            error = exc
-            await job.keep(job.writer.ended_badly("failed", exc))
-        except ClientDisconnected:  # it was cancelled
-            await job.keep(job.writer.ended_badly("cancelled"))
-        except Exception:
-            log.exception("response.bug", response_id=name[1])
-            await job.keep(job.writer.ended_badly("failed", MeshError("internal error")))
+            await self._keep(name, job, await self._made(name, job))
         finally:
-            self._frontend.close(job.call, error)
-            job.permit.leave()
             del self._open[name], self._tasks[name]
             with contextlib.suppress(Unavailable):
                 await self._store.made(*name)
+
+    async def _made(self, name: _Name, job: BackgroundCall) -> Json:
+        error: MeshError | None = None
+        try:
+            return await job.writer.whole(await whole_text(job.call))
+        except MeshError as exc:
+            error = exc
+            return job.writer.ended_badly("failed", exc)
+        except ClientDisconnected:  # it was cancelled
+            return job.writer.ended_badly("cancelled")
+        except Exception:
+            log.exception("response.bug", response_id=name[1])
+            return job.writer.ended_badly("failed", MeshError("internal error"))
+        finally:
+            self._frontend.close(job.call, error)
+            job.permit.leave()
+
+    async def _keep(self, name: _Name, job: BackgroundCall, response: Json) -> None:
+        outcome = await job.keep(response)
+        if outcome is KeepOutcome.TOO_LARGE:
+            response = job.writer.too_large()
+            outcome = await job.keep(response)
+        until, wait_s = time.monotonic() + KEEP_WITHIN_S, _FIRST_WAIT_S
+        while outcome in (KeepOutcome.AWAY, KeepOutcome.FULL) and time.monotonic() < until:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            outcome = await job.keep(response)
+        if outcome is not KeepOutcome.KEPT:
+            log.warning("response.not_kept", response_id=name[1], reason=outcome.value)
 
     async def _tell(self) -> None:
         """While there are any: that they are being made here; and stop those that are to stop."""

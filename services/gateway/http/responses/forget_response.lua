@@ -1,10 +1,5 @@
--- Forgets one response of a tenant. Returns whether there was one.
--- KEYS: the response, its tenant's expiries (sorted set), its tenant's sizes (hash).
--- ARGV: id.
-redis.call('ZREM', KEYS[2], ARGV[1])
-local size = redis.call('HGET', KEYS[3], ARGV[1])
-if size then
-  redis.call('HDEL', KEYS[3], ARGV[1])
-  redis.call('HINCRBY', KEYS[3], '', -size)
-end
-return redis.call('UNLINK', KEYS[1])
+-- Forgets one response, and those that have expired. Returns whether it was there.
+-- KEYS as in keep_response. ARGV: beginning of the keys, its name.
+local found = forget(KEYS, ARGV[1], ARGV[2])
+forget_expired(KEYS, ARGV[1], 512)
+return found

@@ -15,6 +15,7 @@ from pdmesh.services.gateway.http.exchange import HttpExchange
 from pdmesh.services.gateway.http.logprobs import LogprobWriter
 from pdmesh.services.gateway.http.responses.output import OutputItems
 from pdmesh.services.gateway.http.responses.schema import ResponsesRequest
+from pdmesh.services.gateway.http.responses.store import KeepOutcome
 from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.text.choice_text import TextDelta
@@ -23,12 +24,12 @@ _encode: Final = msgspec.json.encode
 
 # Any: JSON objects on their way out.
 Json = dict[str, Any]
-Keep = Callable[[Json], Awaitable[bool]]
+Keep = Callable[[Json], Awaitable[KeepOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesFormat:
-    """`keep` keeps a response that has ended and says whether it is kept; None: nobody asked."""
+    """`keep` keeps a response that has ended; None: nobody asked."""
 
     request: ResponsesRequest
     exchange: HttpExchange
@@ -41,7 +42,8 @@ class ResponsesFormat:
         return writer
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        return _encode(await ResponseWriter(call, self, tells=False).whole(deltas))
+        writer = ResponseWriter(call, self, tells=False)
+        return _encode(await writer.kept(await writer.whole(deltas)))
 
 
 class ResponseWriter:
@@ -88,17 +90,20 @@ class ResponseWriter:
         return closed
 
     async def closing(self) -> bytes:
-        response = await self.ended()
+        response = await self.kept(self._ended())
         return self._items.event(f"response.{response['status']}", {"response": response})
 
-    async def ended(self) -> Json:
-        """The response, kept if it is asked for."""
+    def _ended(self) -> Json:
         response = self._response
         response["completed_at"] = int(time.time())
         response["output"] = self._items.items
         response["usage"] = _usage(self._call)
+        return response
+
+    async def kept(self, response: Json) -> Json:
+        """The response, which says whether it is kept."""
         if self._keep is not None:
-            response["store"] = await self._keep(response)
+            response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response
 
     def failed(self, error: MeshError) -> bytes:
@@ -120,7 +125,7 @@ class ResponseWriter:
             self.chunk(delta)
         else:
             await asyncio.to_thread(self.chunk, delta)
-        return await self.ended()
+        return self._ended()
 
     def ended_badly(self, status: str, error: MeshError | None = None) -> Json:
         if error is not None:
@@ -130,6 +135,12 @@ class ResponseWriter:
             "status": status, "output": self._items.items, "usage": _usage(self._call)
         }  # fmt: skip
         return self._response
+
+    def too_large(self) -> Json:
+        """Instead of the response, when there is no room for its output."""
+        error = MeshError("the response is too large to be kept", reason="RESPONSE_TOO_LARGE")
+        bare: Json = {"output": [], "completed_at": None, "incomplete_details": None}
+        return self.ended_badly("failed", error) | bare
 
 
 def response_id_of(request_id: str) -> str:

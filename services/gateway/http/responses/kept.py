@@ -57,12 +57,13 @@ def is_being_made(kept: KeptResponse) -> bool:
     return _state.decode(kept.response).status == "in_progress"
 
 
-def abandoned(kept: KeptResponse) -> bytes:
-    """The response, of which the gateway that made it is gone."""
+def abandoned(kept: KeptResponse) -> KeptResponse:
+    """As it is shown when no gateway makes it any more."""
     response: Json = msgspec.json.decode(kept.response)
-    message = "the gateway that made this response is gone"
+    message = "the gateway that made this response is gone, or could not keep it"
     error = {"code": "server_error", "message": message}
-    return _encode(response | {"status": "failed", "error": error})
+    failed = _encode(response | {"status": "failed", "error": error})
+    return KeptResponse(msgspec.Raw(failed), kept.input, kept.output)
 
 
 def record_of(items: Sequence[InputItem], response: Json) -> bytes:

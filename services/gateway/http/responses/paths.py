@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import msgspec
@@ -27,6 +28,7 @@ from pdmesh.services.gateway.http.responses.format import (
     response_id_of,
 )
 from pdmesh.services.gateway.http.responses.kept import (
+    KeptResponse,
     abandoned,
     forget_kept,
     input_items,
@@ -41,7 +43,11 @@ from pdmesh.services.gateway.http.responses.schema import (
     ResponsesRequest,
     parse_responses,
 )
-from pdmesh.services.gateway.http.responses.store import ResponseStore
+from pdmesh.services.gateway.http.responses.store import (
+    KeepOutcome,
+    ResponseStore,
+    ResponseStoreFull,
+)
 from pdmesh.services.gateway.http.responses.translation import PREVIOUS, chat_of
 from pdmesh.services.gateway.http.routes import (
     ASKING_ERRORS,
@@ -59,6 +65,8 @@ from pdmesh.services.gateway.request.spec import CallSpec
 
 _PATH: Final = "/v1/responses"
 _ONE: Final = f"{_PATH}/{{response}}"
+_LOOK_EVERY_S: Final = 0.25
+_NUM_LOOKS: Final = 12
 
 
 class ResponsesPaths:
@@ -154,8 +162,13 @@ class ResponsesPaths:
         name = (permit.tenant.name, response["id"])
         try:
             await self._store.making([name])
-            if not await keep(response):
-                raise Unavailable("the store of responses does not take this one")
+            match await keep(response):
+                case KeepOutcome.TOO_LARGE:
+                    raise InvalidRequest("the request is too large to be kept", field="background")
+                case KeepOutcome.FULL:
+                    raise ResponseStoreFull("the Redis that keeps responses is full")
+                case KeepOutcome.AWAY:
+                    raise Unavailable("the store of responses does not take this one")
         except BaseException:
             self._frontend.close(call)
             raise
@@ -168,7 +181,7 @@ class ResponsesPaths:
         if request.previous_response_id is None:
             return []
         tenant = permit.tenant.name
-        kept = await load_kept(self._store, tenant, request.previous_response_id, PREVIOUS)
+        kept = await self._found(tenant, request.previous_response_id, PREVIOUS)
         if is_being_made(kept):
             raise InvalidRequest("the response is still being made", field=PREVIOUS)
         if len(kept.input) + len(kept.output) > MAX_MESSAGES:
@@ -186,7 +199,7 @@ class ResponsesPaths:
             return None
         items = [*previous, *input_items(request.input)]
 
-        async def keep(response: Json) -> bool:
+        async def keep(response: Json) -> KeepOutcome:
             response_id = response_id_of(exchange.request_id)
             record = record_of(items, response)
             return await self._store.keep(permit.tenant.name, response_id, record)
@@ -199,17 +212,26 @@ class ResponsesPaths:
 
     async def _shown(self, tenant: str, response_id: str) -> bytes:
         """Raises ResponseNotFound, Unavailable."""
-        kept = await load_kept(self._store, tenant, response_id)
-        if not is_being_made(kept) or await self._store.is_made(tenant, response_id):
-            return bytes(kept.response)
-        # It may have ended between the two questions.
-        kept = await load_kept(self._store, tenant, response_id)
-        return abandoned(kept) if is_being_made(kept) else bytes(kept.response)
+        return bytes((await self._found(tenant, response_id)).response)
+
+    async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
+        """One that no gateway makes any more has failed. Raises ResponseNotFound, Unavailable.
+
+        It may have ended between two questions, and its gateway may be the later one to find Redis
+        back: so this is asked for as long as a living gateway takes to say that it makes it.
+        """
+        for _ in range(_NUM_LOOKS):
+            kept = await load_kept(self._store, tenant, response_id, field)
+            is_over = not is_being_made(kept)
+            if is_over or await self.background.is_made(tenant, response_id):
+                return kept
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return abandoned(kept)
 
     async def _cancel(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
         response_id = exchange.path_parameters["response"]
-        kept = await load_kept(self._store, tenant.name, response_id)
+        kept = await self._found(tenant.name, response_id)
         if not is_background(kept):
             raise InvalidRequest("only a response in the background can be cancelled")
         if is_being_made(kept):
@@ -219,7 +241,7 @@ class ResponsesPaths:
     async def _delete(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
         name = exchange.path_parameters["response"]
-        if is_being_made(await load_kept(self._store, tenant.name, name)):
+        if is_being_made(await self._found(tenant.name, name)):
             await self.background.cancel(tenant.name, name)
         await forget_kept(self._store, tenant.name, name)
         body = {"id": name, "object": "response", "deleted": True}

@@ -2,7 +2,8 @@
 
 Keeping one is an offer: a response that cannot be kept is answered all the same. To look one up
 raises Unavailable while Redis is away. Each call ends within a second; after a failure, for a
-moment, nothing is asked.
+moment, nothing is asked. The bound of all tenants leaves room for what else Redis holds; if Redis
+is full for another reason, nothing is kept, and what was kept is still found and forgotten.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,26 +30,45 @@ _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
 _MADE, _STOP = "made", "stop"  # marks of a response
 _MADE_MS: Final = 10_000
+_BYTES_EACH: Final = 512  # as in keep_response.lua
 _HERE: Final = Path(__file__).parent
 
 _kept = metrics.counter(
-    names.GATEWAY_RESPONSES_KEPT, "Responses to keep, by outcome: kept, too_large, away"
+    names.GATEWAY_RESPONSES_KEPT,
+    "Attempts to keep a response, by outcome: kept, too_large, full, away",
 )
 _evicted = metrics.counter(
-    names.GATEWAY_RESPONSES_EVICTED, "Responses that made room for newer ones of their tenant"
+    names.GATEWAY_RESPONSES_EVICTED, "Kept responses that made room for newer ones"
 )
 _lookups = metrics.counter(
     names.GATEWAY_RESPONSES_LOOKUPS, "Kept responses asked for, by outcome: found, missing, away"
 )
 
 
+class ResponseStoreFull(Unavailable):
+    """Redis is out of memory."""
+
+    default_reason = "RESPONSE_STORE_FULL"
+
+
+class KeepOutcome(StrEnum):
+    KEPT = "kept"
+    TOO_LARGE = "too_large"
+    FULL = "full"  # Redis is out of memory
+    AWAY = "away"
+
+
 @dataclass(frozen=True, slots=True)
 class KeepBounds:
-    """`max_count` and `max_bytes` are those of one tenant. Nothing is kept with a count of 0."""
+    """`max_count` and `max_bytes` are those of one tenant. Nothing is kept with a count of 0.
+
+    `max_total_bytes`: of all tenants, with what Redis takes beside each response.
+    """
 
     ttl_s: float
     max_count: int
     max_bytes: int
+    max_total_bytes: int
 
 
 class ResponseStore:
@@ -61,28 +82,34 @@ class ResponseStore:
         self._keep: Any = None
         self._forget: Any = None
         self._away_until = 0.0
+        self._says_full_at = 0.0
 
     @property
     def keeps(self) -> bool:
         return self._bounds.max_count > 0
 
-    async def keep(self, tenant: str, response_id: str, record: bytes) -> bool:
-        """Whether it is kept."""
-        if len(record) > self._bounds.max_bytes:
-            _kept.add(1, {"outcome": "too_large"})
-            return False
+    async def keep(self, tenant: str, response_id: str, record: bytes) -> KeepOutcome:
+        outcome = await self._kept_as(tenant, response_id, record)
+        _kept.add(1, {"outcome": outcome})
+        return outcome
+
+    async def _kept_as(self, tenant: str, response_id: str, record: bytes) -> KeepOutcome:
         bounds = self._bounds
-        limits = (round(bounds.ttl_s * 1000), bounds.max_count, bounds.max_bytes)
-        args = (response_id, record, *limits, keys.kept_response(tenant, ""))
+        if len(record) > min(bounds.max_bytes, bounds.max_total_bytes - _BYTES_EACH):
+            return KeepOutcome.TOO_LARGE
+        limits = (bounds.max_count, bounds.max_bytes, bounds.max_total_bytes)
+        args = (*_args(tenant, response_id), tenant, record, round(bounds.ttl_s * 1000), *limits)
+        is_kept = False
         try:
             async with self._answering():
-                num_evicted = await self._keep(_keys(tenant, response_id), args)
+                while not is_kept:  # each call makes some room, and blocks Redis for a moment only
+                    num_evicted, is_kept = await self._keep(_keys(tenant, response_id), args)
+                    _evicted.add(num_evicted)
+        except ResponseStoreFull:
+            return KeepOutcome.FULL
         except Unavailable:
-            _kept.add(1, {"outcome": "away"})
-            return False
-        _kept.add(1, {"outcome": "kept"})
-        _evicted.add(num_evicted)
-        return True
+            return KeepOutcome.AWAY
+        return KeepOutcome.KEPT
 
     async def load(self, tenant: str, response_id: str) -> bytes | None:
         """None if it is not there: never kept, forgotten, or another tenant's.
@@ -97,7 +124,7 @@ class ResponseStore:
     async def forget(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Raises Unavailable."""
         async with self._counted(), self._answering():
-            found = bool(await self._forget(_keys(tenant, response_id), (response_id,)))
+            found = bool(await self._forget(_keys(tenant, response_id), _args(tenant, response_id)))
         _lookups.add(1, {"outcome": "found" if found else "missing"})
         return found
 
@@ -154,12 +181,17 @@ class ResponseStore:
         if time.monotonic() < self._away_until:
             raise Unavailable("the store of responses does not answer")
         # A gateway that keeps nothing does without the library.
-        from redis.exceptions import RedisError, ResponseError
+        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
         self._connect()
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 yield
+        except OutOfMemoryError as exc:
+            if (now := time.monotonic()) >= self._says_full_at:
+                self._says_full_at = now + _AWAY_S
+                log.warning("responses.store_full", reason=str(exc))
+            raise ResponseStoreFull("the Redis that keeps responses is full") from exc
         except ResponseError as exc:  # it answers, to one command: others may do
             log.warning("responses.store_refused", reason=str(exc))
             raise Unavailable("the store of responses refused this") from exc
@@ -185,13 +217,24 @@ class ResponseStore:
             client_name="pdmesh-gateway",
         )
         self._redis = Redis.from_pool(pool)
-        self._keep = self._redis.register_script((_HERE / "keep_response.lua").read_text())
-        self._forget = self._redis.register_script((_HERE / "forget_response.lua").read_text())
+        shared = (_HERE / "forgetting.lua").read_text()
+        keep = (_HERE / "keep_response.lua").read_text()
+        forget = (_HERE / "forget_response.lua").read_text()
+        # With such a first line, a Redis that is out of memory refuses a script before it begins;
+        # without one, it lets a script write that has deleted before.
+        self._keep = self._redis.register_script(f"#!lua\n{shared}{keep}")
+        self._forget = self._redis.register_script(f"#!lua flags=allow-oom\n{shared}{forget}")
 
 
-def _keys(tenant: str, response_id: str) -> tuple[str, str, str]:
+def _keys(tenant: str, response_id: str) -> tuple[str, ...]:
     return (
         keys.kept_response(tenant, response_id),
         keys.kept_expiries(tenant),
-        keys.kept_sizes(tenant),
+        keys.KEPT_EXPIRIES,
+        keys.KEPT_SIZES,
     )
+
+
+def _args(tenant: str, response_id: str) -> tuple[str, str]:
+    """What the keys of responses begin with, and the response's name."""
+    return keys.KEPT_RESPONSES, f"{tenant}:{response_id}"

@@ -10,6 +10,10 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from pdmesh.kv.index import redis_keys as keys
+from pdmesh.net.tasks import end
+from pdmesh.services.gateway.http.responses import background
+from pdmesh.services.gateway.http.responses.store import KeepOutcome
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.sites import servers
@@ -102,27 +106,155 @@ async def test_one_that_is_deleted_ends_and_does_not_come_back(
         await client.responses.retrieve(begun.id)
 
 
-async def test_one_whose_gateway_is_gone_has_failed(
-    mesh: GatewayMesh,
-    client: openai.AsyncOpenAI,
-    elsewhere: openai.AsyncOpenAI,
-    valkey: servers.TestServer,
-) -> None:
-    """The gateway says for some seconds that it makes a response; here nobody does."""
+@pytest.fixture
+async def redis(valkey: servers.TestServer) -> AsyncIterator[Any]:
+    async with Redis.from_url(valkey.url) as client:
+        yield client
+
+
+async def begun_slowly(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> str:
     slow_down(mesh)
     begun = await client.responses.create(
         model="tiny", input="hello", max_output_tokens=3000, background=True
     )
+    await until(lambda: mesh.num_legs > 0)
+    return begun.id
+
+
+async def test_one_whose_gateway_is_gone_has_failed(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
+) -> None:
+    """The gateway says for some seconds that it makes a response; here nobody does.
+
+    It is like any that failed: a conversation goes on from it, and it can be deleted.
+    """
+    response_id = await begun_slowly(mesh, client)
     telling = mesh.gateway.http_app._responses.background._telling
     assert telling is not None
-    telling.cancel()
-    redis = Redis.from_url(valkey.url)
-    await redis.delete(f"pdmesh:v1:response:{{default}}:{begun.id}:made")
-    await redis.aclose()
-    response = await elsewhere.responses.retrieve(begun.id)
+    await end([telling])
+    await redis.ping()  # what was on its way to Redis has arrived
+    await redis.delete(keys.kept_mark("default", response_id, "made"))
+    response = await elsewhere.responses.retrieve(response_id)
     assert response.status == "failed"
     assert response.error is not None
     assert response.error.code == "server_error"
+    cancelled = await elsewhere.responses.cancel(response_id)
+    assert cancelled.status == "failed"
+    after = await elsewhere.responses.create(
+        model="tiny", input="more", max_output_tokens=3, previous_response_id=response_id
+    )
+    assert after.status == "incomplete"
+    await elsewhere.responses.delete(response_id)
+    with pytest.raises(openai.NotFoundError):
+        await elsewhere.responses.retrieve(response_id)
+
+
+async def test_one_whose_mark_is_late_goes_on(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
+) -> None:
+    """Marks expire while Redis is away: each gateway says so again when it finds Redis back."""
+    response_id = await begun_slowly(mesh, client)
+    await redis.delete(keys.kept_mark("default", response_id, "made"))
+    assert (await elsewhere.responses.retrieve(response_id)).status == "in_progress"
+    await client.responses.cancel(response_id)
+
+
+@pytest.mark.parametrize("loss", ["away", "full"])
+async def test_one_that_ends_while_redis_takes_nothing_is_kept_later(
+    mesh: GatewayMesh,
+    client: openai.AsyncOpenAI,
+    valkey: servers.TestServer,
+    loss: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = await client.responses.create(model="tiny", input="hello", max_output_tokens=40)
+    slow_down(mesh)
+    begun = await client.responses.create(
+        model="tiny", input="hello", max_output_tokens=40, background=True
+    )
+    outcomes: list[KeepOutcome] = []
+    store = mesh.gateway.http_app._responses._store
+    kept_as = store._kept_as
+
+    async def noted(tenant: str, response_id: str, record: bytes) -> KeepOutcome:
+        outcomes.append(await kept_as(tenant, response_id, record))
+        return outcomes[-1]
+
+    monkeypatch.setattr(store, "_kept_as", noted)
+    async with Redis.from_url(valkey.url) as redis:
+        if loss == "away":
+            valkey.kill()
+        else:
+            await redis.config_set("maxmemory", 1)
+        await until(lambda: len(outcomes) > 1)
+        assert set(outcomes) == {KeepOutcome(loss)}
+        assert mesh.gateway.frontend.num_calls == 0, "it holds no place while it waits"
+        if loss == "away":
+            await valkey.start()
+        else:
+            assert (await client.responses.retrieve(begun.id)).status == "in_progress"
+            await redis.config_set("maxmemory", 0)
+    await until(lambda: outcomes[-1] is KeepOutcome.KEPT)
+    response = await client.responses.retrieve(begun.id)
+    assert (response.status, response.output_text) == ("incomplete", expected.output_text)
+
+
+async def test_one_that_cannot_be_kept_in_time_has_failed(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "KEEP_WITHIN_S", 0.0)
+    slow_down(mesh)
+    begun = await client.responses.create(
+        model="tiny", input="hello", max_output_tokens=40, background=True
+    )
+    await redis.config_set("maxmemory", 1)
+    response = await ended(client, begun.id)
+    assert (response.status, response.error.code) == ("failed", "server_error")
+
+
+async def test_one_that_is_too_large_to_be_kept_has_failed(
+    tmp_path: Path, valkey: servers.TestServer
+) -> None:
+    """It began within the bound, and its output does not fit."""
+    async with (
+        gateway_mesh(tmp_path, redis_url=valkey.url, responses_max_bytes=65536) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        begun = await client.responses.create(
+            model="tiny", input="hello", max_output_tokens=400, background=True, user="x" * 64000
+        )
+        response = await ended(client, begun.id)
+        assert (response.status, response.error.code) == ("failed", "response_too_large")
+        assert response.output == []
+        assert response.usage.output_tokens == 400
+        with pytest.raises(openai.BadRequestError, match="too large") as caught:
+            await client.responses.create(
+                model="tiny", input="hello", background=True, user="x" * 70000
+            )
+        assert caught.value.param == "background"
+        whole = await client.responses.create(
+            model="tiny", input="hello", max_output_tokens=3, user="x" * 70000
+        )
+        assert whole.model_dump()["store"] is False
+
+
+async def test_none_begins_while_redis_is_full(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, redis: Any
+) -> None:
+    await redis.config_set("maxmemory", 1)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.responses.create(model="tiny", input="x", background=True)
+    assert caught.value.code == "response_store_full"
+    await until(lambda: mesh.num_legs == 0)
+    answer = await client.responses.create(model="tiny", input="x", max_output_tokens=3)
+    assert (answer.status, answer.model_dump()["store"]) == ("incomplete", False)
+    events: list[Any] = [
+        event
+        async for event in await client.responses.create(
+            model="tiny", input="x", max_output_tokens=3, stream=True
+        )
+    ]
+    assert events[-1].response.store is False
 
 
 async def test_one_that_no_instance_can_make_has_failed(

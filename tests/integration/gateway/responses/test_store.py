@@ -6,16 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from pdmesh.errors import Unavailable
+from pdmesh.kv.index import redis_keys as keys
 from pdmesh.services.gateway.http.responses import store as store_module
-from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
+from pdmesh.services.gateway.http.responses.store import (
+    KeepBounds,
+    KeepOutcome,
+    ResponseStore,
+    ResponseStoreFull,
+)
 from tests.support.sites import servers
 
 Make = Callable[..., ResponseStore]
+KEPT = KeepOutcome.KEPT
 
 
 @pytest.fixture
@@ -30,13 +38,21 @@ async def valkey(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
 async def make(valkey: servers.TestServer) -> AsyncIterator[Make]:
     made: list[ResponseStore] = []
 
-    def store(ttl_s: float = 3600.0, max_count: int = 3, max_bytes: int = 1000) -> ResponseStore:
-        made.append(ResponseStore(valkey.url, KeepBounds(ttl_s, max_count, max_bytes)))
+    def store(
+        ttl_s: float = 3600.0, max_count: int = 3, max_bytes: int = 1000, max_total: int = 1 << 20
+    ) -> ResponseStore:
+        made.append(ResponseStore(valkey.url, KeepBounds(ttl_s, max_count, max_bytes, max_total)))
         return made[-1]
 
     yield store
     for each in made:
         await each.close()
+
+
+@pytest.fixture
+async def redis(valkey: servers.TestServer) -> AsyncIterator[Any]:
+    async with Redis.from_url(valkey.url) as client:
+        yield client
 
 
 async def kept(store: ResponseStore, *names: str, tenant: str = "a") -> list[str]:
@@ -46,7 +62,7 @@ async def kept(store: ResponseStore, *names: str, tenant: str = "a") -> list[str
 async def test_the_oldest_make_room_within_the_count(make: Make) -> None:
     store = make()
     for name in "pqrst":
-        assert await store.keep("a", name, name.encode())
+        assert await store.keep("a", name, name.encode()) is KEPT
     assert await kept(store, *"pqrst") == list("rst")
     assert await store.load("a", "t") == b"t"
 
@@ -54,12 +70,12 @@ async def test_the_oldest_make_room_within_the_count(make: Make) -> None:
 async def test_the_oldest_make_room_within_the_bytes(make: Make) -> None:
     store = make(max_count=100)
     for name in "pqr":
-        assert await store.keep("a", name, b"x" * 400)
+        assert await store.keep("a", name, b"x" * 400) is KEPT
     assert await kept(store, *"pqr") == ["q", "r"]
-    assert await store.keep("a", "r", b"x" * 100), "kept again, it counts once"
-    assert await store.keep("a", "s", b"x" * 500)
+    assert await store.keep("a", "r", b"x" * 100) is KEPT, "kept again, it counts once"
+    assert await store.keep("a", "s", b"x" * 500) is KEPT
     assert await kept(store, *"pqrs") == ["q", "r", "s"]
-    assert not await store.keep("a", "t", b"x" * 1001)
+    assert await store.keep("a", "t", b"x" * 1001) is KeepOutcome.TOO_LARGE
     assert await kept(store, *"qrst") == ["q", "r", "s"]
 
 
@@ -85,7 +101,8 @@ async def test_what_expired_counts_no_more_and_nothing_is_left(
         await asyncio.sleep(0.02)
     await store.keep("a", "q", b"x" * 900)
     redis = Redis.from_url(valkey.url)
-    assert await redis.hgetall("pdmesh:v1:responses:{a}:sizes") == {b"": b"900", b"q": b"900"}
+    expected = {b"": b"900", b"a": b"900", b"a:q": b"900"}
+    assert await redis.hgetall(keys.KEPT_SIZES) == expected
     while await redis.keys("*"):
         await asyncio.sleep(0.02)
     await redis.aclose()
@@ -105,7 +122,7 @@ async def test_nothing_hangs_while_the_server_is_away(
     await store.keep("a", "p", b"x")
     monkeypatch.setattr(store_module, "TIMEOUT_S", 0.2)
     valkey.kill() if loss == "kill" else valkey.pause()
-    assert not await store.keep("a", "q", b"x")
+    assert await store.keep("a", "q", b"x") is KeepOutcome.AWAY
     with pytest.raises(Unavailable) as caught:
         await store.load("a", "p")
     assert caught.value.http_status == 503
@@ -114,7 +131,7 @@ async def test_nothing_hangs_while_the_server_is_away(
     await valkey.start() if loss == "kill" else valkey.resume()
     monkeypatch.setattr(store_module, "TIMEOUT_S", 60.0)
     deadline = time.monotonic() + 60
-    while not await store.keep("a", "r", b"x"):
+    while await store.keep("a", "r", b"x") is not KEPT:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
     assert await store.load("a", "r") == b"x"
@@ -122,7 +139,7 @@ async def test_nothing_hangs_while_the_server_is_away(
 
 
 async def test_one_that_keeps_nothing_connects_to_nothing() -> None:
-    store = ResponseStore("redis://127.0.0.1:1", KeepBounds(1.0, 0, 65536))
+    store = ResponseStore("redis://127.0.0.1:1", KeepBounds(1.0, 0, 65536, 65536))
     assert not store.keeps
     await store.close()
 
@@ -131,11 +148,109 @@ async def test_a_server_that_refuses_one_tenants_command_is_not_away_for_others(
     make: Make, valkey: servers.TestServer
 ) -> None:
     store = make()
-    assert await store.keep("a", "p", b"x")
+    assert await store.keep("a", "p", b"x") is KEPT
     redis = Redis.from_url(valkey.url)
-    for key in await redis.keys("*{a}:sizes"):
+    for key in await redis.keys("*expiries:a"):
         await redis.set(key, "of another type")
-    assert not await store.keep("a", "q", b"x")
+    assert await store.keep("a", "q", b"x") is KeepOutcome.AWAY
     assert await store.load("a", "p") == b"x"
-    assert await store.keep("b", "q", b"x")
+    assert await store.keep("b", "q", b"x") is KEPT
     await redis.aclose()
+
+
+async def books(redis: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """What the sizes say, and what they should say."""
+    said = {
+        name.decode(): int(size) for name, size in (await redis.hgetall(keys.KEPT_SIZES)).items()
+    }
+    true: dict[str, int] = {}
+    beginning = keys.KEPT_RESPONSES
+    for key in await redis.keys(f"{beginning}*"):
+        name = key.decode().removeprefix(beginning)
+        for whose in (name, name.split(":")[0], ""):
+            true[whose] = true.get(whose, 0) + await redis.strlen(key)
+    return said, true
+
+
+async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: Any) -> None:
+    """Each is far from its own bound, and together they fill what they share."""
+    store = make(max_count=100, max_bytes=4000, max_total=4 * (1000 + 512))
+    for number, tenant in enumerate("abcdef"):
+        assert await store.keep(tenant, f"p{number}", b"x" * 1000) is KEPT
+        said, true = await books(redis)
+        assert said == true
+    names = [(tenant, f"p{number}") for number, tenant in enumerate("abcdef")]
+    assert [n for n in names if await store.load(*n) is not None] == names[2:]
+    assert await store.keep("a", "large", b"x" * 3000) is KEPT
+    assert (await books(redis))[1] == {
+        "": 4000,
+        "a": 3000,
+        "a:large": 3000,
+        "f": 1000,
+        "f:p5": 1000,
+    }
+    assert await store.keep("a", "larger", b"x" * (4 * 1512 - 511)) is KeepOutcome.TOO_LARGE
+
+
+async def test_many_small_ones_make_room_for_a_large_one_in_steps(make: Make, redis: Any) -> None:
+    """So that no single call keeps Redis from others for long."""
+    store = make(max_count=10_000, max_bytes=1 << 20, max_total=1200 * (1 + 512))
+    for number in range(1200):
+        assert await store.keep("a", f"p{number}", b"x") is KEPT
+    before = await redis.info("commandstats")
+    assert await store.keep("b", "large", b"x" * 600_000) is KEPT
+    after = await redis.info("commandstats")
+    calls = [stats["cmdstat_evalsha"]["calls"] for stats in (before, after)]
+    assert calls[1] - calls[0] == 3
+    said, true = await books(redis)
+    assert said == true
+    assert said["b:large"] == 600_000
+
+
+async def test_the_sizes_are_exact_after_each_way_to_go(make: Make, redis: Any) -> None:
+    short, store = make(ttl_s=0.3, max_count=100), make(max_count=3)
+    for name in "pq":
+        await short.keep("a", name, b"x" * 10)
+    await store.keep("b", "p", b"x" * 100)
+    while await redis.exists(keys.kept_response("a", "q")):
+        await asyncio.sleep(0.02)
+    assert await store.forget("b", "p")
+    assert await books(redis) == ({}, {})
+    for name in "pqrst":
+        await store.keep("b", name, b"x" * 7)
+    await store.keep("c", "p", b"x")
+    assert await store.forget("b", "s")
+    assert not await store.forget("b", "s")
+    said, true = await books(redis)
+    assert said == true == {"": 15, "b": 14, "b:r": 7, "b:t": 7, "c": 1, "c:p": 1}
+    assert await redis.pttl(keys.KEPT_SIZES) > 1000, "the longest of the times"
+
+
+async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, redis: Any) -> None:
+    """Not even by a script that deletes first: others need what memory is left."""
+    store = make(max_count=2)
+    for name in "pq":
+        assert await store.keep("a", name, b"x") is KEPT
+    await redis.config_set("maxmemory", 1)
+    assert await store.keep("a", "r", b"x") is KeepOutcome.FULL
+    with pytest.raises(ResponseStoreFull) as caught:
+        await store.making([("a", "r")])
+    assert caught.value.http_status == 503
+    assert await kept(store, *"pqr") == ["p", "q"]
+    assert await store.forget("a", "p")
+    await redis.config_set("maxmemory", 0)
+    assert await store.keep("a", "r", b"x") is KEPT
+    assert await kept(store, *"pqr") == ["q", "r"]
+    said, true = await books(redis)
+    assert said == true
+
+
+async def test_what_it_counts_is_what_the_server_takes(make: Make, redis: Any) -> None:
+    """The smallest are the worst case: their books take more than they do."""
+    store = make(max_count=10_000, max_bytes=1 << 24, max_total=1 << 24)
+    await store.keep("a", "resp_" + "0" * 24, b"x")
+    before = (await redis.info("memory"))["used_memory"]
+    for number in range(4000):
+        await store.keep("tenant-of-some-name", f"resp_{number:024x}", b"x" * 700)
+    took = (await redis.info("memory"))["used_memory"] - before
+    assert took < 4000 * (700 + 512)
