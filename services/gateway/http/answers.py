@@ -1,7 +1,7 @@
-"""The answers of the public port, as types: what `/openapi.json` says of them.
+"""The types of the public port's answers, for `/openapi.json`.
 
-`format` and `logprobs` write answers as bytes, for speed. The tests read real answers with these
-types, which refuse a field that they do not know.
+For speed, `format` and `logprobs` write answers as bytes, without these types. The tests read real
+answers with them. They refuse unknown fields.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from msgspec import UNSET, UnsetType
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of all. A field without a default is always there; one that may be UNSET is not."""
+    """The base of all answers. A field without a default is always present."""
 
 
 class ErrorDetail(Answer):
-    """`message` is for people; `code` is stable; `param` names the field that is wrong."""
+    """`message` is for people, `code` is stable, and `param` names the wrong field."""
 
     message: str
     type: Literal[
@@ -62,7 +62,7 @@ class ChatLogprobs(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """With `echo` also of the prompt's tokens; the first of those has none."""
+    """With `echo`, they include the prompt's tokens, of which the first has no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -72,13 +72,13 @@ class CompletionLogprobs(Answer):
 
 class PromptTokenLogprob(Answer):
     logprob: float
-    rank: int  # among all tokens; 1: the likeliest
+    rank: int  # its rank among all tokens; the likeliest has rank 1
     decoded_token: str
 
 
-# By token id, for each of the prompt's tokens but the first.
+# For each token of the prompt except the first, by token id.
 PromptLogprobsAnswer = list[dict[str, PromptTokenLogprob] | None]
-StopReasonAnswer = int | str | None  # a stop token or stop string; None: the model's own end
+StopReasonAnswer = int | str | None  # a stop token or stop string; None: the model's own end token
 
 
 FinishReasonName = Literal["stop", "length"]
@@ -125,7 +125,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Answer):
-    """One event of a streamed chat. The last one with `usage` has no choices."""
+    """One event of a streamed chat. With `include_usage`, the last event has no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -178,7 +178,7 @@ class CompletionChunk(Answer):
 
 
 class ModelEntry(Answer):
-    """`created`: when this gateway first saw it. `max_model_len`: of prompt and answer together."""
+    """`created`: when this gateway first saw the model. `max_model_len`: its context length."""
 
     id: str
     object: Literal["model"]

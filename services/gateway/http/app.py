@@ -1,4 +1,7 @@
-"""The public endpoint: a raw ASGI application; a framework would cost more than all else here."""
+"""The public endpoint.
+
+It is a raw ASGI application: a framework would cost more than all the rest.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +200,8 @@ class HttpApp:
         except ClientDisconnected:
             pass
         except MeshError as exc:
-            await self._fail(exchange, exc.with_traceback(None))  # its frames would hold the body
+            # The frames of the traceback would keep the body in memory.
+            await self._fail(exchange, exc.with_traceback(None))
         except Exception:
             log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
@@ -212,7 +216,7 @@ class HttpApp:
             await exchange.error(error)
 
     async def run(self) -> None:
-        """Cut clients that have not read for too long."""
+        """Disconnect clients that have not read for too long."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             limit = time.monotonic() - self._write_timeout_s

@@ -1,4 +1,4 @@
-"""How each API writes errors: as the body of a response, and as the event that ends a stream."""
+"""The formats of errors of each API: the body of a response, and the last event of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """`request_id_headers` name the request in each response, errors or not."""
+    """`request_id_headers` are the headers with the request's id, in all responses."""
 
     body: Callable[[MeshError, str], bytes]
     event: Callable[[MeshError], bytes]

@@ -1,8 +1,7 @@
-"""One HTTP request and its answer on raw ASGI: it bounds the body, writes, and notices a lost
-client.
+"""One HTTP request and its answer on raw ASGI: bounds the body, writes, and detects a lost client.
 
-A client that does not read blocks only its own writer; `blocked_since` lets the server cut it
-(F28).
+A client that does not read blocks only its own writer. `blocked_since` lets the server disconnect
+it (F28).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class Connection(Protocol):
-    """The client's connection: tells when it is gone."""
+    """The client's connection, which reports its end."""
 
     def watch(self, on_gone: Callable[[], None]) -> None: ...
 
@@ -55,9 +54,9 @@ class WrongMethod(InvalidRequest):
 
 
 class BodyRoom:
-    """Bounds the bytes of incoming bodies of all clients together (F31).
+    """Bounds the bytes of the incoming bodies of all clients together (F31).
 
-    Thousands of connections may each have begun a large one.
+    Thousands of connections may each send a large body at the same time.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -88,7 +87,7 @@ class HttpExchange:
         self.connection: Connection = scope[CONNECTION]
 
     def header(self, name: bytes) -> str:
-        """Lower-case name. Empty if absent."""
+        """The value of a header, empty if absent. `name` is in lower case."""
         for key, value in self._scope["headers"]:
             if key == name:
                 return str(value, "latin-1")
@@ -96,7 +95,10 @@ class HttpExchange:
 
     @property
     def authorization(self) -> str:
-        """The API key, as a bearer: clients of Anthropic's API send it in a header of its own."""
+        """The API key as a bearer token.
+
+        Clients of Anthropic's API send it in a different header.
+        """
         if given := self.header(b"authorization"):
             return given
         key = self.header(b"x-api-key")
@@ -163,5 +165,5 @@ class HttpExchange:
             await self.json(body, error.http_status, headers)
 
     def cut(self) -> None:
-        """Give up on a client that does not read: its writer goes on and finds the client gone."""
+        """Give up on a client that does not read: its writer resumes and finds the client gone."""
         self.connection.abort()

@@ -1,9 +1,8 @@
-"""Writes log probabilities as OpenAI does: each token spelt, with its bytes and its place in the
-text.
+"""Writes log probabilities as OpenAI does: each token as text, with its bytes and its offset.
 
 A token may be only part of a character. Then its `bytes` are its own, never those of a replacement
-character, and it is spelt `bytes:\\xf0\\x9f`, as OpenAI does, so that no two such tokens look
-alike.
+character. As OpenAI does, its text is written `bytes:\\xf0\\x9f`, so that no two such tokens look
+the same.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 # Any: JSON objects on their way out.
 Json = dict[str, Any]
 
-_LEAST: Final = -9999.0  # what stands for a probability of 0: JSON has no infinity
+_LEAST: Final = -9999.0  # stands for a probability of 0, because JSON has no infinity
 _utf8: Final = getincrementaldecoder("utf-8")
 _INCOMPLETE: Final = "\ufffd"
 _MAX_BYTES: Final = 4  # of a character
-# A token with its log probability, and the likeliest ones in its place.
+# A drawn token with its log probability, and the likeliest tokens at its position.
 _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
-    """Writes one choice's log probabilities, which come in pieces, in order.
+    """Writes one choice's log probabilities, which come in pieces and in order.
 
-    `prompt_ids`: the prompt that its text continues, which is not part of it.
+    `prompt_ids`: the prompt that the choice's text continues. The prompt is not part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._is_first_of_text = not tokenizer.has_text(prompt_ids)
         self._characters = _utf8("replace")
-        self._offset = 0  # whole characters so far
+        self._offset = 0  # the number of whole characters so far
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> Json:
         """The form of /v1/chat/completions.
@@ -75,9 +74,9 @@ class LogprobWriter:
         }
 
     def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
-        """`completion` of a prompt whose text `echo` begins the answer; its first token has none.
+        """As `completion`, of a prompt whose text `echo` begins the answer.
 
-        A special token need not be part of the text, even where the prompt has it.
+        The first token has no log probability. A special token of the prompt need not be in `echo`.
         """
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))
@@ -93,7 +92,10 @@ class LogprobWriter:
         return {"token": _spelt(own), "logprob": max(logprob, _LEAST), "bytes": list(own)}
 
     def _top(self, entry: _Entry) -> dict[str, float]:
-        """Of tokens that are spelt alike the drawn one counts, else the likeliest."""
+        """The likeliest tokens by text.
+
+        Of tokens with equal text the drawn one counts, else the likeliest.
+        """
         token_id, logprob, top_ids, top_logprobs = entry
         found = {_spelt(self._tokenizer.token_bytes(token_id)): max(logprob, _LEAST)}
         for token_id, logprob in zip(top_ids, top_logprobs, strict=False):
@@ -101,9 +103,9 @@ class LogprobWriter:
         return found
 
     def _offset_of(self, token_id: int) -> int:
-        """Where the token begins in the text, in characters.
+        """The offset at which the token begins in the text, in characters.
 
-        For a token in the middle of a character: where that character begins.
+        A token in the middle of a character has the offset of that character.
         """
         begin = self._offset
         if self._tokenizer.has_text((token_id,)):
@@ -113,7 +115,7 @@ class LogprobWriter:
         return begin
 
     def _offset_in(self, token_id: int, echo: str) -> int:
-        """As `_offset_of`, of a token of the prompt, whose text begins with `echo`."""
+        """As `_offset_of`, but of a token of the prompt whose text is `echo`."""
         if self._tokenizer.has_text((token_id,)):
             return self._offset_of(token_id)
         begin = self._offset
@@ -127,7 +129,7 @@ class LogprobWriter:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], found: PromptLogprobs
 ) -> list[Json | None]:
-    """vLLM's form: for each token but the first, by token id, its log probability and rank."""
+    """vLLM's form: for each token except the first, log probabilities and ranks by token id."""
     written: list[Json | None] = [None]
     entries = zip(_entries(found), found.ranks, strict=True)
     for at, ((token_id, logprob, top_ids, top_logprobs), rank) in enumerate(entries, start=1):
@@ -161,10 +163,10 @@ def _entries(found: PromptLogprobs) -> Iterator[_Entry]:
 
 
 def _decoded(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
-    """The token's text as vLLM tells it.
+    """The token's text as in vLLM.
 
-    The last token of a character that is spread over several has the character, its other tokens
-    have nothing.
+    If a character is spread over several tokens, the last of them has the character as its text,
+    and the others have no text.
     """
     own = tokenizer.token_bytes(token_id)
     text = own.decode(errors="replace")

@@ -1,7 +1,7 @@
-"""Makes `/openapi.json` of the routes: OpenAPI 3.1, whose schemas are those that validate requests.
+"""Makes `/openapi.json` from the routes: OpenAPI 3.1 with the schemas that validate requests.
 
-The structs give names and types, their `Meta` the bounds, and `UNSUPPORTED` the values of a field
-that is not supported.
+Names and types come from the structs, and bounds from their `Meta`. `unsupported_fields` gives the
+accepted values of unsupported fields.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _INFO: Final = {
     "title": "pdmesh",
     "version": pdmesh.__version__,
     "description": "The OpenAI API, served by prefill and decode on different instances. "
-    "A field of a request that is in no schema here is ignored and named in the header "
+    "A field of a request that no schema here has is ignored and named in the header "
     "x-pdmesh-ignored, unless the gateway is set up to refuse it. "
-    "A request that is no valid HTTP/1.1 gets 400, 408, 431, 501 or 505 without a body.",
+    "A request that is not valid HTTP/1.1 gets 400, 408, 431, 501 or 505 without a body.",
 }
 _HEADERS: Final = {
     "x-request-id": ("The id of the request in logs, traces and events", "string"),
@@ -40,7 +40,7 @@ _WITH_RETRY_AFTER: Final = (429, 503)
 
 
 def document(routes: Sequence[HttpRoute], *, is_strict: bool) -> Json:
-    """`is_strict`: unknown fields of requests are refused, not ignored."""
+    """With `is_strict`, unknown fields of requests are refused and not ignored."""
     shapes: list[Any] = []
     for route in routes:
         operation = route.operation
@@ -86,7 +86,7 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         "operationId": operation_id(route),
         "summary": operation.summary,
         "responses": responses,
-        # An empty requirement: the gateway may be set up without keys.
+        # The empty requirement means no key, because the gateway may run without keys.
         "security": [] if operation.is_open else [{}, {"key": []}],
     }
     if parameters := path_parameters(route.path):
@@ -117,7 +117,7 @@ def _stream(operation: Operation, event: Json) -> Json:
 
 
 def operation_id(route: HttpRoute) -> str:
-    """A name that is a name in most languages, too."""
+    """A name that is also a valid identifier in most languages."""
     words = [w for w in plain_path(route.path).replace("{", "by/").replace("}", "").split("/") if w]
     return "_".join([route.method.lower(), *words]).replace(".", "_")
 
@@ -138,7 +138,7 @@ def _response(status: int, content: Json) -> Json:
 
 
 def _complete_requests(components: Json, taken: Sequence[type], *, is_strict: bool) -> None:
-    """Tell of requests what their types do not."""
+    """Add the rules that the types of requests cannot express."""
     for name in msgspec.json.schema_components(taken)[1]:
         without_nul(components[name])
         if not is_strict:
@@ -149,7 +149,7 @@ def _complete_requests(components: Json, taken: Sequence[type], *, is_strict: bo
 
 
 def _say_what_is_unsupported(components: Json, routes: Sequence[HttpRoute]) -> None:
-    """Such a field takes the values that ask for nothing."""
+    """Describe each unsupported field by the values that have no effect."""
     for route in routes:
         struct = route.operation.takes
         if struct is None:

@@ -1,6 +1,6 @@
-"""The paths of the public port: which handler serves each, and what `/openapi.json` says of it.
+"""The paths of the public port: the handler of each, and its description for `/openapi.json`.
 
-A route cannot be made without its `Operation`, so no path is served that the document leaves out.
+A route cannot be made without its `Operation`. So the document has every path that is served.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
 
 
-# The statuses of errors: of paths that ask for a model, and of those that say what there is.
+# The error statuses of paths that need a model, and of those that only inform.
 ASKING_ERRORS: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
 TELLING_ERRORS: Final = (401, 403, 404, 429, 500, 503)
 
 
-# Any: a type that msgspec can describe: a struct, or a union of them.
+# Any: a type that msgspec can describe, which is a struct or a union of structs.
 Shape = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one method of one path takes and answers, as types that msgspec can describe.
+    """The request and the answers of one method of one path, as types that msgspec can describe.
 
-    `takes` is the very struct that validates the body. `streams`: what the data of each event of a
-    stream is. `errors`: the statuses of its error answers.
+    `takes` is the struct that validates the body. `streams` is the type of the data of each event
+    of a stream. `errors` are the statuses of the error answers.
     """
 
     summary: str
@@ -49,15 +49,15 @@ class Operation:
     takes: type[msgspec.Struct] | None = None
     streams: Shape = None
     errors: Sequence[int] = ()
-    fails: Shape = ErrorAnswer  # what the body of an error is
+    fails: Shape = ErrorAnswer  # the type of an error's body
     other: Mapping[int, Shape] = field(default_factory=dict)  # further statuses
-    ends_in_done: bool = True  # its stream, with `data: [DONE]`
-    is_open: bool = False  # needs no API key
+    ends_in_done: bool = True  # its stream ends with `data: [DONE]`
+    is_open: bool = False  # without an API key
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """`path` may hold parameters: `{name}` is one segment, `{name:path}` any number of them."""
+    """`path` may have parameters: `{name}` is one segment, `{name:path}` is any number of them."""
 
     method: str
     path: str
@@ -79,9 +79,9 @@ class Router:
             methods[route.method] = route.handler
 
     def find(self, path: str, method: str) -> tuple[Handler, Mapping[str, str]]:
-        """The handler, and the path's parameters. Raises NoRoute, WrongMethod.
+        """The handler and the path's parameters. Raises NoRoute, WrongMethod.
 
-        `path` is as it was sent. Percent-encoding makes no other path, but may be in a parameter.
+        `path` is as the client sent it. Percent-encoding is decoded only in parameters.
         """
         methods, parameters = self._exact.get(path), _NONE
         if methods is None:
@@ -99,7 +99,7 @@ class Router:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Matches paths like `path`; its parameters are named groups."""
+    """A pattern for `path`, with its parameters as named groups."""
     parts: list[str] = []
     end = 0
     for found in _PARAMETER.finditer(path):
@@ -114,5 +114,5 @@ def path_parameters(path: str) -> list[str]:
 
 
 def plain_path(path: str) -> str:
-    """As OpenAPI writes it, which tells nothing of how much a parameter holds."""
+    """The path in the form of OpenAPI, without the number of segments of a parameter."""
     return _PARAMETER.sub(r"{\1}", path)

@@ -1,6 +1,6 @@
-"""What `/openapi.json` tells of requests beyond the types and bounds of their fields.
+"""The rules of requests that `/openapi.json` shows besides the types and bounds of fields.
 
-Each rule is that of a check, for a struct whose fields depend on each other.
+Each rule describes a check of a struct whose fields depend on each other.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
 
 
 def without_nul(schema: object) -> None:
-    """Tell of each string in a schema that it has no U+0000; a string in an enum has none."""
+    """Add to each string of a schema that it has no U+0000; strings in an enum cannot have it."""
     if isinstance(schema, list):
         for each in schema:
             without_nul(each)

@@ -1,4 +1,4 @@
-"""Requests as OpenAI and vLLM word them: structs, bounds, checks, and the call that each becomes.
+"""Requests in the form of OpenAI and vLLM: structs, bounds, checks, and the calls made of them.
 
-The other APIs, gRPC among them, translate their requests into these.
+All other APIs, including gRPC, translate their requests into these.
 """

@@ -1,4 +1,4 @@
-"""Turns OpenAI requests into call specs: validated, named, tokenized."""
+"""Turns OpenAI requests into call specs: validates them and tokenizes their prompts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     if parsing is not None:
         sampling = await _parsed_sampling(sampling, parsing, request, model, frontend)
     is_hidden = parsing is not None and request.include_reasoning is False
-    if is_hidden:  # what else is told of the tokens would show it
+    if is_hidden:  # anything else about the tokens would reveal the reasoning
         sampling = replace(sampling, num_logprobs=None)
     return CallSpec(
         operation="chat",
@@ -90,14 +90,14 @@ async def _parsed_sampling(
     model: ServedModel,
     frontend: Frontend,
 ) -> SamplingSpec:
-    """`sampling` with what parsers need of the answer. A call that has to be made has its own form.
+    """`sampling` with the parsers' needs. Tool calls with a form exclude another form.
 
     Raises InvalidRequest.
     """
     constraint = sampling.constraint
     if parsing.calls is not None:
         if constraint is not None and request.tool_choice in (None, "auto"):
-            message = "response_format beside tools whose calls have a form is not supported"
+            message = "response_format is not supported with tools whose calls must have a form"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="response_format")
         constraint = await constraint_of(parsing.calls, model, frontend)
     if constraint is not None and parsing.begins_after:
@@ -159,8 +159,7 @@ async def completion_spec(
 async def tokenized(
     request: TokenizeRequest, frontend: Frontend, tenant: Tenant
 ) -> tuple[array[int], int]:
-    """The tokens that a request with this prompt or conversation would have, and the model's
-    context.
+    """The tokens of a request with this prompt or conversation, and the model's context length.
 
     Raises MeshError.
     """
@@ -175,7 +174,7 @@ async def tokenized(
 
 
 async def detokenized(request: DetokenizeRequest, frontend: Frontend, tenant: Tenant) -> str:
-    """The text of the tokens, special ones as well. Raises MeshError."""
+    """The text of the tokens, including special ones. Raises MeshError."""
     model = await frontend.served_model(request.model, tenant)
     tokenizer = model.tokenizer
     ids = checked_ids(request.tokens, tokenizer.vocab_size, model.context_length, "tokens")
@@ -196,7 +195,7 @@ async def chat_tokens(conversation: Conversation, model: ServedModel) -> array[i
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
     if conversation.tools or conversation.variables:
-        # They may be long to go through, unlike messages.
+        # Unlike messages, tools and variables may take long to render.
         text = await asyncio.to_thread(tokenizer.render_chat, conversation)
     else:
         text = tokenizer.render_chat(conversation)
@@ -209,7 +208,7 @@ MAX_VARIABLES: Final = 256
 def template_variables(
     given: Mapping[str, object] | None, reasoning_effort: str | None = None
 ) -> dict[str, object]:
-    """The template's variables that a client set. Raises InvalidRequest."""
+    """The variables of the template that the client sets. Raises InvalidRequest."""
     variables = dict(given or {})
     if len(variables) > MAX_VARIABLES:
         message = f"chat_template_kwargs sets at most {MAX_VARIABLES} variables"
@@ -235,7 +234,7 @@ def conversation_of(request: ChatCompletionRequest) -> Conversation:
 def check_logprobs(
     frontend: Frontend, model: str, num_logprobs: int | None, field: str = "logprobs"
 ) -> None:
-    """Refuse logprobs that the instances cannot give, rather than leave them out."""
+    """Refuse logprobs that the instances cannot compute, rather than leave them out."""
     if num_logprobs is None:
         return
     record = frontend.shared.fleet.reference(model)
@@ -250,7 +249,7 @@ def check_logprobs(
 def check_num_prompt_logprobs(
     prompts: Sequence[array[int]], num_each: int | None, num_choices: int
 ) -> None:
-    """Each is an object of the answer. Raises InvalidRequest."""
+    """Bound their number, since each is an object of the answer. Raises InvalidRequest."""
     if num_each is None:
         return
     num = sum(map(len, prompts)) * (num_each + 1) * num_choices
@@ -263,7 +262,7 @@ def check_num_prompt_logprobs(
 
 
 def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None:
-    """Refuse what the model's engine cannot do beside its other settings (speculation)."""
+    """Refuse shaping that the model's engine does not support as it is set up (speculation)."""
     if shaping is UNSHAPED:
         return
     for field in sorted(frontend.shared.fleet.unsupported_shaping(model)):
@@ -290,7 +289,7 @@ async def _echoed(
     request: CompletionRequest,
     tokenizer: Tokenizer,
 ) -> tuple[str, ...]:
-    """The text of each prompt; of one that may have been cut, the text of what is left."""
+    """The text of each prompt. A truncated prompt gives the text of its remaining tokens."""
     if request.truncate_prompt_tokens is None:
         pairs = zip(asked, prompts, strict=True)
         return tuple(

@@ -1,7 +1,7 @@
-"""The messages of a conversation: their structs, their checks, and how a chat template takes them.
+"""The messages of a conversation: their structs, their checks, and their form for chat templates.
 
-Templates get what they get from plain vLLM: the arguments of a tool call as an object, not as its
-JSON; the result of a tool as text; an assistant's reasoning under both of its names.
+Templates get the same values as from plain vLLM. The arguments of a tool call are an object, not
+its JSON. The result of a tool is text. An assistant's reasoning has both of its names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES, nul_refused
 from pdmesh.services.gateway.text.chat_template import Message
 
-MAX_CALLS: Final = 128  # of tools, in one message
+MAX_CALLS: Final = 128  # tool calls in one message
 _MAX_PARTS: Final = 256
 _MAX_ID_CHARS: Final = 256
 _STRING: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -28,14 +28,14 @@ _BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
 # two prompts would share a prefix. Plain vLLM leaves it out too.
 _BILLING_LINE: Final = "x-anthropic-billing-header"
 
-# Any: these hold anything that a client sends; only whether they are empty matters.
+# Any: a client may send anything here, and it only matters whether it is empty.
 _Anything = Any
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Only `type` text is served.
+    """Only parts of the type `text` are served.
 
-    The others are known so that the part is refused, not its fields.
+    The fields of other types are known here so that the error names the part and not its fields.
     """
 
     type: str
@@ -47,14 +47,14 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """`arguments` is the text that the model wrote, mostly a JSON object."""
+    """`arguments` is the text that the model wrote, which usually is a JSON object."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """`index`: as in the deltas of a stream, which some clients send back as they were."""
+    """`index` is accepted because some clients send back the deltas of a stream unchanged."""
 
     function: CalledFunction | None = None
     id: str = ""
@@ -66,7 +66,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """`developer` is what newer clients call `system`; the chat template may know it.
 
-    `reasoning_content` is another name of `reasoning`.
+    `reasoning_content` is another name for `reasoning`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -114,7 +114,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages as a chat template takes them; a content of parts is the list of their texts.
+    """The messages in the form for chat templates. Content parts become a list of their texts.
 
     Raises InvalidRequest.
     """
@@ -153,9 +153,9 @@ def _call_of(call: ToolCall, where: str) -> dict[str, object]:
 
 
 def _arguments_of(text: str, field: str) -> dict[str, Any]:
-    """What is no JSON object is none in the prompt either.
+    """The arguments of a tool call, or an empty object if the text is not a JSON object.
 
-    A model may write anything, and a conversation has to go on after it.
+    A model may write anything, and the conversation must be able to continue after that.
     """
     try:
         found = json.loads(text) if text else {}
@@ -208,7 +208,7 @@ def _check_name(name: str, field: str) -> None:
 
 
 def _check_work(messages: Sequence[ChatMessage]) -> None:
-    """Bound the values in all arguments, which are parsed on the event loop."""
+    """Bound the number of values in all arguments, because these are parsed on the event loop."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     texts = [call.function.arguments for call in calls if call.function]
     if sum(map(len, texts)) <= SMALL_BYTES:

@@ -1,7 +1,7 @@
 """Parses the JSON body of a request into its struct, within bounds, and names the wrong field.
 
-A field given twice and a string with U+0000 are refused. An unknown field is refused, or left out
-and named.
+A duplicate field, or a string with U+0000, is refused. An unknown field is refused, or it is left
+out and reported by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.services.gateway.openai.json_bounds import SMALL_BYTES, outline
 from pdmesh.services.gateway.openai.unknown_fields import Nested, without_unknown
 from pdmesh.services.gateway.request.bounds import nul_refused
 
-# How those of msgspec's messages begin that name a field.
+# The beginnings of msgspec's messages that name a field.
 _UNKNOWN: Final = "Object contains unknown field `"
 _NAMES_A_FIELD: Final = {
     _UNKNOWN: "UNKNOWN_FIELD",
@@ -32,8 +32,8 @@ def decoded(
 ) -> T:
     """Raises InvalidRequest with the field.
 
-    `nested`: the structs within structs. The paths of unknown fields are added to `ignored`;
-    without it they are refused.
+    `nested` has the structs within structs. Unknown fields are refused, or their paths are added to
+    `ignored` if it is given.
     """
     outlined = outline(body)
     try:
@@ -49,7 +49,7 @@ def decoded(
         if b"\\u0000" in body:
             _check_no_nul(request)
         return request
-    raise refusal  # without the parser's error, which may hold all of the body
+    raise refusal  # not chained to the parser's error, which may hold the whole body
 
 
 def _parsed(
@@ -64,7 +64,7 @@ def _parsed(
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Two parsers may use different values of two: a filter before us must see the one we use."""
+    """Refuse duplicates: a filter before the gateway could read another of the values."""
     if len(dict(pairs)) == len(pairs):
         return
     seen: set[str] = set()
@@ -79,22 +79,22 @@ _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
 
 
 def _check_duplicates(outlined: bytes, body: bytes) -> None:
-    """msgspec silently takes the last of two equal keys.
+    """Find duplicate keys, of which msgspec silently takes the last.
 
-    The standard parser's hook, which sees both, costs 2 us for a usual body.
+    The standard library's parser has a hook that sees them all. It costs 2 us for a usual body.
     """
     try:
         _find_duplicates(outlined.decode())
     except InvalidRequest:
         if len(body) > SMALL_BYTES:
             raise
-        _find_duplicates(body.decode())  # a name that looks like a list of token ids
+        _find_duplicates(body.decode())  # for a field name that looks like a list of token ids
 
 
 def _explain(text: str) -> InvalidRequest:
     """Turn msgspec's message into ours, with the path of the field.
 
-    What the client sent is in the middle of it, at any length.
+    msgspec's message may contain what the client sent, at any length.
     """
     if len(text) > _MAX_EXPLAINED:
         text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
@@ -114,7 +114,7 @@ def _explain(text: str) -> InvalidRequest:
 
 
 def _check_no_nul(request: object) -> None:
-    """Raises InvalidRequest with the first field that has a NUL, which ends strings in C."""
+    """Raises InvalidRequest with the first field that has a NUL, because that ends strings in C."""
     left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
     while left:
         where, value = left.pop()

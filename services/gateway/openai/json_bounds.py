@@ -1,12 +1,12 @@
 """Decides, before a JSON body is parsed, whether it would cost its parsers too much (F31).
 
-A parser makes an object of each value, which takes a tenth of a microsecond and more, and the event
-loop stands still meanwhile: 8 MiB of `{},` cost 1.5 s. Text, however long, costs next to nothing,
-and so do token ids. So all other values are counted, over the whole body, a field given twice
-included. What is neither text nor token ids has its own bound in bytes, for white space and digits
-are read one by one.
+A parser makes an object of each value, which takes at least a tenth of a microsecond, and blocks
+the event loop: 8 MiB of `{},` cost 1.5 s. Text of any length costs next to nothing, and so do token
+ids. So all other values are counted over the whole body, including duplicate fields. All bytes that
+are neither text nor token ids have a bound too, because parsers read white space and digits one by
+one.
 
-The search here works on whole pieces of the body, with the library's searches, never byte by byte.
+The search uses the string methods of Python on large pieces, and never loops over bytes.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ import msgspec
 from pdmesh.errors import InvalidRequest, shortened
 
 MAX_VALUES: Final = 32_768
-MAX_IDS: Final = 1 << 20  # token ids, in all lists of them
-MAX_OUTSIDE_BYTES: Final = 1 << 20  # of a large body: neither in strings nor in lists of token ids
+MAX_IDS: Final = 1 << 20  # token ids, over all lists of them
+MAX_OUTSIDE_BYTES: Final = 1 << 20  # bytes of a large body outside strings and lists of token ids
 MAX_NAME_BYTES: Final = 256  # of a field in a large body
 SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseconds
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
 _LONG_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
-# These stand for escaped characters, so that every quote that is left begins or ends a string.
-# Names that differ in them stay different.
+# These replace escaped characters, so that each remaining quote begins or ends a string. Names that
+# differ in escaped characters stay different.
 _BACKSLASH: Final = "\x80".encode()
 _QUOTE: Final = "\x81".encode()
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outline(body: bytes) -> bytes:
-    """The part of the body in which to look for names.
+    """The body without the parts that cannot hold names of fields.
 
-    It is the body with long lists of token ids emptied. In a large body all such lists, and long
-    strings, are emptied. Raises InvalidRequest if there is too much in the body, with the field
-    that holds most.
+    Long lists of token ids are emptied. In a large body all such lists are emptied, and long
+    strings too. Raises InvalidRequest, with the field that holds most, if the body holds too much.
     """
     if len(body) <= SMALL_BYTES:
         return _LONG_ID_LIST.sub(b"[]", body)
@@ -59,9 +58,9 @@ def outline(body: bytes) -> bytes:
 
 
 def _without_ids(outside: bytes, num_strings: int, body: bytes) -> bytes:
-    """What is between strings, with lists of token ids emptied.
+    """The bytes between strings, with lists of token ids emptied.
 
-    Raises InvalidRequest if too much.
+    Raises InvalidRequest if there are too many token ids.
     """
     if len(outside) > MAX_OUTSIDE_BYTES and b"[" not in outside:
         raise _too_much_outside()

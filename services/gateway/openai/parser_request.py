@@ -1,6 +1,6 @@
-"""Decides whether the answers to a chat are parsed, and what of it the parsers read.
+"""Decides whether the answers to a chat are parsed, and which part of it the parsers read.
 
-That part is small, whatever the messages hold.
+That part is small, however large the messages are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def parsing_of(
     parsers: AnswerParsers,
     constrained_prompt: bytes = b"",
 ) -> Parsing | None:
-    """None: the answers are text. Raises MeshError.
+    """How to parse the answers, or None if they are plain text. Raises MeshError.
 
     `constrained_prompt`: the prompt's tokens, if the answers have a constraint.
     """
@@ -59,12 +59,12 @@ async def parsing_of(
 
 
 def may_call(request: ChatCompletionRequest) -> bool:
-    """Whether the model may call a tool, or has to."""
+    """Whether the model may or must call a tool."""
     return bool(request.tools) and request.tool_choice != "none"
 
 
 def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar:
-    """The form in which vLLM has the model write its calls. Raises InvalidRequest."""
+    """The grammar that vLLM uses for the model's tool calls. Raises InvalidRequest."""
     field = _constraining_field(request)
     found = msgspec.json.decode(constraint)
     if (schema := found.get("json")) is not None:
@@ -79,7 +79,10 @@ def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar
 
 
 def parser_request(request: ChatCompletionRequest) -> bytes:
-    """Of the messages, only how many tool calls they hold: some models number theirs."""
+    """The request for the parsers.
+
+    Of the messages it has only the number of tool calls, by which some models number theirs.
+    """
     return msgspec.json.encode(
         {
             "model": request.model,
@@ -95,8 +98,9 @@ def parser_request(request: ChatCompletionRequest) -> bytes:
 
 
 def _variables_of(request: ChatCompletionRequest) -> dict[str, bool | int | float | str | None]:
-    """Parsers look for switches and for words. Of a list or an object they get what a template's
-    `if` sees.
+    """The template's variables for parsers, which look for switches and words.
+
+    A list or an object becomes true or false, as in an `if` of a template.
     """
     return {
         name: value[:_MAX_WORD] if isinstance(value, str)
@@ -116,7 +120,7 @@ def _calls_of(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _constraining_field(request: ChatCompletionRequest) -> str:
-    """The field that asks for a form of the answer."""
+    """The field that requires tool calls to have a form."""
     if request.tool_choice in (None, "auto"):
         if request.parallel_tool_calls is False:
             return "parallel_tool_calls"

@@ -1,8 +1,8 @@
-"""The OpenAI requests that we take, with vLLM's further fields, as typed structs.
+"""The OpenAI requests that the gateway accepts, with vLLM's further fields, as typed structs.
 
-A field that would change the answer and that we cannot do gets a 400 that names it: `_NEUTRAL`
-lists those fields with the values that ask for nothing. A field that no API we know has is ignored
-(`unknown_fields`) or refused, as the gateway is set up. Every number, string and list has a bound.
+A field that would change the answer and is not supported gets a 400 that names it. `_NEUTRAL` lists
+these fields with their values that have no effect. A field that no known API has is ignored
+(`unknown_fields`) or refused, depending on a setting. Every number, string and list has a bound.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from pdmesh.services.gateway.request.bounds import (
     stops_of,
 )
 
-MAX_CHOICES: Final = 64  # prompts times n
+MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
 
-# Any: these hold anything that a client sends; `_check_neutral` compares them with neutral values.
+# Any: a client may send anything here; `_check_neutral` compares it with the neutral values.
 _Anything = Any
 
 
@@ -87,12 +87,13 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: told.StopIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # of slow tokenizers; ours puts none there
+    # Only affects slow tokenizers, which the gateway does not use.
+    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: told.Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: told.Logprobs | None = None
-    request_id: str | None = None  # ours names the request
+    request_id: str | None = None  # the gateway's own id names the request
     session_id: str | None = None
     priority: _Anything = None
     use_beam_search: _Anything = None
@@ -160,7 +161,7 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM's /tokenize: one of `prompt` and `messages`."""
+    """As in vLLM's /tokenize: either `prompt` or `messages` is set."""
 
     model: told.Name
     prompt: str | None = None
@@ -176,7 +177,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[int]
 
 
-# The values of unsupported fields that ask for nothing. None always does.
+# The values of unsupported fields that have no effect. None never has one.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "priority": (0,),
     "use_beam_search": (False,),
@@ -209,7 +210,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
-# What each endpoint adds of its own to the prompt, which a client may leave to it only.
+# Each endpoint itself decides what it adds to the prompt, so clients cannot change these.
 _NEUTRAL_CHAT: Final = {
     **{f: v for f, v in _NEUTRAL.items() if f in ChatCompletionRequest.__struct_fields__},
     "add_special_tokens": (False,),
@@ -241,7 +242,7 @@ _NESTED: Final[Nested] = {
 
 
 def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[object, ...]]:
-    """The fields of a request that are not supported, with the values that ask for nothing."""
+    """The unsupported fields of a request, with their values that have no effect."""
     found = {ChatCompletionRequest: _NEUTRAL_CHAT, CompletionRequest: _NEUTRAL_COMPLETION}
     return found.get(struct, {})
 
@@ -302,7 +303,7 @@ def parse_detokenize(body: bytes, ignored: list[str] | None = None) -> Detokeniz
 
 
 def is_echo_alone(request: _Common) -> bool:
-    """Whether a completion asks for its prompt and no more."""
+    """Whether a completion asks only for its own prompt."""
     if not isinstance(request, CompletionRequest):
         return False
     return bool(request.echo) and request.max_tokens == 0
@@ -313,7 +314,7 @@ def prompts_of(
 ) -> list[str] | list[list[int]]:
     """The prompts of a completion, one or several: text, or at most `max_tokens` token ids each.
 
-    Lengths are checked first: to look at a million ids would keep all other requests waiting.
+    Lengths are checked first, because a loop over a million ids would delay all other requests.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -351,7 +352,7 @@ def checked_ids(
 
 
 def _is_same(value: object, other: object) -> bool:
-    """In JSON, where false is not 0."""
+    """Whether two values are equal in JSON, in which false does not equal 0."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

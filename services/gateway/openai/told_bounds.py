@@ -1,7 +1,7 @@
-"""Bounds as `/openapi.json` tells them, beside the fields that they are of.
+"""The bounds of fields for `/openapi.json`, as annotations of their types.
 
-They are checked elsewhere (`request.bounds`, `request.shaping`), with messages that name the field,
-since gRPC has them too. `tests/integration/gateway/api/test_openapi.py` compares the two.
+The bounds are checked elsewhere (`request.bounds`, `request.shaping`), because gRPC needs them too.
+`tests/integration/gateway/api/test_openapi.py` checks that both agree.
 """
 
 from __future__ import annotations

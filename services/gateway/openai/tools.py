@@ -11,12 +11,12 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 
 MAX_TOOLS: Final = 128  # as OpenAI's
-MAX_DEPTH: Final = 64  # of a schema, or of what else a template is given
+MAX_DEPTH: Final = 64  # of a schema, or of any other value for a template
 _MAX_NAME_CHARS: Final = 256
 
 
 class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
-    """`parameters` is a JSON schema. `strict`: the arguments have to be valid by it."""
+    """`parameters` is a JSON schema. With `strict`, the arguments must be valid under it."""
 
     name: str
     description: str | None = None
@@ -71,12 +71,12 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
 
 
 def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, object]] | None:
-    """The tools as a chat template takes them; None: none."""
+    """The tools in the form for chat templates, or None without tools."""
     return [_tool_of(tool.function) for tool in tools if tool.function] if tools else None
 
 
 def check_depth(value: object, field: str) -> None:
-    """Raises InvalidRequest if a template could not go through it."""
+    """Raises InvalidRequest if a value is nested too deeply for a template."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -1,4 +1,4 @@
-"""A chat that was made of another API's request: errors name the fields of that request."""
+"""A chat made from another API's request. Its errors name the fields of that request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class TranslatedChat:
-    """`names`: what a field of the chat, or all that is within it, is called in the request."""
+    """`names`: by the chat's fields, the names of the request's fields that they come from."""
 
     chat: ChatCompletionRequest
     names: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors in here name the fields of the request."""
+        """Within this context, errors name the fields of the request."""
         try:
             yield
         except InvalidRequest as exc:

@@ -1,7 +1,7 @@
-"""Leaves out of a request the fields that no client API we know has, and says which.
+"""Drops the fields of a request that no API that we know has, and reports their names.
 
-Clients send fields of servers other than this one. Those that would change the answer are known,
-and refused; what is unknown is ignored, and named in the response header `x-pdmesh-ignored`.
+Clients send fields that are meant for other servers. Known fields that would change the answer are
+refused. Unknown fields are ignored, and named in the response header `x-pdmesh-ignored`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MAX_NAMED: Final = 16
 _NOT_IN_A_HEADER: Final = re.compile(r"[^\x21-\x2b\x2d-\x7e]")
 
 Struct = type[msgspec.Struct]
-# The structs within a struct, by field: the field holds one or a list of them.
+# The structs within a struct, by field. Each field holds one struct or a list of them.
 Nested = Mapping[Struct, Mapping[str, Struct]]
 
 
 def without_unknown(body: bytes, kind: Struct, nested: Nested, ignored: list[str]) -> Any:
-    """The body's objects without unknown fields; adds the paths of the first of those.
+    """The body's objects without unknown fields. Adds the paths of the first of these to `ignored`.
 
     Raises msgspec.DecodeError.
     """

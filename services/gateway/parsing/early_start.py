@@ -1,9 +1,9 @@
 """Starts the parsers before the first chat that needs them.
 
-The process takes ten seconds to start, a minute on a busy machine. Every chat with a model that has
-a reasoning parser is parsed, so the process starts as soon as such a model is served, and again if
-it dies. Other models need it for tool calls only: for them it starts early if a setting says so.
-A mesh without such models never starts it.
+The parser process takes ten seconds to start, or a minute on a busy machine. Every chat with a
+model that has a reasoning parser is parsed. So the process starts as soon as such a model is
+served, and again if it dies. Other models need the process for tool calls only. For them it starts
+early only if a setting says so. A mesh without such models never starts it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
-_RETRY_S: Final = 30.0  # after a start that failed
-_PATIENCE_S: Final = 120.0  # of the gateway's readiness
+_RETRY_S: Final = 30.0  # the pause after a start that failed
+_PATIENCE_S: Final = 120.0  # the longest that the gateway's readiness waits
 _MAX_LOOKED_AT: Final = 8  # models whose tokenizers are loaded to see what they need
 
 _Served = tuple[str, str]  # a model's name, and the digest of its text
 
 
 class EarlyStart:
-    """`is_settled`: nothing is being started that chats would wait for.
+    """`served` returns the models that instances serve.
 
-    A gateway is ready no sooner; later it stays true. `served`: the models that instances serve.
+    `is_settled` is true once no chat would have to wait for a start. The gateway is not ready
+    before that. It then stays true.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class EarlyStart:
         is_for_tools: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_for_tools`: start for models as well that need the parsers for tool calls only."""
+        """With `is_for_tools`, the parsers also start for models that need them for tool calls
+        only.
+        """
         self._parsers, self._served, self._tokenizer_of = parsers, served, tokenizer_of
         self._is_for_tools = is_for_tools
         self._clock = clock
         self._needing: dict[_Served, weakref.ref[Tokenizer] | None] = {}
-        self._prepared: dict[_Served, int | None] = {}  # in which process
+        self._prepared: dict[_Served, int | None] = {}  # the process that has the model's parsers
         self._retry_at = 0.0
-        self._seen_at: float | None = None  # the first model
+        self._seen_at: float | None = None  # when the first model was seen
         self._is_settled = not self.is_of_use
 
     @property
@@ -90,7 +93,7 @@ class EarlyStart:
         try:
             tokenizer = await self._tokenizer_of(key[0])
         except MeshError:
-            return  # its pool has told why, and tries again
+            return  # the pool of tokenizers has logged why, and tries again
         is_needed = self._parsers.is_needed(tokenizer, for_tools=self._is_for_tools)
         self._needing[key] = weakref.ref(tokenizer) if is_needed else None
 
@@ -105,6 +108,6 @@ class EarlyStart:
         except ParserUnavailable:
             self._retry_at = self._clock() + _RETRY_S
             return
-        except MeshError as exc:  # the first chat tells its client
+        except MeshError as exc:  # the first chat reports this to its client
             log.warning("parser.not_prepared", model=key[0], reason=exc.message)
         self._prepared[key] = self._parsers.pid

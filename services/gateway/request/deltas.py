@@ -1,6 +1,6 @@
-"""What the choices of a call say: all of each, or what is new, parsed if the call asks for that.
+"""The output of a call's choices, whole or as it comes, and parsed if the call asks for that.
 
-Every API takes its answers from here, so a call says the same in each.
+Every API takes its answers from here, so a call has the same answer over each of them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 
 
 class ClientDisconnected(Exception):
-    """The client has gone: there is no answer to send."""
+    """The client has disconnected, so there is no answer to send."""
 
 
 class AnswerStream:
-    """What is new of a call's choices, until none of them is open.
+    """The new output of a call's choices, until all of them have ended.
 
-    `failure` is why a choice ended badly: to be raised when what came before it is written.
+    `failure` is the error of a choice that failed. Raise it after the output before it is written.
     """
 
     __slots__ = ("_call", "_parser", "failure", "num_open")
@@ -52,7 +52,10 @@ class AnswerStream:
 
 
 async def whole_text(call: Call) -> list[TextDelta]:
-    """All of each choice. Raises what a choice failed of, or ClientDisconnected."""
+    """The whole output of each choice.
+
+    Raises the error of a choice that failed, or ClientDisconnected.
+    """
     deltas = await _whole_choices(call)
     parser = _parser_of(call, is_whole=True)
     if parser is None:
@@ -92,7 +95,7 @@ def _failure(delta: TextDelta) -> MeshError | ClientDisconnected:
 
 
 def _without_a_bad_end(delta: TextDelta) -> TextDelta:
-    """What the client gets of a delta that ends in an error: its tokens without a finish reason."""
+    """The part of a delta before its error: its tokens, without a finish reason."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 

@@ -1,4 +1,4 @@
-"""The answers of the Messages API, as types: what `/openapi.json` says of them."""
+"""The types of the Messages API's answers, for `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesErrorDetail(Answer):
-    """`message` is for people and names the field that is wrong."""
+    """`message` is for people, and names the wrong field."""
 
     type: Literal[
         "invalid_request_error",
@@ -34,7 +34,9 @@ class MessagesErrorAnswer(Answer, tag_field="type", tag="error"):
 
 
 class MessagesUsage(Answer):
-    """`input_tokens` were computed, `cache_read_input_tokens` were not."""
+    """`input_tokens` were computed; `cache_read_input_tokens` were not, because they were
+    cached.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int

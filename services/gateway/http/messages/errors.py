@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API writes them: the message names the field, as nothing else can."""
+"""Errors in the form of Anthropic's API, in which only the message can name the field."""
 
 from __future__ import annotations
 

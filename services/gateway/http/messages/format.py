@@ -1,6 +1,6 @@
 """Writes the answers of the Messages API: a message of content blocks, whole or as events.
 
-An event is named twice, in its SSE field and in its data. One block is open at a time.
+Each event has its name twice: in its SSE field and in its data. Only one block is open at a time.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class MessagesFormat:
 class MessageWriter:
     """The events of one streamed message.
 
-    `_kind` is that of the open block: text, thinking or a call by its number.
+    `_kind` is the kind of the open block: text, thinking, or the number of a tool call.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._has_begun = False
-        self._index = -1  # of the block that is open, or was last
+        self._index = -1  # of the open block, or of the last one
         self._kind: str | int | None = None
-        self._before = b""  # of the next delta in the open block
-        self._arguments: list[str] | None = None  # of the last call
+        self._before = b""  # the bytes before each delta of the open block
+        self._arguments: list[str] | None = None  # pieces of the last call's arguments
         self._stop: Json = {}
 
     def opening(self) -> bytes:
-        return b""  # the usage is known once there is a token
+        return b""  # the first event needs the usage, which is known with the first token
 
     def chunk(self, delta: TextDelta) -> bytes:
         parts: list[bytes] = []
@@ -95,7 +95,7 @@ class MessageWriter:
         return began + self._close()
 
     def _begun(self, kind: str | int, block: Json) -> bytes:
-        """The beginning of a block, unless it is open."""
+        """The beginning of a block, or nothing if a block of this kind is open."""
         if self._kind == kind:
             return b""
         closed = self._close()
@@ -114,7 +114,7 @@ class MessageWriter:
         return b"%b%b}}\n\n" % (self._before, _encode(text))
 
     def _close(self) -> bytes:
-        """The end of the open block, if one is."""
+        """The end of the open block, or nothing if none is open."""
         if self._kind is None:
             return b""
         signed = b""
@@ -162,12 +162,12 @@ def _tool_use(call: ToolCallDelta) -> Json:
 
 
 def _signature(call: Call) -> str:
-    """Clients send it back with the thought. Nothing here depends on it."""
+    """A signature that clients send back with the thinking block. Nothing here depends on it."""
     return call.request_id.removeprefix("req-")
 
 
 def _input_of(arguments: str) -> Json:
-    """What the model wrote is mostly a JSON object; what is none is shown as it is."""
+    """The arguments as a JSON object; text that is not a JSON object is shown unchanged."""
     found = _decoded(arguments) if arguments else {}
     return found if isinstance(found, dict) else {"arguments": arguments}
 
@@ -180,9 +180,9 @@ def _decoded(arguments: str) -> object:
 
 
 def _stop_of(delta: TextDelta, last_arguments: str | None) -> Json:
-    """`last_arguments`: of the last call, None without one.
+    """Why the message ended. `last_arguments` are those of the last tool call, if there was one.
 
-    A call that a stop string cut short must not run.
+    The client must not run a tool call that a stop string cut short.
     """
     stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     if delta.finish_reason == "length":

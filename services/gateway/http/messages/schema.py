@@ -1,7 +1,7 @@
-"""The requests of Anthropic's Messages API that we take, as typed structs.
+"""The requests of Anthropic's Messages API that the gateway accepts, as typed structs.
 
-What would change the answer and cannot be had is refused; hints that have no effect here are known
-and accepted. Lengths, depths and counts of what becomes a chat are checked there.
+A field that would change the answer and is not supported is refused. Hints that have no effect here
+are accepted. A request becomes a chat, and the chat's checks bound its lengths, depths and counts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pdmesh.services.gateway.openai.json_body import decoded
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 
-# Any: these hold anything that a client sends, and are accepted without effect or refused.
+# Any: a client may send anything in these fields, which have no effect or are refused.
 _Anything = Any
 
 
 class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A piece of a message's content: which fields it has depends on its type."""
+    """A piece of a message's content, whose fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -45,7 +45,7 @@ class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`input_schema` is a JSON schema. Only tools that the client runs are served."""
+    """`input_schema` is a JSON schema. Only tools that the client itself runs are supported."""
 
     name: str
     type: str | None = None
@@ -76,7 +76,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     model: str
     messages: list[InputMessage]

@@ -1,4 +1,4 @@
-"""Makes a chat of a request to the Messages API, as plain vLLM does."""
+"""Makes a chat from a request to the Messages API, as plain vLLM does."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from pdmesh.services.gateway.openai.tools import (
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
-# A coding agent puts it before its system prompt. It differs in each request, so that no two
+# A coding agent puts this line before its system prompt. It differs in each request, so no two
 # prompts would share a prefix.
 _BILLING: Final = "x-anthropic-billing-header"
 
 
 def has_later_system(request: CountTokensRequest) -> bool:
-    """Whether there are system messages within the conversation: not every template takes them."""
+    """Whether there are system messages after the first message: not all templates accept them."""
     return any(message.role == "system" for message in request.messages)
 
 
 def chat_of(request: CountTokensRequest, *, merges_system: bool = False) -> TranslatedChat:
-    """`merges_system`: later system messages become part of the first.
+    """With `merges_system`, later system messages become part of the first one.
 
     Raises InvalidRequest with the field of `request`.
     """
@@ -168,7 +168,7 @@ class _Conversation:
             self._add_assistant(message.content, where)
 
     def _add_user(self, blocks: Sequence[MessageBlock], where: str) -> None:
-        """The results of tools come before what the user says."""
+        """Add the blocks of a user: the results of tools first, then the user's own text."""
         parts: list[ContentPart] = []
         for at, block in enumerate(blocks):
             place = f"{where}.content[{at}]"
@@ -197,7 +197,7 @@ class _Conversation:
             elif block.type == "thinking":
                 reasoning.append(block.thinking or "")
             elif block.type == "redacted_thinking":
-                continue  # nobody but its writer can read it
+                continue  # redacted thinking, which only its writer can read
             elif text := _text_of(block, place):
                 parts.append(ContentPart("text", text))
         message = ChatMessage("assistant", _content(parts) if parts else None)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, as another format of a chat; conversations are kept in Redis."""
+"""OpenAI's Responses API, as another format of a chat. Conversations are kept in Redis."""

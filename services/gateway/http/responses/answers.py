@@ -1,4 +1,4 @@
-"""The answers of the Responses API, as types: what `/openapi.json` says of them."""
+"""The types of the Responses API's answers, for `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ResponseUsage(Answer):
 
 
 class ResponseAnswer(Answer, tag_field="object", tag="response"):
-    """`store` says whether it is kept. What the request set is repeated."""
+    """`store` says whether the response is kept. The fields of the request are repeated."""
 
     id: str
     created_at: int

@@ -1,8 +1,9 @@
-"""Responses that are made while no client waits for them, and how they are cancelled.
+"""Makes responses in the background, while no client waits for them, and cancels them.
 
-The gateway that makes one says so in the store, and again while it lives; any gateway may ask it
-there to stop. A response whose gateway is gone has failed, though nobody could write that down.
-One that has ended while Redis is away or full is kept when it is back, within two minutes.
+The gateway that makes a response says so in the store, again and again while it lives. There, any
+gateway may ask it to stop. If that gateway is gone, the response counts as failed, although no
+process could record the failure. A response that ends while Redis is unreachable or full is kept
+later, if Redis recovers within two minutes.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ log = structlog.get_logger(__name__)
 
 KEEP_WITHIN_S: Final = 120.0
 _FIRST_WAIT_S: Final = 0.25
-_LONGEST_WAIT_S: Final = 2.0  # less than a cancellation waits for it
+_LONGEST_WAIT_S: Final = 2.0  # less than the time that a cancellation waits
 _TELL_EVERY_S: Final = 0.5
 _STOP_WITHIN_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
 _NUM_LOOKS: Final = 50
 
-_Name = tuple[str, str]  # the tenant's, and the response's
+_Name = tuple[str, str]  # the tenant's name, and the id of the response
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCall:
-    """`permit` is left when it ends; `keep` keeps the response that it has become."""
+    """A call in the background. Its end leaves `permit`, and passes the response to `keep`."""
 
     call: Call
     writer: ResponseWriter
@@ -62,7 +63,7 @@ class BackgroundResponses:
             self._telling = asyncio.create_task(self._tell(), name="background-responses")
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Returns once it has ended, or a few seconds later. Raises Unavailable."""
+        """Cancel a response, and wait some seconds at most for its end. Raises Unavailable."""
         task = self._tasks.get((tenant, response_id))
         if task is not None:
             self._open[tenant, response_id].call.cancel()
@@ -75,12 +76,12 @@ class BackgroundResponses:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def is_made(self, tenant: str, response_id: str) -> bool:
-        """Whether a living gateway makes it. Raises Unavailable."""
+        """Whether a living gateway makes the response. Raises Unavailable."""
         is_made_here = (tenant, response_id) in self._tasks
         return is_made_here or await self._store.is_made(tenant, response_id)
 
     async def close(self) -> None:
-        """After the calls were ended: what became of them is kept."""
+        """Wait until the responses are kept. All calls have been ended before."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=_STOP_WITHIN_S)
         await end([*self._tasks.values(), *filter(None, [self._telling])])
@@ -100,7 +101,7 @@ class BackgroundResponses:
         except MeshError as exc:
             error = exc
             return job.writer.ended_badly("failed", exc)
-        except ClientDisconnected:  # it was cancelled
+        except ClientDisconnected:  # the response was cancelled
             return job.writer.ended_badly("cancelled")
         except Exception:
             log.exception("response.bug", response_id=name[1])
@@ -123,7 +124,9 @@ class BackgroundResponses:
             log.warning("response.not_kept", response_id=name[1], reason=outcome.value)
 
     async def _tell(self) -> None:
-        """While there are any: that they are being made here; and stop those that are to stop."""
+        """While there are responses, renew their marks in the store, and stop those marked to
+        stop.
+        """
         while self._open:
             names = list(self._open)
             with contextlib.suppress(Unavailable):

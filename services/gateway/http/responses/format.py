@@ -1,4 +1,4 @@
-"""Writes responses, whole or as events with sequence numbers in the documented order."""
+"""Writes responses, whole or as numbered events in the documented order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Keep = Callable[[Json], Awaitable[KeepOutcome]]
 
 @dataclass(frozen=True, slots=True)
 class ResponsesFormat:
-    """`keep` keeps a response that has ended; None: nobody asked."""
+    """`keep` keeps a response that has ended; None if the client did not ask for that."""
 
     request: ResponsesRequest
     exchange: HttpExchange
@@ -37,7 +37,7 @@ class ResponsesFormat:
 
     def stream(self, call: Call) -> ResponseWriter:
         writer = ResponseWriter(call, self)
-        # An error in the middle ends the stream with an event of the response.
+        # A later error ends the stream with an event of the response.
         self.exchange.errors = replace(self.exchange.errors, event=writer.failed)
         return writer
 
@@ -47,7 +47,7 @@ class ResponsesFormat:
 
 
 class ResponseWriter:
-    """The events of one streamed response, and the response that they make."""
+    """The events of one streamed response, and the response that they add up to."""
 
     def __init__(self, call: Call, written: ResponsesFormat, *, tells: bool = True) -> None:
         self._call = call
@@ -85,7 +85,7 @@ class ResponseWriter:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._response["status"] = status
         closed = self._items.close(status)
-        if not self._items.items:  # clients expect some
+        if not self._items.items:  # clients expect at least one item
             closed = self._items.text("", []) + self._items.close(status)
         return closed
 
@@ -101,7 +101,7 @@ class ResponseWriter:
         return response
 
     async def kept(self, response: Json) -> Json:
-        """The response, which says whether it is kept."""
+        """Keep the response if the client asks for that, and note in it whether it is kept."""
         if self._keep is not None:
             response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response
@@ -114,12 +114,12 @@ class ResponseWriter:
     # --- in the background -----------------------------------------------------------------------
 
     def begun(self) -> Json:
-        """The response that others will find while it is made."""
+        """The response as other requests see it while it is being made."""
         self._response["background"] = True
         return self._response
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        """All of it at once: `deltas` holds the choice."""
+        """The whole response at once. `deltas` has its choice."""
         (delta,) = deltas
         if delta.num_logprobs <= MAX_LOGPROBS_HERE:
             self.chunk(delta)
@@ -137,7 +137,7 @@ class ResponseWriter:
         return self._response
 
     def too_large(self) -> Json:
-        """Instead of the response, when there is no room for its output."""
+        """The failure that replaces a response whose output is too large."""
         error = MeshError("the response is too large to be kept", reason="RESPONSE_TOO_LARGE")
         bare: Json = {"output": [], "completed_at": None, "incomplete_details": None}
         return self.ended_badly("failed", error) | bare

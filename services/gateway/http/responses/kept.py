@@ -1,4 +1,4 @@
-"""What is kept of a response: itself, and the conversation that one after it continues."""
+"""A kept response, and the conversation that a later response may continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ResponseNotFound(MeshError):
 
 
 class KeptResponse(msgspec.Struct):
-    """`input`: the items before its output, those of responses before it as well."""
+    """`input`: all items before the output, including those of earlier responses."""
 
     response: msgspec.Raw
     input: list[msgspec.Raw]
@@ -58,7 +58,7 @@ def is_being_made(kept: KeptResponse) -> bool:
 
 
 def abandoned(kept: KeptResponse) -> KeptResponse:
-    """As it is shown when no gateway makes it any more."""
+    """The response as failed, because no gateway makes it any more."""
     response: Json = msgspec.json.decode(kept.response)
     message = "the gateway that made this response is gone, or could not keep it"
     error = {"code": "server_error", "message": message}
@@ -94,7 +94,7 @@ def not_found(field: str | None = None) -> ResponseNotFound:
 
 
 def input_items(asked: str | Sequence[InputItem]) -> list[InputItem]:
-    """The items of a request as they are kept: each with an id, messages with parts."""
+    """The items of a request in the form to keep: with ids, and with parts in messages."""
     if isinstance(asked, str):
         asked = [InputItem(type="message", role="user", content=asked)]
     return [_as_kept(item) for item in asked]
@@ -110,9 +110,9 @@ def _as_kept(item: InputItem) -> InputItem:
 
 
 def _bare(item: InputItem) -> InputItem:
-    """Without what no later response reads, such as annotations and logprobs.
+    """The item without the fields that no later response reads, such as annotations and logprobs.
 
-    These could be long in each response of a chain, and no bound of a request sees them all.
+    These could be long in each response of a chain, and no bound of a request covers them all.
     """
     bare = {
         name: list(map(_bare_part, parts))

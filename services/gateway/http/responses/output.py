@@ -1,7 +1,7 @@
-"""The items of a response, and the events that tell of them as they grow.
+"""The items of a response, and the events that report their growth.
 
-One item is open at a time: a reasoning, a message, or a call of a tool. It is closed before the
-next one begins, or at the end.
+Only one item is open at a time: a reasoning, a message or a tool call. It is closed before the next
+one begins, or at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def event(name: str, data: Json, sequence_number: int) -> bytes:
 
 
 class OutputItems:
-    """`items` holds those that were closed. Without `tells`, events are not written."""
+    """`items` has the closed items. Without `tells`, no events are written."""
 
     def __init__(self, response_id: str, *, tells: bool = True) -> None:
         self.items: list[Json] = []
@@ -36,7 +36,7 @@ class OutputItems:
         self._kind = ""
         self._pieces: list[str] = []
         self._logprobs: list[Json] = []
-        self._before = b""  # of the next delta of a text
+        self._before = b""  # the bytes before each delta of a text
 
     def event(self, name: str, data: Json) -> bytes:
         if not self._tells:
@@ -73,7 +73,10 @@ class OutputItems:
         )
 
     def call(self, index: int, call_id: str, name: str, arguments: str) -> bytes:
-        """A new piece of the call `index`; its first piece has its id and its name."""
+        """Add a piece of the tool call `index`.
+
+        The first piece has the id and the name of the call.
+        """
         kind = f"call {index}"
         began = b""
         if self._kind != kind:
@@ -87,7 +90,7 @@ class OutputItems:
         )
 
     def close(self, status: str = "completed") -> bytes:
-        """Nothing if nothing is open."""
+        """Close the open item, if there is one."""
         item, kind, whole = self._open, self._kind, "".join(self._pieces)
         if item is None:
             return b""

@@ -152,7 +152,10 @@ class ResponsesPaths:
     async def _begin(
         self, exchange: HttpExchange, spec: CallSpec, permit: Permit, written: ResponsesFormat
     ) -> bytes:
-        """Begin a response that no client waits for, which leaves the permit. Raises MeshError."""
+        """Begin a response that no client waits for.
+
+        Its end leaves the permit. Raises MeshError.
+        """
         keep = written.keep
         if keep is None:
             raise InvalidRequest("this gateway keeps no responses", field="background")
@@ -215,10 +218,11 @@ class ResponsesPaths:
         return bytes((await self._found(tenant, response_id)).response)
 
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
-        """One that no gateway makes any more has failed. Raises ResponseNotFound, Unavailable.
+        """A kept response; it has failed if no gateway makes it any more.
 
-        It may have ended between two questions, and its gateway may be the later one to find Redis
-        back: so this is asked for as long as a living gateway takes to say that it makes it.
+        It may have ended between two requests to the store, and after an outage of Redis its
+        gateway may reconnect later than this one. So this looks for as long as a living gateway
+        needs to mark the response. Raises ResponseNotFound, Unavailable.
         """
         for _ in range(_NUM_LOOKS):
             kept = await load_kept(self._store, tenant, response_id, field)
@@ -248,7 +252,7 @@ class ResponsesPaths:
         await exchange.json(msgspec.json.encode(body))
 
     async def _list_input(self, exchange: HttpExchange) -> None:
-        """All of them on one page."""
+        """Answer with all items on one page."""
         tenant = await self._intake.known(exchange)
         kept = await load_kept(self._store, tenant.name, exchange.path_parameters["response"])
         items = kept.input[::-1]  # the newest first, as OpenAI's default

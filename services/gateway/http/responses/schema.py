@@ -1,7 +1,7 @@
-"""The requests of OpenAI's Responses API that we take, as typed structs.
+"""The requests of OpenAI's Responses API that the gateway accepts, as typed structs.
 
-What would change the answer and cannot be had is refused; what has no effect here is known and
-accepted. What becomes a chat is checked there.
+A field that would change the answer and is not supported is refused. Fields that have no effect
+here are accepted. A request becomes a chat, which has checks of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAX_METADATA: Final = 16
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 
-# Any: these hold anything that a client sends, and are accepted without effect or refused.
+# Any: a client may send anything in these fields, which have no effect or are refused.
 _Anything = Any
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A piece of an item's content: which fields it has depends on its type."""
+    """A piece of an item's content, whose fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -43,7 +43,7 @@ class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_de
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What was said, called or found: which fields it has depends on its type."""
+    """A message, a tool call, a tool's result or a reasoning. Its fields depend on its type."""
 
     type: str | None = None
     id: str | None = None
@@ -61,7 +61,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Only functions, which the client runs, are served: the others are known by their type."""
+    """A tool. Only functions, which the client runs, are supported; other types are refused."""
 
     type: str
     name: str = ""
@@ -85,7 +85,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Reasoning is shown as it is: summaries are not made."""
+    """Reasoning is shown in full: the gateway makes no summaries."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
@@ -148,7 +148,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     scenario: str = ""
 
 
-# The values of unsupported fields that ask for nothing. None always does.
+# The values of unsupported fields that have no effect. None never has one.
 UNSUPPORTED_IN_RESPONSES: Final[Mapping[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "default"),
     "prompt": (),
@@ -193,7 +193,7 @@ def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesR
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
-    """It is kept and sent back."""
+    """Bound the metadata, which are kept and sent back."""
     if len(metadata) > _MAX_METADATA:
         raise InvalidRequest(f"at most {_MAX_METADATA} pairs of metadata", field="metadata")
     for key, value in metadata.items():

@@ -1,9 +1,9 @@
-"""Keeps responses in Redis, each under its tenant, for a time and within bounds.
+"""Keeps responses in Redis, each under its tenant, for a limited time and within bounds.
 
-Keeping one is an offer: a response that cannot be kept is answered all the same. To look one up
-raises Unavailable while Redis is away. Each call ends within a second; after a failure, for a
-moment, nothing is asked. The bound of all tenants leaves room for what else Redis holds; if Redis
-is full for another reason, nothing is kept, and what was kept is still found and forgotten.
+A response that cannot be kept is still answered. A lookup raises Unavailable while Redis is
+unreachable. Each call to Redis ends within a second. After a failure, there are no calls for a
+moment. The bound over all tenants leaves room for the other data in Redis. If Redis is full for
+another reason, nothing is kept, but kept responses can still be found and forgotten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S: Final = 1.0
 _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
-_MADE, _STOP = "made", "stop"  # marks of a response
+_MADE, _STOP = "made", "stop"  # the two marks of a response
 _MADE_MS: Final = 10_000
 _BYTES_EACH: Final = 512  # as in keep_response.lua
 _HERE: Final = Path(__file__).parent
@@ -60,9 +60,9 @@ class KeepOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeepBounds:
-    """`max_count` and `max_bytes` are those of one tenant. Nothing is kept with a count of 0.
+    """`max_count` and `max_bytes` are for each tenant. With a count of 0 nothing is kept.
 
-    `max_total_bytes`: of all tenants, with what Redis takes beside each response.
+    `max_total_bytes` is for all tenants, including Redis' own memory for each response.
     """
 
     ttl_s: float
@@ -72,7 +72,7 @@ class KeepBounds:
 
 
 class ResponseStore:
-    """It connects when it is first used."""
+    """The store connects when it is first used."""
 
     def __init__(self, url: str, bounds: KeepBounds) -> None:
         self._url = url
@@ -112,7 +112,7 @@ class ResponseStore:
         return KeepOutcome.KEPT
 
     async def load(self, tenant: str, response_id: str) -> bytes | None:
-        """None if it is not there: never kept, forgotten, or another tenant's.
+        """A kept response; None if it was never kept, is forgotten, or is another tenant's.
 
         Raises Unavailable.
         """
@@ -122,7 +122,7 @@ class ResponseStore:
         return None if found is None else bytes(found)
 
     async def forget(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there. Raises Unavailable."""
+        """Forget a response, and return whether it was kept. Raises Unavailable."""
         async with self._counted(), self._answering():
             found = bool(await self._forget(_keys(tenant, response_id), _args(tenant, response_id)))
         _lookups.add(1, {"outcome": "found" if found else "missing"})
@@ -131,9 +131,9 @@ class ResponseStore:
     # --- responses in the background -------------------------------------------------------------
 
     async def making(self, names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Say that this gateway makes these (tenant, response); returns those that are to stop.
+        """Mark the responses that this gateway makes, and return those that it must stop.
 
-        It holds for some seconds. Raises Unavailable.
+        A name is (tenant, response). A mark holds for some seconds. Raises Unavailable.
         """
         async with self._answering(), self._pipeline() as pipe:
             for name in names:
@@ -143,13 +143,13 @@ class ResponseStore:
         return [name for name, stop in zip(names, found[1::2], strict=True) if stop]
 
     async def made(self, tenant: str, response_id: str) -> None:
-        """Nobody makes it any more. Raises Unavailable."""
+        """Remove the mark: the response is no longer being made. Raises Unavailable."""
         marks = (keys.kept_mark(tenant, response_id, mark) for mark in (_MADE, _STOP))
         async with self._answering():
             await self._redis.unlink(*marks)
 
     async def is_made(self, tenant: str, response_id: str) -> bool:
-        """Whether a living gateway makes it. Raises Unavailable."""
+        """Whether a living gateway makes the response. Raises Unavailable."""
         async with self._answering():
             return bool(await self._redis.exists(keys.kept_mark(tenant, response_id, _MADE)))
 
@@ -165,7 +165,7 @@ class ResponseStore:
 
     async def close(self) -> None:
         if self._redis is not None:
-            with contextlib.suppress(Exception):  # it may be away
+            with contextlib.suppress(Exception):  # Redis may be unreachable
                 await self._redis.aclose()
 
     @contextlib.asynccontextmanager
@@ -180,7 +180,7 @@ class ResponseStore:
     async def _answering(self) -> AsyncIterator[None]:
         if time.monotonic() < self._away_until:
             raise Unavailable("the store of responses does not answer")
-        # A gateway that keeps nothing does without the library.
+        # A gateway that keeps no responses does not need the library.
         from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
         self._connect()
@@ -192,7 +192,7 @@ class ResponseStore:
                 self._says_full_at = now + _AWAY_S
                 log.warning("responses.store_full", reason=str(exc))
             raise ResponseStoreFull("the Redis that keeps responses is full") from exc
-        except ResponseError as exc:  # it answers, to one command: others may do
+        except ResponseError as exc:  # Redis answers but refuses this command; others may work
             log.warning("responses.store_refused", reason=str(exc))
             raise Unavailable("the store of responses refused this") from exc
         except (RedisError, OSError, TimeoutError) as exc:
@@ -220,8 +220,8 @@ class ResponseStore:
         shared = (_HERE / "forgetting.lua").read_text()
         keep = (_HERE / "keep_response.lua").read_text()
         forget = (_HERE / "forget_response.lua").read_text()
-        # With such a first line, a Redis that is out of memory refuses a script before it begins;
-        # without one, it lets a script write that has deleted before.
+        # With this first line, a Redis that is out of memory refuses a script before it begins.
+        # Without it, Redis lets a script write that has deleted something before.
         self._keep = self._redis.register_script(f"#!lua\n{shared}{keep}")
         self._forget = self._redis.register_script(f"#!lua flags=allow-oom\n{shared}{forget}")
 
@@ -236,5 +236,5 @@ def _keys(tenant: str, response_id: str) -> tuple[str, ...]:
 
 
 def _args(tenant: str, response_id: str) -> tuple[str, str]:
-    """What the keys of responses begin with, and the response's name."""
+    """The prefix of the keys of responses, and the response's name."""
     return keys.KEPT_RESPONSES, f"{tenant}:{response_id}"

@@ -1,6 +1,6 @@
-"""Makes a chat of a request to the Responses API, as plain vLLM does.
+"""Makes a chat from a request to the Responses API, as plain vLLM does.
 
-Items that follow each other may be one message: what an assistant thought, said and called.
+Consecutive items may form one message: an assistant's reasoning, text and tool calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, Respon
 LOGPROBS: Final = "message.output_text.logprobs"
 PREVIOUS: Final = "previous_response_id"
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-# Fields of both, with the same meaning.
+# Fields that have the same meaning in both APIs.
 _SAME: Final = (
     "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "top_k", "min_p", "seed", "stop",
@@ -47,7 +47,7 @@ _SAME: Final = (
 
 
 def chat_of(request: ResponsesRequest, previous: Sequence[InputItem] = ()) -> TranslatedChat:
-    """`previous`: the items of the response that it continues.
+    """`previous`: the items of the response that the request continues.
 
     Raises InvalidRequest with the field of `request`.
     """
@@ -169,7 +169,7 @@ class _Conversation:
                 raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
     def _assistant(self, where: str) -> ChatMessage:
-        """The assistant's message that is last, or a new one."""
+        """The last message if it is an assistant's, else a new one."""
         if self.messages and self.messages[-1].role == "assistant":
             return self.messages[-1]
         self.append(ChatMessage("assistant"), where)

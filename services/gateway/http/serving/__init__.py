@@ -1,1 +1,1 @@
-"""A request over HTTP in any format: taken in, and answered."""
+"""Admits requests over HTTP in any format, and answers them."""

@@ -1,7 +1,7 @@
-"""Carries a call from its opening to its last byte, in any API's format.
+"""Answers a call from its opening to its last byte, in the format of any API.
 
-A stream's writer takes all text that gathered since its last write and sends it as one chunk for
-each choice. An error before the first text becomes a status; later it is the stream's last event.
+A stream's writer takes all text since its last write, and sends it as one chunk for each choice.
+An error before the first text becomes an HTTP status. After that, it is the stream's last event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# Each may have up to 21 tokens to spell. More of them are made outside the event loop.
+# The most log probabilities to write on the event loop. Each may have up to 21 tokens to spell.
 MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,13 +31,13 @@ class StreamWriter(Protocol):
     """The events of one streamed call."""
 
     def opening(self) -> bytes:
-        """What comes before the first chunk, and is sent with it."""
+        """The bytes before the first chunk, which are sent together with it."""
         ...
 
     def chunk(self, delta: TextDelta) -> bytes: ...
 
     async def closing(self) -> bytes:
-        """What comes after the last delta of each choice."""
+        """The bytes after the last delta of every choice."""
         ...
 
 
@@ -47,7 +47,7 @@ class AnswerFormat(Protocol):
     def stream(self, call: Call) -> StreamWriter: ...
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        """The answer that is not streamed; `deltas` holds all of each choice at its index."""
+        """The body of an answer that is not streamed. `deltas` has the whole of each choice."""
         ...
 
 
@@ -85,7 +85,7 @@ async def opened(
     *,
     is_streamed: bool,
 ) -> Call:
-    """A call that has begun, and must be closed. Raises MeshError."""
+    """Begin a call, which must be closed. Raises MeshError."""
     is_quiet = not is_streamed and not spec.sampling.stop
     traceparent = exchange.header(b"traceparent")
     return await charged(
@@ -128,9 +128,9 @@ async def _written(
 async def _end_badly(
     exchange: HttpExchange, call: Call, failure: Exception, pending: list[bytes]
 ) -> NoReturn:
-    """Send what came before the failure, of all choices, then raise it.
+    """Send the output before the failure, of all choices, and then raise the failure.
 
-    It becomes a status if nothing was sent yet.
+    The failure becomes an HTTP status if nothing was sent before.
     """
     if exchange.has_started and (data := b"".join(pending)):
         await exchange.write(data)

@@ -1,4 +1,4 @@
-"""Takes a request in: who calls, how much it may be, and its body, the same for each API."""
+"""Admits a request, for each API alike: checks the key and the bounds, and reads the body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.services.gateway.request.frontend import Frontend
 class HttpBounds:
     """What clients may send at most, and how slowly they may read.
 
-    `is_strict`: unknown fields are refused.
+    With `is_strict`, unknown fields are refused.
     """
 
     max_body_bytes: int
@@ -32,12 +32,15 @@ class Intake:
         self.is_strict = bounds.is_strict
 
     async def admit(self, exchange: HttpExchange) -> Permit:
-        """Raises MeshError, before anything is read."""
+        """Admit a call before its body is read. Raises MeshError."""
         self._frontend.check_open()
         return await self._access.enter(exchange.authorization)
 
     async def known(self, exchange: HttpExchange) -> Tenant:
-        """The tenant that asks for no tokens. Raises MeshError; counts as a request."""
+        """The tenant of a request that needs no tokens, but counts as a request.
+
+        Raises MeshError.
+        """
         permit = await self._access.enter(exchange.authorization)
         permit.leave()
         return permit.tenant
@@ -47,5 +50,5 @@ class Intake:
         return await exchange.body(self._max_body_bytes, self.body_room)
 
     def ignored(self, exchange: HttpExchange) -> list[str] | None:
-        """Where the names of unknown fields are put; None where they are refused."""
+        """The list that takes the names of unknown fields; None if they are refused."""
         return None if self.is_strict else exchange.ignored_fields
