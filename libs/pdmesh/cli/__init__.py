@@ -1,4 +1,4 @@
-"""The `pdmesh` command: start, stop and look at a mesh.
+"""The `pdmesh` command: starts, stops and inspects a mesh.
 
-Slow libraries are imported by the command that needs them.
+Only the commands that need a slow library import it.
 """

@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open what the caller closed, as in `pdmesh chat hi >&-`: Python then has no stdout."""
+    """Open streams that the caller closed, as in `pdmesh chat hi >&-`: Python lacks them then."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the end
 
 
 def _explained(exc: OSError) -> int:
-    """No permission, an impossible path, or no room for the command's output."""
+    """Explain an OSError: no permission, an impossible path, or no room for the output."""
     if exc.filename is None and _flushed(0):
         return 1
     where = f"{exc.filename}: " if exc.filename is not None else ""
@@ -70,7 +70,7 @@ def _check_state_dir(state_dir: Path) -> None:
 
 
 def _flushed(code: int) -> int:
-    """Raises BrokenPipeError."""
+    """Flush stdout and return the exit code. Raises BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -83,7 +83,7 @@ def _flushed(code: int) -> int:
 
 
 def _mute() -> None:
-    """What stdout still holds cannot be written; Python would try again at its end."""
+    """Drop the unwritten output: Python would otherwise try to write it again at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -292,7 +292,7 @@ def _add_admin(
 
 
 def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argparse.ArgumentParser:
-    """The options of every such command; not `is_first`: again, after its action."""
+    """The options of every admin command. Without `is_first`, they may follow the action, too."""
 
     def default(value: object) -> object:
         return value if is_first else argparse.SUPPRESS
@@ -458,7 +458,7 @@ def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         metavar="DAYS",
         help="days until the key expires (default: never)",
     )
-    # Limits are the tenant's, over all of its keys.
+    # The limits are those of the tenant, over all its keys.
     add.add_argument(
         "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )
@@ -534,7 +534,7 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
 
 
 def _nats_url() -> str | None:
-    """It holds a password, which every user of the machine can read on a command line."""
+    """The URL from the environment, because other users can read a password on a command line."""
     return os.environ.get("PDMESH_NATS_URL") or None
 
 

@@ -22,7 +22,7 @@ _CONNECT_S: Final = 3.0
 
 
 def be_quiet() -> None:
-    """A command shows its own lines; the libraries' warnings would only tear them apart."""
+    """Silence the warnings of libraries, which would interrupt the command's own lines."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
@@ -30,7 +30,7 @@ def be_quiet() -> None:
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     """The bus of the mesh started here, or of the one at --nats-url.
 
-    From now on calls carry that mesh's token.
+    From then on, calls carry the token of that mesh.
     """
     url = options.nats_url
     _use_mesh_token(options)
@@ -57,7 +57,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
 
 
 def _use_mesh_token(options: argparse.Namespace) -> None:
-    """The environment's, else that of the mesh started here."""
+    """Use the mesh token from the environment, else that of the mesh started here."""
     try:
         token = state.known_mesh_token(options.state_dir, os.environ)
     except BadSetting as exc:

@@ -1,4 +1,4 @@
-"""How many instances of each role a group has or shall have, in a few letters: `2P:1D`, `3F`."""
+"""A short form of the numbers of instances by role in a group, such as `2P:1D` or `3F`."""
 
 from __future__ import annotations
 

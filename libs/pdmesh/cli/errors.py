@@ -1,4 +1,4 @@
-"""How a command fails: one clear line on stderr, and an exit code."""
+"""The errors of commands: one clear line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdmesh.cli.hints import hint
 
 
 class CommandFailed(Exception):
-    """The message is what the user sees: what is wrong and how to fix it."""
+    """The user sees the message, which says what is wrong and how to fix it."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)

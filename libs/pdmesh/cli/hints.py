@@ -1,4 +1,4 @@
-"""Hints on the next command: they work as printed, with any state directory."""
+"""Hints on the next command, which work as printed with any state directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def default_state_dir() -> Path:
 
 
 def hint(state_dir: Path, command: str, *, program: str = "pdmesh") -> str:
-    """`command`, with --state-dir if it needs it."""
+    """The line to type for `command`, with --state-dir if that is not the default."""
     if state_dir == default_state_dir():
         return f"{program} {command}"
     return f"{program} {command} --state-dir {shlex.quote(str(state_dir))}"

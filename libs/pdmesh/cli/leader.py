@@ -1,4 +1,4 @@
-"""Ask the leading master something that needs the admin token."""
+"""Calls the leading master with the admin token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
 async def ask_leader(options: argparse.Namespace, invoke: Invoke[T]) -> T:
-    """Raises MeshError: the master's refusal, or that none leads."""
+    """Call the leading master. Raises MeshError if it refuses, or if no master leads."""
     token = _token(options)
     async with connected(options) as bus:
         return await call_leader(bus, token, invoke)

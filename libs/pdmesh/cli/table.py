@@ -1,4 +1,4 @@
-"""Columns of text, as wide as they need to be."""
+"""Formats text in columns, each as wide as its longest cell."""
 
 from __future__ import annotations
 

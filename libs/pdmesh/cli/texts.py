@@ -1,4 +1,4 @@
-"""Text that a command is given: in a file, or on stdin."""
+"""Reads the input text of a command from a file or from stdin."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
 
-MAX_BYTES: Final = 8 << 20  # no gateway and no master takes more
+MAX_BYTES: Final = 8 << 20  # gateways and masters accept no more
 
 
 def text_of(file: Path) -> str:
-    """`-` is stdin. Raises CommandFailed."""
+    """The text of `file`, or of stdin for `-`. Raises CommandFailed."""
     try:
         text = _stdin(file) if str(file) == "-" else _content(file)
     except OSError as exc:

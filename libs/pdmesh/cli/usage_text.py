@@ -1,6 +1,4 @@
-"""The usage book of `pdmesh groups --usage`: instance-hours by service, scenario, group and
-pool.
-"""
+"""The table of `pdmesh groups --usage`: instance-hours by service, scenario, group and pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of command-line values; an error says in one line what is allowed."""
+"""The types of command-line values. Each error says in one line what is allowed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-_MAX_DURATION_S: Final = 1000 * 86_400  # the leader decides what is allowed
+_MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides what is allowed
 
 
 def duration(text: str) -> int:
-    """Seconds."""
+    """A duration in seconds, from text such as 30m."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, "s"
@@ -41,7 +41,7 @@ def positive_int(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """NaN if it is no number: no bound accepts it."""
+    """The number, or NaN if the text is not a number: no bound accepts NaN."""
     try:
         return float(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""NATS and Valkey as child processes with private directories: a mesh needs nothing installed."""
+"""Runs NATS and Valkey as child processes, so that a mesh needs no servers installed."""

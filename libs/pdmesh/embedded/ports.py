@@ -1,8 +1,8 @@
-"""Reserves a TCP port for a child process, so that it returns on the same one after a crash.
+"""Reserves a TCP port for a child process, so that the child can listen on it again after a crash.
 
-The launcher holds the port bound but not listening. With SO_REUSEADDR (and SO_REUSEPORT, for
-several gateways on one port) the child may bind and listen too, and no other process is given the
-port by chance.
+The launcher binds the port but does not listen. With SO_REUSEADDR the child may bind it, too, and
+listen. Several gateways on one port also need SO_REUSEPORT. No other process gets the port by
+chance.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LISTEN: Final = "0A"  # state in /proc/net/tcp
 
 
 class PortTaken(Exception):
-    """Another process listens there; the message is one line that names it, if it can be known."""
+    """Another process listens on the port. The message is one line with its name, if known."""
 
 
 class PortReservation:
-    """Holds `port` (0: a free one) on `host` until `close`."""
+    """Holds `port` on `host` until `close`; port 0 means a free one."""
 
     def __init__(self, host: str, port: int, variable: str = "") -> None:
         self.host = host
@@ -53,7 +53,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _refuse_if_taken(host: str, port: int, variable: str) -> None:
-    """Bind once without SO_REUSEPORT: with it, another mesh's port would be shared silently."""
+    """Bind once without SO_REUSEPORT: otherwise another mesh's port would be shared silently."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -68,7 +68,7 @@ def _refuse_if_taken(host: str, port: int, variable: str) -> None:
 
 
 def listener_of(port: int) -> str | None:
-    """`name (pid N)` of the process that listens on a TCP port; None if /proc does not tell."""
+    """`name (pid N)` of the process that listens on a TCP port; None if /proc does not show it."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not inodes:
         return None
@@ -92,7 +92,7 @@ def _holds_socket(process: Path, inodes: set[str]) -> bool:
     try:
         return any(str(fd.readlink()) in wanted for fd in (process / "fd").iterdir())
     except OSError:
-        return False  # gone, or another user's
+        return False  # the process is gone, or belongs to another user
 
 
 def _command_of(process: Path) -> str:

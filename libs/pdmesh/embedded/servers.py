@@ -1,9 +1,9 @@
 """Runs NATS and Valkey for one mesh, and checks that they serve.
 
-Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket
-that only this user can open (no TCP port, so no password is needed). Every user of the machine can
-reach the port, and write access to NATS is admin access to the mesh. So NATS asks for a password,
-which its URL has, and a file that only this user can read.
+Each server keeps its address across restarts. Valkey has a unix socket that only this user can
+open, and no TCP port, so it needs no password. NATS has a reserved port of 127.0.0.1, which every
+user of the machine can reach. Write access to NATS is admin access to the mesh, so NATS requires a
+password. The password is in the server's URL and in a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     def command(self) -> list[str]:
-        """Write its files to its directory; returns how to start it. Raises `ServerNotFound`."""
+        """Write the server's files, and return the command that starts it.
+
+        Raises `ServerNotFound`.
+        """
         ...
 
     async def is_ready(self) -> bool: ...
@@ -78,11 +81,11 @@ class NatsServer:
         text = _NATS_CONFIG.format(
             address=self._port.address, store=store, user=_NATS_USER, password=self._password
         )
-        write_atomically(config, text)  # readable by this user only
+        write_atomically(config, text)  # only this user can read it
         return [str(binary), "-c", str(config.absolute())]
 
     async def is_ready(self) -> bool:
-        """It greets with INFO once JetStream is up."""
+        """Whether the server answers; it sends INFO once JetStream is up."""
         return await _says(asyncio.open_connection(self._port.host, self._port.port), b"", b"INFO ")
 
     def close(self) -> None:
@@ -90,7 +93,7 @@ class NatsServer:
 
 
 class ValkeyServer:
-    """valkey-server (or redis-server) on a unix socket, nothing on disk."""
+    """valkey-server or redis-server on a unix socket, without data on disk."""
 
     name = "valkey"
 
@@ -146,7 +149,7 @@ def _private(directory: Path) -> None:
 
 
 def _socket_path(directory: Path) -> Path:
-    """In `directory` if the path fits into a socket address, else in a short private one."""
+    """A path in `directory` if it fits into a socket address, else in a short private directory."""
     path = directory.absolute() / "valkey.sock"
     if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
         return path

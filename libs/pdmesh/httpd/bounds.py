@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-# A chunked body may have one byte of framing for this many of its own: chunks of 64 bytes fit,
-# chunks of one do not.
+# A chunked body may have one byte of framing for this many bytes of content. So chunks of 64 bytes
+# are allowed, and chunks of one byte are not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
-CutOff = Callable[[], None]  # ends the connection
+CutOff = Callable[[], None]  # closes the connection
 
 
 @dataclass(slots=True)
@@ -20,12 +20,12 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # a full listener drops the connection that has waited or been answered longest
+    # if true, a full listener drops its oldest connection, preferring one without a request
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # Oldest first: connections without a request to answer, and those with one.
+    # Connections without a request to answer, and those with one; the oldest come first.
     waiting: dict[CutOff, None] = field(default_factory=dict)
     answering: dict[CutOff, None] = field(default_factory=dict)
 
@@ -55,7 +55,9 @@ class Bounds:
             del self.num_by_ip[ip]
 
     def max_framing_bytes(self, num_body_bytes: int) -> int:
-        """How many bytes of a request may not be body: head, trailers and the framing of chunks."""
+        """The most bytes of a request outside its body: head, trailers and the framing of
+        chunks.
+        """
         return self.max_header_bytes + num_body_bytes // _BODY_BYTES_A_FRAMING_BYTE
 
     def _has_room(self, ip: str) -> bool:

@@ -1,11 +1,11 @@
-"""uvicorn's protocol with the bounds that it lacks: connections, time, and bytes beside the body
+"""uvicorn's protocol with the bounds that it lacks: connections, time, and bytes outside the body
 (F29).
 
-Without them an idle or trickling connection stays for ever, a head or trailers of any size are
-kept, and one address takes every file descriptor. Streams of any length are not affected: the clock
-stops when the request has arrived whole.
+Without these bounds, an idle or slow connection stays forever, heads and trailers of any size are
+kept in memory, and one address can use up all file descriptors. Streams of any length are not
+affected, because the clock stops when the whole request has arrived.
 
-A connection that is refused gets its answer and then end of stream; nothing more is read from it,
+A refused connection gets its answer and then the end of the stream. Nothing more is read from it,
 and it is dropped a moment later. If it were closed at once, the kernel would discard the answer
 because of the unread bytes.
 """
@@ -24,16 +24,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
-# A key of the ASGI scope: its value tells when the client leaves, without a task that waits for it.
+# A key of the ASGI scope. Its value reports when the client leaves, without a task that waits.
 CONNECTION: Final = "pdmesh.connection"
-# Requests sent before their predecessors were answered. No client needs more, and a full buffer
-# holds thousands.
+# The most requests that a client may send before earlier ones are answered. No client needs more,
+# but a full buffer could hold thousands.
 _MAX_PIPELINED: Final = 16
 _LINGER_S: Final = 1.0
 
 
 class GuardRefused(Exception):
-    """Only the parser catches it: it ends there."""
+    """Stops the parser, which is the only place that catches it."""
 
 
 def guarded(within: Bounds) -> Callable[..., HttpToolsProtocol]:
@@ -52,16 +52,16 @@ class _Guarded(HttpToolsProtocol):
     _is_admitted = False
     _is_counted = False
     _num_framing = 0  # bytes of the current request that are not its body
-    _num_field_bytes = 0  # those of them that the parser passed on
+    _num_field_bytes = 0  # the part of these bytes that the parser has passed on
     _num_body = 0
     _is_in_head = False
     _is_whole = True  # no request is arriving
     _is_ending = False
     _is_stopping = False
-    _status = HTTPStatus.BAD_REQUEST  # what a request gets that stops the parser
-    _keeps_alive = False  # what the client asked for
+    _status = HTTPStatus.BAD_REQUEST  # the status for a request that stops the parser
+    _keeps_alive = False  # whether the client asked for keep-alive
     _deadline: asyncio.TimerHandle | None = None
-    _on_gone: Callable[[], None] | None = None  # for the answer being written now
+    _on_gone: Callable[[], None] | None = None  # the callback of the current answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._ip = str((transport.get_extra_info("peername") or ("",))[0])
@@ -86,7 +86,7 @@ class _Guarded(HttpToolsProtocol):
             return
         rest = memoryview(data)
         while rest and not self._is_ending:
-            # In pieces: an excess is refused before the rest of it is parsed.
+            # In pieces, so that an excess is refused before the rest of it is parsed.
             size = min(len(rest), self.bounds.max_header_bytes)
             rest = rest[self._feed(rest[:size]) :]
         if not self._is_whole and not self._is_ending:
@@ -95,13 +95,13 @@ class _Guarded(HttpToolsProtocol):
                 self._start_clock()
 
     def _feed(self, piece: memoryview) -> int:
-        """How many bytes were taken."""
+        """Parse a piece, and return how many of its bytes were used."""
         num_taken = len(piece)
         self._num_framing += num_taken
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as exc:
-            num_taken = max(1, exc.args[0])  # no upgrade: what follows is HTTP as before
+            num_taken = max(1, exc.args[0])  # the upgrade is refused, so HTTP continues
             self._num_framing = 0
         except httptools.HttpParserError:
             self._refuse(self._status)
@@ -113,20 +113,19 @@ class _Guarded(HttpToolsProtocol):
         return num_taken
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` once the client has gone (also if it closes its sending half), until
-        `unwatch`.
-        """
+        """Until `unwatch`, call `on_gone` when the client has gone or closes its sending half."""
         if self.is_gone:
             on_gone()
         else:
-            self.flow.resume_reading()  # a large body stops it, and then nothing would notice
+            # After a large body nothing is read, so the end would not be noticed.
+            self.flow.resume_reading()
             self._on_gone = on_gone
 
     def unwatch(self) -> None:
         self._on_gone = None
 
     def abort(self) -> None:
-        """Drop it with what the client has not read; an orderly close would wait for the client."""
+        """Drop the connection and its unread bytes; an orderly close would wait for the client."""
         self._leave()
         self.transport.abort()
 
@@ -157,7 +156,7 @@ class _Guarded(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> Any:
         self._count(len(name) + len(value) + len(": \r\n"))
         if not self._is_in_head:
-            return None  # a trailer: ignored, and never added to the headers
+            return None  # a trailer is ignored, and never added to the headers
         return super().on_header(name, value)
 
     def on_headers_complete(self) -> Any:
@@ -171,8 +170,8 @@ class _Guarded(HttpToolsProtocol):
         self.bounds.answers(self.abort)
         super().on_headers_complete()
         self._is_in_head = False
-        scope["path"] = scope["raw_path"].decode("ascii")  # %2f is no slash to any route
-        # Until the request is whole, its answer ends the connection: the rest of it is not read.
+        scope["path"] = scope["raw_path"].decode("ascii")  # to the routes, %2f is not a slash
+        # An answer before the end of its request ends the connection: the rest is not read.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
         return None
@@ -192,7 +191,7 @@ class _Guarded(HttpToolsProtocol):
         return super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Never. Upstream looks through all headers for every piece of a body."""
+        """Always false. uvicorn's own method searches all headers for each piece of a body."""
         return False
 
     def _count(self, num_bytes: int) -> None:
@@ -224,8 +223,9 @@ class _Guarded(HttpToolsProtocol):
         self.end()
 
     def _may_answer(self) -> bool:
-        """No answer under way could be mistaken for this one or be broken by it."""
-        cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
+        """Whether an answer now cannot be mistaken for another answer, or break one."""
+        # There is none before the first request.
+        cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete:
             return True
         is_of_this = not self._is_whole and not self._is_in_head
@@ -237,11 +237,11 @@ class _Guarded(HttpToolsProtocol):
             return
         self._is_ending = True
         if self._is_counted:
-            self.bounds.waits(self.abort)  # it stays only for its answer
+            self.bounds.waits(self.abort)  # the connection stays only for its answer
         self._stop_clock()
         self._unset_keepalive_if_required()
         self.flow.pause_reading()
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the client is gone
             self.transport.write_eof()
         self._deadline = self.loop.call_later(_LINGER_S, self.abort)
         for cycle in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
@@ -258,7 +258,7 @@ class _Guarded(HttpToolsProtocol):
             on_gone()
 
     def _leave(self) -> None:
-        """No longer counted."""
+        """Stop counting the connection."""
         if self._is_counted:
             self._is_counted = False
             self.bounds.leave(self._ip, self.abort)

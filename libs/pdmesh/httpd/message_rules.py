@@ -8,19 +8,20 @@ from typing import Final
 
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
-# uri-host [":" port] of RFC 3986, empty included: a name, a number, or an address in brackets.
+# uri-host [":" port] of RFC 3986: a name, a number, or an address in brackets. It may be empty.
 _HOST: Final = re.compile(
     rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:._~!$&'()*+,;=-]+\])(?::[0-9]*)?"
 )
 
 
 def refusal(version: str, headers: Headers) -> int:
-    """The status that this head gets; 0: accepted."""
+    """The status with which a head is refused; 0 if it is accepted."""
     if version not in {"1.0", "1.1"}:
         return 505
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version == "1.1" and not hosts):
-        return 400  # 3.2: exactly one, or a cache in front and this server may see different hosts
+        # 3.2: there must be exactly one, or a cache in front may see another host than this server.
+        return 400
     if hosts and not _HOST.fullmatch(hosts[0]):
         return 400
     codings = [value for name, value in headers if name == b"transfer-encoding"]

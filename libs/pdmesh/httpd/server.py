@@ -1,4 +1,4 @@
-"""uvicorn around an application: our socket, our bounds, and a stop that ends."""
+"""Runs an application under uvicorn, with a given socket, bounds, and a stop that always ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BACKLOG: Final = 2048
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to `pdmesh.lifecycle`."""
+        """Capture no signals: `pdmesh.lifecycle` handles them."""
         yield
 
 
@@ -64,9 +64,9 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
 
     async def stop(self) -> None:
-        """Close the listener at once; return when open responses have ended or their time is up."""
-        # uvicorn checks every 0.1 s whether it should exit. Connections accepted until then would
-        # only be refused here, though another gateway on this port could have served them.
+        """Close the listener at once, and return when all responses have ended or timed out."""
+        # uvicorn checks only every 0.1 s whether it should exit. Connections accepted until then
+        # would be refused, although another gateway on this port could serve them.
         for server in getattr(self._server, "servers", ()):
             server.close()
         self._server.should_exit = True
@@ -80,8 +80,8 @@ def listen(
 ) -> socket.socket:
     """A listening socket whose connections buffer little for a slow client, for a short time (F28).
 
-    Its connections inherit both limits. Without them each may hold 4 MB in the kernel, even after
-    its response has ended. Raises OSError.
+    Its connections inherit both limits. Without them, each connection may hold 4 MB in the kernel,
+    even after its response has ended. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -94,7 +94,7 @@ def listen(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(_BACKLOG)  # until then a second process may take the same port
+        listener.listen(_BACKLOG)  # before this, a second process could take the same port
     except OSError:
         listener.close()
         raise

@@ -1,1 +1,1 @@
-"""The dev mesh: every service and server as a child process of one supervising launcher."""
+"""The dev mesh: one launcher supervises every service and server as a child process."""

@@ -1,4 +1,4 @@
-"""Servers that the user runs: checked before anything starts that would wait for them for ever."""
+"""Checks servers that the user runs, before anything starts that would wait for them forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWER_S: Final = 3.0
 
 
 async def nats_problem(url: str) -> str:
-    """What is wrong with it, in a line; empty: it answers and is new enough."""
+    """What is wrong with the server, in one line; empty if it answers and is new enough."""
     if problem := url_problem(url):
         return f"--nats-url: {problem}"
     try:
@@ -33,7 +33,7 @@ async def nats_problem(url: str) -> str:
 
 
 async def redis_problem(url: str) -> str:
-    """The same for Redis or Valkey."""
+    """As `nats_problem`, for Redis or Valkey."""
     if problem := url_problem(url):
         return f"--redis-url: {problem}"
     try:

@@ -1,4 +1,4 @@
-"""The desired state that a mesh is started with: without one, blank instances stay blank."""
+"""Applies the desired state that a mesh starts with. Without one, blank instances stay blank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LEADER_S: Final = 20.0
 
 
 async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_token: str) -> None:
-    """Waits for a leader.
+    """Wait for a leader and apply the file. Raises MeshError.
 
-    Raises MeshError. `environment` is the masters', which has their admin token.
+    `environment` is that of the masters, which has their admin token.
     """
     request = _request(file)
     bus = await NatsBus.connect(nats_url, "pdmesh-up")

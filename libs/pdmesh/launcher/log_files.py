@@ -1,7 +1,7 @@
-"""The children's log files: each child appends to its own, the launcher bounds their size.
+"""The children's log files: each child appends to its own file, and the launcher bounds its size.
 
 A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is
-copied to `<name>.log.1` and truncated; appending continues at its start.
+copied to `<name>.log.1` and truncated, and the child continues at its start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """On a full disk nothing is kept: the log itself fills it."""
+    """Copy and truncate a log; on a full disk only truncate it, because logs may have filled it."""
     aside = path.with_suffix(".log.1")
     try:
         aside.touch(mode=0o600)
@@ -38,13 +38,13 @@ def _set_aside(path: Path) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """As far as the disk allows."""
+    """Append a line, if the disk allows it."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(f"{line}\n")
 
 
 def last_word(path: Path) -> str:
-    """Why its process died, by the last line that it logged, and where to read more."""
+    """Why a process died, from the last line of its log, and where to read more."""
     lines = last_lines(path)
     return f"{_reason(lines[-1]) if lines else 'it logged nothing'} (log: {path})"
 

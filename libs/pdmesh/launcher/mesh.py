@@ -1,9 +1,9 @@
-"""A whole mesh on this machine, as an async context manager: for `pdmesh up` and for tests.
+"""A whole mesh on this machine as an async context manager, for `pdmesh up` and for tests.
 
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
 
-Leaving the block stops everything in order. The main thread's event loop must run it.
+The end of the block stops everything in order. Use it only on the main thread's event loop.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from pdmesh.launcher.spec import MeshSpec, ProcessSpec, StopOrder, Wiring, asked
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
 
-Report = Callable[[str], None]  # one line of progress for a person
+Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
-_MAX_PROBLEMS: Final = 64  # reported
+_MAX_PROBLEMS: Final = 64  # that are reported
 
 
 class MeshFailed(Exception):
-    """The mesh could not start; the message is one line with the cause and the remedy."""
+    """The mesh could not start. The message is one line with the cause and the remedy."""
 
 
 class Mesh:
@@ -89,11 +89,11 @@ class Mesh:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    # What a test or a person needs to know.
+    # What tests and users need to know.
 
     @property
     def http_url(self) -> str:
-        """Of the gateways; with regions, of the first region's."""
+        """The URL of the gateways, or with regions, of the gateways of the first region."""
         return self.http_url_in(self._first_region)
 
     @property
@@ -117,7 +117,7 @@ class Mesh:
 
     @property
     def token(self) -> str:
-        """The token that its processes share."""
+        """The mesh token, which all processes share."""
         return self.wiring.mesh_token
 
     @property
@@ -137,11 +137,11 @@ class Mesh:
 
     @property
     def names(self) -> list[str]:
-        """Of all processes, in start order."""
+        """The names of all processes, in start order."""
         return list(self.supervisor.specs)
 
     def pid(self, name: str) -> int:
-        """Raises KeyError while the process does not run."""
+        """The process id. Raises KeyError while the process does not run."""
         pid = self.supervisor.pid(name)
         if pid is None:
             raise KeyError(name)
@@ -154,16 +154,16 @@ class Mesh:
     def log_file(self, name: str) -> Path:
         return self.supervisor.log_file(name)
 
-    # What a test or a person does.
+    # What tests and users do.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, as a fault would. The supervisor restarts it if it dies."""
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:
-        """SIGKILL all processes of the region at once; they stay away until `return_region`.
+        """SIGKILL all processes of the region at once, and return their names.
 
-        Returns their names.
+        They stay stopped until `return_region`.
         """
         names = [name for name, spec in self.supervisor.specs.items() if spec.region == region]
         self.supervisor.lose(names)
@@ -175,7 +175,7 @@ class Mesh:
                 self.supervisor.start(spec)
 
     async def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Stop in order, start again, wait until ready."""
+        """Stop a process in order, start it again, and wait until it is ready."""
         spec = self.supervisor.specs[name]
         await self.supervisor.stop(name)
         self.supervisor.start(spec)
@@ -184,7 +184,10 @@ class Mesh:
     async def wait_ready(
         self, names: Iterable[str] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Until each of these (default: all) reports that it is ready; raises `MeshFailed`."""
+        """Wait until these processes (default: all) report that they are ready.
+
+        Raises `MeshFailed`.
+        """
         waiting = list(names if names is not None else self.names)
         missing: dict[str, str] = {}
         deadline = time.monotonic() + (timeout_s or self.spec.start_timeout_s)
@@ -201,17 +204,17 @@ class Mesh:
                 await asyncio.sleep(_PROBE_EVERY_S)
 
     async def stop(self) -> None:
-        """Stop what runs, gateways first and servers last. Idempotent."""
+        """Stop all processes, gateways first and servers last. Idempotent."""
         if self._phase != "failed":
             self._phase = "stopping"
         await self._cleanup.aclose()
 
     def kill_all(self) -> None:
-        """For a second Ctrl-C."""
+        """Kill all processes, after a second Ctrl-C."""
         if self._supervisor is not None:
             self._supervisor.kill_all()
 
-    # How it starts.
+    # How the mesh starts.
 
     async def _start(self) -> None:
         self._cleanup.enter_context(state.lock(self.state_dir))
@@ -247,8 +250,9 @@ class Mesh:
             raise MeshFailed(f"{file}: {exc.message}") from exc
 
     def _awaited(self) -> list[str]:
-        """Gateways are ready when an instance serves: with blank instances alone, none ever
-        does.
+        """The processes to wait for.
+
+        Gateways are ready when an instance serves. If all instances are blank, none ever does.
         """
         spec = self.spec
         serves = spec.groups_file or spec.num_prefill or spec.num_decode or spec.num_fusion
@@ -273,10 +277,7 @@ class Mesh:
         )
 
     def _mesh_token(self) -> str:
-        """The token that the services are given, if there is one; else one of this mesh's own.
-
-        Raises MeshFailed.
-        """
+        """The token from the services' settings, else one of this mesh's own. Raises MeshFailed."""
         given = {**os.environ, **self.spec.env}
         try:
             return state.mesh_token(self.state_dir, given)
@@ -318,7 +319,7 @@ class Mesh:
             await asyncio.gather(*(self.supervisor.stop(name) for name in names))
         state.forget_run(self.state_dir)
 
-    # What goes on.
+    # What happens while the mesh runs.
 
     def _on_ready(self, name: str) -> None:
         if name not in self._ready and self._phase == "starting":
@@ -371,7 +372,7 @@ class Mesh:
         log_files.bound(self.log_file(name) for name in self.names)
 
     def _report(self, line: str) -> None:
-        """Never raises: the mesh outlives the pipe or the disk that its reports go to.
+        """Report a line. Never raises, because the pipe or the disk for reports may be gone.
 
         A line that cannot be shown is still in the log.
         """
@@ -381,7 +382,7 @@ class Mesh:
             log_files.append(self.state_dir / "logs" / "launcher.log", line)
 
     def _report_problem(self, line: str) -> None:
-        """Once, though it recurs every second."""
+        """Report a problem only once, even if it recurs every second."""
         if line not in self._told_problems and len(self._told_problems) < _MAX_PROBLEMS:
             self._told_problems.add(line)
             self._report(line)
@@ -414,7 +415,7 @@ class Mesh:
             return
         try:
             state.write(self.state_dir, described)
-        except OSError as exc:  # a full disk ends no mesh
+        except OSError as exc:  # the mesh survives a full disk
             self._report_problem(f"cannot write {state.mesh_file(self.state_dir)}: {exc.strerror}")
         else:
             self._last_state = described

@@ -1,4 +1,4 @@
-"""Whether the processes of a mesh are alive and ready, by their own answers; kills silent ones."""
+"""Asks the processes of a mesh whether they are alive and ready, and kills silent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SILENCE_S: Final = 20.0
 
 
 class ProcessHealth:
-    """What does not answer for `SILENCE_S` is killed, and its supervisor restarts it (S74)."""
+    """Kills processes that do not answer for `SILENCE_S`; their supervisor restarts them (S74)."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class ProcessHealth:
         self._silent_since: dict[str, float] = {}
 
     def ops_address(self, name: str) -> str:
-        """host:port of /metrics and /health; empty for a server, and until the service has
-        written it.
+        """host:port of /metrics and /health; empty for servers, and until a service has written
+        it.
         """
         ops_file = self._supervisor.specs[name].ops_file
         try:
@@ -37,7 +37,7 @@ class ProcessHealth:
             return ""
 
     async def missing(self, name: str) -> str:
-        """What the process still waits for; empty if it is ready."""
+        """What the process still waits for, as text; empty if it is ready."""
         if self._supervisor.pid(name) is None:
             return "not running"
         if name in self._servers:
@@ -49,7 +49,7 @@ class ProcessHealth:
         return "no answer" if missing is None else ", ".join(missing)
 
     async def note_ready(self) -> None:
-        """Tell the supervisor of each process that has become ready since it was started."""
+        """Tell the supervisor which processes have become ready since their start."""
         for name in list(self._supervisor.specs):
             pid = self._supervisor.pid(name)
             if pid is None or self._supervisor.is_ready(name):

@@ -1,4 +1,4 @@
-"""What a mesh consists of: turns the user's options into a list of processes.
+"""Turns the user's options into the list of a mesh's processes.
 
 The services get their settings through the environment, as everywhere else. Processes start in the
 order of the list and stop in reverse order, in tiers: gateways first, servers last.
@@ -20,7 +20,7 @@ EngineKind = Literal["vllm", "sim"]
 
 
 class StopOrder(IntEnum):
-    """What depends on what: a higher tier stops before a lower one."""
+    """The dependencies between processes: a higher tier stops before a lower one."""
 
     SERVER = 0
     CONTROL = 1
@@ -28,8 +28,8 @@ class StopOrder(IntEnum):
     GATEWAY = 3
 
 
-# How long a process may take to end after SIGTERM before it is killed: its drain (10 s) and a
-# margin.
+# The longest that a process may take to end after SIGTERM before it is killed: its drain (10 s)
+# and a margin.
 STOP_GRACE_S: Final = {
     StopOrder.SERVER: 3.0,
     StopOrder.CONTROL: 4.0,
@@ -42,8 +42,8 @@ STOP_GRACE_S: Final = {
 class MeshSpec:
     """The user's options.
 
-    Ports of 0 pick free ones; `env` reaches every service, `service_env` one kind of service or one
-    process by its name (`prefill`, `prefill-0`).
+    A port of 0 means a free one. `env` is for every service, and `service_env` is for one kind of
+    service or for one process, by name (`prefill`, `prefill-0`).
     """
 
     engine: EngineKind = "vllm"
@@ -51,11 +51,11 @@ class MeshSpec:
     num_decode: int = 1
     num_fusion: int = 0
     num_blank: int = 0  # instances whose role the master assigns
-    groups_file: Path | None = None  # the desired state, applied when a master leads
+    groups_file: Path | None = None  # the desired state, which is applied once a master leads
     num_gateways: int = 1
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
-    regions: tuple[str, ...] = ()  # each has as many instances, gateways and masters
+    regions: tuple[str, ...] = ()  # each region has this many instances, gateways and masters
     host: str = "127.0.0.1"  # where clients reach the gateways
     inner_host: str = "127.0.0.1"  # where the processes reach each other
     http_port: int = 8000
@@ -63,7 +63,7 @@ class MeshSpec:
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
     model_name: str | None = None
     dtype: str | None = None
-    tool_parser: str | None = None  # vLLM's name of one; None: the gateway's own setting
+    tool_parser: str | None = None  # by vLLM's name; None: the gateway's own setting
     reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
@@ -102,7 +102,7 @@ _OPTIONS: Final = {
 
 
 def asked_of(spec: MeshSpec) -> dict[str, str]:
-    """By option, as text to show and compare: how one mesh differs from another."""
+    """The options as text, to show and to compare two meshes."""
 
     def text(value: object) -> str:
         if isinstance(value, tuple):
@@ -128,7 +128,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the gateways of one region listen."""
+    """The ports of the gateways of one region."""
 
     http: int
     grpc: int
@@ -136,7 +136,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What the launcher decided at run time: addresses and secrets that the processes share."""
+    """The addresses and secrets that all processes share, as the launcher chose them."""
 
     nats_url: str
     redis_url: str
@@ -234,7 +234,7 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
         "PDMESH_STATE_DIR": str(wiring.state_dir),
         "PDMESH_LOG_FORMAT": "json",
         "PYTHONUNBUFFERED": "1",
-        # So that packages are found when pdmesh runs from a checkout that is not installed.
+        # Python must find the packages when pdmesh runs from a checkout that is not installed.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PDMESH_MODEL_DIR": str(wiring.model_dir),
         "PDMESH_MODEL": spec.model_name or wiring.model_dir.name,

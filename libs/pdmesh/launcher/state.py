@@ -1,8 +1,8 @@
-"""What a running mesh leaves in its state directory for `pdmesh status`, `down` and `chat`.
+"""The state directory of a running mesh, which `pdmesh status`, `down` and `chat` read.
 
-`mesh.json` says which processes run where; it is written atomically. The launcher holds `lock` for
-as long as it lives. So one directory never has two meshes, and a crashed launcher leaves no stale
-claim.
+`mesh.json` says which processes run where, and is written atomically. The launcher holds the lock
+file as long as it lives. So a directory never has two meshes, and a crashed launcher leaves no
+stale claim.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProcessState:
 class MeshState:
     """`phase` is starting, ready, stopping or failed; `message` says why."""
 
-    pid: int  # of the launcher
+    pid: int  # pid of the launcher
     phase: str
     engine: str
     model: str
@@ -53,8 +53,10 @@ class MeshState:
     redis_url: str
     message: str = ""
     processes: dict[str, ProcessState] = field(default_factory=dict)
-    regions: dict[str, str] = field(default_factory=dict)  # the HTTP address of each one's gateways
-    asked: dict[str, str] = field(default_factory=dict)  # the options that it was started with
+    # The HTTP address of the gateways, by region.
+    regions: dict[str, str] = field(default_factory=dict)
+    # The options that the mesh was started with.
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 def mesh_file(state_dir: Path) -> Path:
@@ -66,10 +68,7 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """The state that a live launcher wrote; None if there is no mesh. Raises MeshError.
-
-    The file of a dead launcher does not count.
-    """
+    """The state of a mesh whose launcher is alive; None if there is none. Raises MeshError."""
     if not is_locked(state_dir):
         return None
     file = mesh_file(state_dir)
@@ -79,7 +78,8 @@ def read(state_dir: Path) -> MeshState | None:
         return MeshState(**data, processes=processes)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:  # another release wrote it
+    # Another release wrote the file.
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
         down = f"pdmesh down --state-dir {shlex.quote(str(state_dir))}"
         raise MeshError(
             f"{file}: not written by this release; stop that mesh with: {down}"
@@ -87,7 +87,7 @@ def read(state_dir: Path) -> MeshState | None:
 
 
 def lock(state_dir: Path) -> IO[str]:
-    """Claim the directory until the file is closed; raises `MeshRunning`."""
+    """Claim the directory until the returned file is closed. Raises `MeshRunning`."""
     make_private(state_dir)
     file = (state_dir / "lock").open("a+")
     if not _claim(file):
@@ -103,9 +103,9 @@ def lock(state_dir: Path) -> IO[str]:
 
 
 def make_private(state_dir: Path) -> None:
-    """The directory holds keys, digests of prompts and logs.
+    """Make the directory private, because it has keys, digests of prompts, and logs.
 
-    A directory that is shared with others, such as /tmp, stays as it is.
+    A directory that other users share, such as /tmp, is not changed.
     """
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = state_dir.stat()
@@ -115,7 +115,7 @@ def make_private(state_dir: Path) -> None:
 
 
 def _claim(file: IO[str]) -> bool:
-    """Try a few times: a reader holds the lock for a moment."""
+    """Try a few times, because a reader holds the lock for a moment."""
     for _ in range(_CLAIMS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,10 +138,10 @@ def is_locked(state_dir: Path) -> bool:
 
 
 def locker_pid(state_dir: Path) -> int | None:
-    """The launcher that holds the directory; None if none does, or if it cannot be known.
+    """The pid of the launcher that holds the directory; None if there is none or it is unknown.
 
-    A launcher that has just claimed it has not written its pid yet: until then its predecessor's
-    pid stands there.
+    A launcher that has just claimed the directory has not written its pid yet. Until then, the file
+    has the pid of its predecessor.
     """
     for _ in range(_CLAIMS):
         if not is_locked(state_dir):
@@ -164,9 +164,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def forget_run(state_dir: Path) -> bool:
-    """Remove what a mesh publishes while it runs: a later mesh or its instances would trust it.
+    """Remove the files of a mesh that is gone: a later mesh or its instances would trust them.
 
-    Returns whether there was any.
+    Returns whether there were any.
     """
     left = [mesh_file(state_dir), *(state_dir / "run").glob("*")]
     found = [path for path in left if path.is_file()]
@@ -178,7 +178,8 @@ def forget_run(state_dir: Path) -> bool:
 def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
     """The key of block names.
 
-    An environment variable names it if meshes share a store; else it is this directory's own.
+    Meshes that share a store get it from an environment variable. Otherwise the directory has its
+    own key.
     """
     return given.get("PDMESH_HASH_SECRET") or _secret(state_dir / "hash-secret")
 
@@ -186,14 +187,14 @@ def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
 def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
     """The mesh token.
 
-    An environment variable names it if a mesh spans machines; else it is this directory's own.
-    Raises BadSetting.
+    A mesh that spans machines gets it from an environment variable. Otherwise the directory has its
+    own token. Raises BadSetting.
     """
     return _named_mesh_token(given) or _secret(_mesh_token_file(state_dir))
 
 
 def known_mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The mesh token for readers: none is made; empty means none. Raises BadSetting."""
+    """The mesh token, if there is one; else empty, and none is made. Raises BadSetting."""
     if named := _named_mesh_token(given):
         return named
     try:
@@ -213,7 +214,7 @@ def _named_mesh_token(given: Mapping[str, str]) -> str:
 
 
 def _secret(path: Path) -> str:
-    """Made once for a state directory, then the same after each restart."""
+    """A secret that is made once for a state directory, and stays the same after restarts."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Keeps child processes running: the shell around `core.control.supervision`.
 
-It starts and signals processes and tells the core when one ended; the core decides what to do.
-Whatever a process started itself dies with it (its whole session is killed), so a restart never
-meets its predecessor's children. A callback cannot disturb the supervisor.
+The supervisor starts and signals processes, and tells the core when one ended. The core decides
+what to do. When a process dies, its whole session is killed, so a restarted process never meets
+children of its predecessor. An error in a callback does not affect the supervisor.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class _Running:
 
 
 class Supervisor:
-    """Start and use it only from the main thread's event loop (the parent-death signal needs
-    that).
-    """
+    """Start and use it only on the main thread's event loop: the parent-death signal needs that."""
 
     def __init__(
         self,
@@ -80,11 +78,11 @@ class Supervisor:
         return self._core.deaths(name)
 
     def is_ready(self, name: str) -> bool:
-        """Whether `ready` was called for the process that runs now."""
+        """Whether `ready` was called for the current process."""
         return self._core.is_ready(name)
 
     def pid(self, name: str) -> int | None:
-        """Of the running process; None while there is none."""
+        """The pid of the running process; None while there is none."""
         running = self._running.get(name)
         return running.process.pid if running else None
 
@@ -96,20 +94,23 @@ class Supervisor:
         self._feed(StartAsked(spec.name))
 
     def ready(self, name: str) -> None:
-        """The process that runs now is ready."""
+        """Note that the current process is ready."""
         self._feed(BecameReady(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Signal the process alone, as a fault would; raises KeyError if it does not run."""
+        """Signal only the process itself, as a fault would. Raises KeyError if it does not run."""
         self._running[name].process.send_signal(number)
 
     def kill(self, name: str) -> None:
-        """End it with all its children, at once; it will be restarted."""
+        """Kill the process and all its children at once. It is restarted."""
         if (pid := self.pid(name)) is not None:
             child.signal_group(pid, signal.SIGKILL)
 
     def lose(self, names: Iterable[str]) -> None:
-        """End them all at once, as when their site is lost; they stay away until `start`."""
+        """Kill the processes at once, as if their site were lost.
+
+        They stay stopped until `start`.
+        """
         lost = list(names)
         for name in lost:
             self.kill(name)
@@ -117,14 +118,14 @@ class Supervisor:
             self._feed(StopAsked(name))
 
     async def stop(self, name: str) -> None:
-        """Ask it to end, kill it after its grace, and wait until it is gone."""
+        """Ask the process to end, kill it after its grace period, and wait until it is gone."""
         self._feed(StopAsked(name))
         while name in self._running:
             self._changed.clear()
             await self._changed.wait()
 
     def kill_all(self) -> None:
-        """The last resort: everything ends now and nothing is restarted."""
+        """As a last resort, kill everything now and restart nothing."""
         for name in list(self._specs):
             self._feed(StopAsked(name))
             self.kill(name)
@@ -145,7 +146,7 @@ class Supervisor:
                 self._tell(effect)
 
     def _tell(self, notice: Notice) -> None:
-        """Later, in order, and apart: its exceptions go to the loop's exception handler."""
+        """Pass on a notice later and in order. Exceptions go to the loop's exception handler."""
         asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     def _spawn(self, name: str) -> None:
@@ -154,7 +155,7 @@ class Supervisor:
             if spec.ops_file is not None:
                 spec.ops_file.unlink(missing_ok=True)
             process = child.start(spec.command, spec.env, self.log_file(name))
-        except OSError as exc:  # no disk, no memory, no processes left: as if it had died at once
+        except OSError as exc:  # out of disk, memory or processes: treated as an immediate death
             with contextlib.suppress(OSError), self.log_file(name).open("a") as log:
                 log.write(f"cannot start: {exc.strerror}\n")
             asyncio.get_running_loop().call_soon(self._not_spawned, name)
@@ -163,12 +164,12 @@ class Supervisor:
         self._running[name] = _Running(process, watch)
 
     def _not_spawned(self, name: str) -> None:
-        if name not in self._running:  # stopped and started again meanwhile
+        if name not in self._running:  # it was stopped and started again in the meantime
             self._feed(Exited(name, _CANNOT_RUN))
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         code = await _exit_code(process)
-        child.signal_group(process.pid, signal.SIGKILL)  # its children
+        child.signal_group(process.pid, signal.SIGKILL)  # this kills its children
         running = self._running.pop(name)
         if running.grace is not None:
             running.grace.cancel()
@@ -177,7 +178,7 @@ class Supervisor:
 
     def _ask_to_end(self, name: str) -> None:
         running = self._running.get(name)
-        if running is None:  # it could not be started, which is yet to be reported
+        if running is None:  # its start failed, which is not reported yet
             self._feed(Exited(name, _CANNOT_RUN))
             return
         running.process.terminate()
@@ -187,7 +188,7 @@ class Supervisor:
         running.grace = loop.call_later(grace_s, self.kill, name)
 
     def _arm(self) -> None:
-        """Wake up when the next restart is due."""
+        """Set the timer for the next restart."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -198,7 +199,7 @@ class Supervisor:
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end without a thread: by pidfd if there is one, else by polling often."""
+    """Wait for the end of a process without a thread: by pidfd if possible, else by polling."""
     if hasattr(os, "pidfd_open"):
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         handle = os.pidfd_open(process.pid)

@@ -1,4 +1,4 @@
-"""Logs, metrics and traces: what an operator sees of a process.
+"""Logs, metrics and traces of a process, for operators.
 
-Never a prompt, an output or a key.
+They never contain a prompt, an output or a key.
 """

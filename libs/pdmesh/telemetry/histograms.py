@@ -1,7 +1,7 @@
-"""Histograms that cost a microsecond per record: a quarter of the SDK's own.
+"""Histograms that need a microsecond per record, a quarter of what the SDK's own need.
 
-At thousands of requests per second with half a dozen records each, that is a few percent of the
-mesh's CPU. Values are summed here and passed to the SDK's readers, which show them like its own.
+With thousands of requests per second and six records for each, this saves a few percent of the
+mesh's CPU. Values are summed here, and the SDK's readers show them like the SDK's own.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _all: Final[list[Histogram]] = []
 
 @dataclass(slots=True)
 class _Series:
-    """Of one set of labels."""
+    """The values of one set of labels."""
 
-    counts: list[int]  # by bucket
+    counts: list[int]  # the number of values by bucket
     sum: float = 0.0
     least: float = math.inf
     most: float = -math.inf
 
 
 class Histogram:
-    """Values in buckets: the first holds those up to `bounds[0]`.
+    """Counts values in buckets. The first bucket has values up to `bounds[0]`.
 
-    For one thread, as it takes no lock.
+    Use it on one thread only, because it takes no lock.
     """
 
     def __init__(self, name: str, unit: str, help: str, bounds: Sequence[float]) -> None:
@@ -91,11 +91,11 @@ _NO_LABELS: Final[frozenset[tuple[str, str]]] = frozenset()
 
 
 class _WithOurs:
-    """A reader of the SDK's that also gets our histograms, under `resource`."""
+    """An SDK reader that also gets our histograms, under `resource`."""
 
     resource: Resource
 
-    # Any: whatever the SDK passes on.
+    # Any: the arguments that the SDK passes on.
     def _receive_metrics(self, metrics_data: MetricsData | None, *args: Any, **kwargs: Any) -> None:
         ours = [m for h in _all if (m := h.to_metric()).data.data_points]
         theirs = metrics_data.resource_metrics if metrics_data is not None else ()
@@ -106,10 +106,10 @@ class _WithOurs:
 def _merged(
     theirs: Sequence[ResourceMetrics], resource: Resource, ours: Sequence[Metric]
 ) -> list[ResourceMetrics]:
-    """Ours under the resource and scope of the SDK's.
+    """Our metrics and the SDK's, under one entry for each resource and scope.
 
-    A second entry of an equal resource or scope replaces the first in OTLP's encoder: all that the
-    SDK counts would be lost.
+    In OTLP's encoder a second entry for an equal resource or scope replaces the first one, so all
+    metrics of the SDK would be lost.
     """
     others = [each for each in theirs if each.resource != resource]
     same = [scope for each in theirs if each.resource == resource for scope in each.scope_metrics]
@@ -129,6 +129,6 @@ class PeriodicReader(_WithOurs, PeriodicExportingMetricReader):
     def __init__(
         self, resource: Resource, exporter: MetricExporter, every_ms: float | None
     ) -> None:
-        """`every_ms` None: as OpenTelemetry's environment says."""
+        """If `every_ms` is None, OpenTelemetry's environment variable applies."""
         self.resource = resource
         super().__init__(exporter, every_ms)

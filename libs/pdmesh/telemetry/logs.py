@@ -1,8 +1,8 @@
 """Structured logs: JSON for machines, pretty lines on a terminal.
 
-`event` is a fixed lowercase dotted name, everything else is data. A line about a request has its
-`request_id`, since one event loop serves many at once; `trace_id` is that of the current span
-unless given. Tracebacks never show local variables: those hold prompts.
+`event` is a fixed lowercase dotted name, and everything else is data. A line about a request has
+its `request_id`, because one event loop serves many requests at once. If no `trace_id` is given,
+the line gets that of the current span. Tracebacks never show local variables, which hold prompts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
 
 
 class SteadyStream:
-    """A stream for log lines that never raises: on a full disk the line is lost, not the work."""
+    """A stream for log lines that never raises: on a full disk only the line is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_torn = False  # the last line may be cut off
+        self._is_torn = False  # whether the last line may be cut off
 
     def write(self, text: str) -> int:
         torn = "\n" if self._is_torn else ""
         try:
             self._stream.write(torn + text)
             self._stream.flush()
-        except (OSError, ValueError):  # ValueError: it is closed
+        except (OSError, ValueError):  # ValueError: the stream is closed
             self._is_torn = True
         else:
             self._is_torn = False
         return len(text)
 
     def flush(self) -> None:
-        """Each line was flushed when it was written."""
+        """Do nothing, because each line is flushed when it is written."""
 
 
 def configure(service: str, instance_id: str, log_format: LogFormat, level: str) -> None:
@@ -125,7 +125,7 @@ def _configure_stdlib(
     is_pretty: bool,
     threshold: int,
 ) -> None:
-    """Libraries log text through `logging`; give it the same shape, and less of it."""
+    """Give the lines that libraries log through `logging` the same form, and drop many of them."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

@@ -1,9 +1,9 @@
-"""How late the event loop runs a timer, and how much of that this process caused.
+"""Measures how late the event loop runs a timer, and how much of that this process caused.
 
-A timer is late because something held the loop or (in another thread) the interpreter, or because
-the machine gave the cores to others. In the first case the process used CPU all the while. So the
-lesser of lateness and CPU time is what the process caused itself: an upper bound, and a close one
-if it looks often.
+A timer is late if something blocked the loop or, in another thread, the interpreter. It is also
+late if the machine gave the cores to other processes. In the first case this process used CPU all
+the time. So the process itself caused at most the lesser of the lateness and its CPU time. The more
+often it measures, the tighter this bound is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class LoopWatch:
-    """Looks every `every_s` seconds; a shorter delay is seen only by luck."""
+    """Measures every `every_s` seconds. It may miss a shorter delay."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -32,7 +32,7 @@ class LoopWatch:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         while True:
             asked, cpu_s = time.monotonic(), time.process_time()
             await asyncio.sleep(self._every_s)
@@ -41,12 +41,12 @@ class LoopWatch:
             )
 
     def note(self, late_s: float, cpu_s: float) -> None:
-        """One look: how late the timer was, and what all threads computed since it was set."""
+        """Note how late the timer was, and how much CPU time all threads used since it was set."""
         self._worst_lag_s = max(self._worst_lag_s, late_s)
         self._worst_held_s = max(self._worst_held_s, min(late_s, cpu_s))
 
     def take(self) -> tuple[float, float]:
-        """(lateness, part of it that was computed here), each the worst since the last read."""
+        """The worst lateness, and the worst part of it from this process, since the last call."""
         return self._take_lag(), self._take_held()
 
     def _take_lag(self) -> float:

@@ -1,7 +1,7 @@
 """Counters, histograms and gauges, visible at /metrics and exported by OTLP when configured.
 
-Make instruments at import time with names from `names.py`: until `configure` runs they do nothing,
-afterwards the same objects count. Labels are bounded sets; a request id is never a label.
+Make instruments at import time, with names from `names.py`. They do nothing until `configure` runs,
+and count after that. Each label has a bounded set of values, so a request id is never a label.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from pdmesh.telemetry.histograms import Histogram, PeriodicReader, PrometheusReader
 
 Labels = Mapping[str, str]
-# From a batched token's time to a long prompt's: 1 ms to 2 min.
+# From the time of a batched token to that of a long prompt: 1 ms to 2 min.
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
@@ -29,7 +29,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
 _EXPORT_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"  # OpenTelemetry's own setting, in ms
 
-# The value of a gauge or a total: one number, or numbers with labels.
+# Reads the value of a gauge or a total: one number, or numbers with labels.
 Read = Callable[[], float | Iterable[tuple[float, Labels]]]
 
 _NO_LABELS: Final[Labels] = MappingProxyType({})
@@ -39,7 +39,7 @@ _meter = metrics.get_meter("pdmesh")
 
 
 def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
-    """Give the instruments a place to count. Call `shutdown()` on the result at the end."""
+    """Make the instruments count. Call `shutdown()` on the result at the end."""
     readers: list[MetricReader] = [PrometheusReader(resource)]
     if otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # optional and slow
@@ -53,17 +53,19 @@ def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
         metric_readers=readers,
         resource=resource,
         shutdown_on_exit=False,
-        exemplar_filter=AlwaysOffExemplarFilter(),  # unused, and each record would pay for it
+        # Exemplars are unused, but each record would pay for them.
+        exemplar_filter=AlwaysOffExemplarFilter(),
     )
     metrics.set_meter_provider(provider)
     return provider
 
 
 class Counter:
-    """A count that only grows: `.add(1, {label: value})`. For one thread, as it takes no lock.
+    """A count that only grows: `.add(1, {label: value})`.
 
-    It counts in a dict and sums only when read, at a fifth of the cost of the SDK's own counter. At
-    thousands of requests per second that saves a few percent of a core.
+    Use it on one thread only, because it takes no lock. It counts in a dict and sums only when it
+    is read. This needs a fifth of the CPU of the SDK's own counter, and saves a few percent of a
+    core at thousands of requests per second.
     """
 
     def __init__(self, name: str, help: str, unit: str) -> None:
@@ -90,16 +92,16 @@ def histogram(
 
 
 def gauge(name: str, help: str, read: Read, unit: str = "1") -> None:
-    """A value that goes up and down, computed when read: one number, or numbers with labels.
+    """A value that goes up and down, computed when it is read: one number, or numbers with labels.
 
-    `read` runs on the event loop for /metrics and on the exporter's thread for OTLP, so it only
-    reads.
+    `read` must not change anything: it runs on the event loop for /metrics, and on the exporter's
+    thread for OTLP.
     """
     _meter.create_observable_gauge(name, [_observer(read)], unit, help)
 
 
 def total(name: str, help: str, read: Read, unit: str = "1") -> None:
-    """A count that its owner keeps and that only grows, read as a gauge is."""
+    """A count that only grows and that its owner keeps. It is read like a gauge."""
     _meter.create_observable_counter(name, [_observer(read)], unit, help)
 
 
@@ -114,7 +116,7 @@ def _observer(read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
 
 
 def _number(value: float) -> float:
-    """OTLP has no booleans: its exporter drops every metric of the process when it meets one."""
+    """Convert a boolean to a number: for a boolean, OTLP's exporter would drop all metrics."""
     return int(value) if isinstance(value, bool) else value
 
 

@@ -1,8 +1,8 @@
-"""Every name of a metric, span and attribute, in one place (listed in docs/telemetry.md).
+"""The names of all metrics, spans and attributes, which docs/telemetry.md lists.
 
-OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` still in development); ours
-begin with `pdmesh.`. Metric labels are bounded: model, reason, outcome. Request ids belong in
-traces and logs.
+OpenTelemetry's names come first. They are those of the semantic conventions 0.66, in which `gen_ai`
+is still in development. Our own names begin with `pdmesh.`. The labels of metrics are bounded:
+model, reason, outcome. Request ids belong in traces and logs.
 """
 
 from __future__ import annotations

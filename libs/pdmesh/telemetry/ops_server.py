@@ -1,8 +1,9 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-Live: the event loop answers. Ready: everything that the process needs is there; the reply names
-what is missing. It has the bounds of the clients' port. When full, it makes room: a supervisor asks
-here whether the process lives, and kills a process that does not answer.
+A process is live if its event loop answers. It is ready if it has everything that it needs, and
+otherwise the reply names what is missing. The endpoint has the same bounds as the clients' port.
+When it is full it drops old connections, because a supervisor kills a process that does not answer
+here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.telemetry import metrics
 
-NotReady = Callable[[], Sequence[str]]  # names of what is missing
-Pages = Mapping[str, Callable[[], object]]  # what a service shows as JSON, by name
+NotReady = Callable[[], Sequence[str]]  # returns the names of what is missing
+Pages = Mapping[str, Callable[[], object]]  # the JSON pages of a service, by name
 _GRACE_S: Final = 1
 _WRITE_TIMEOUT_S: Final = 10.0
 _MAX_HEADER_BYTES: Final = 16_384
@@ -60,7 +61,7 @@ def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list
 class OpsServer:
     """Serves until `close`.
 
-    The port is taken in the constructor, so that a conflict is an OSError at once.
+    The constructor binds the port, so a conflict raises OSError at once.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class OpsServer:
         self.port: int = self._server.port
 
     def add_routes(self, routes: Sequence[Route]) -> None:
-        """More routes of a service for its operators."""
+        """Add a service's own routes for its operators."""
         self._app.router.routes.extend(routes)
 
     def start(self) -> None:

@@ -1,7 +1,7 @@
-"""One trace per request, carried between processes as a W3C `traceparent` string.
+"""One trace per request, passed between processes as a W3C `traceparent` string.
 
-Without an exporter no span is recorded, but ids are still made and passed on. So `trace_id` joins
-the log lines of one request over all services at almost no cost.
+Without an exporter no span is recorded, but ids are still made and passed on. So `trace_id`
+connects the log lines of one request in all services, at almost no cost.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _ids = RandomIdGenerator()
 def configure(
     resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
 ) -> TracerProvider:
-    """Record spans if there is a taker: the collector at `otlp_endpoint`, or `processor`
-    (tests).
-    """
+    """Record spans if a collector at `otlp_endpoint`, or in tests `processor`, takes them."""
     global _is_recorded
     _is_recorded = bool(otlp_endpoint) or processor is not None
     provider = TracerProvider(
@@ -58,7 +56,7 @@ def configure(
 
 
 def _ids_only() -> Sampler:
-    """A parent that was sampled elsewhere has no taker here either."""
+    """A sampler that records nothing, even if the parent span was sampled elsewhere."""
     return ParentBased(ALWAYS_OFF, remote_parent_sampled=ALWAYS_OFF)
 
 
@@ -69,7 +67,7 @@ def tracer() -> Tracer:
 def start_root(name: str, parent: str) -> Span:
     """The span of a request, in the trace of `parent` if that is a traceparent.
 
-    Only ids if nothing takes spans.
+    Without a collector it only has ids.
     """
     context = context_from(parent) if parent else None
     if context is not None or _is_recorded:
@@ -91,11 +89,9 @@ def current_traceparent() -> str:
 
 
 def sampled_context(parent: str) -> Context | None:
-    """A context to start spans in.
+    """A context for new spans, or None unless `parent` is a traceparent of a recorded trace.
 
-    None unless `parent` is a valid traceparent whose trace is recorded.
-
-    The other flags do not tell: a trace that began here also has the random flag (03).
+    Only the sampled flag counts: a trace that began here also has the random flag (03).
     """
     found = _TRACEPARENT.fullmatch(parent)
     is_sampled = found is not None and int(found[3], 16) & TraceFlags.SAMPLED
@@ -103,10 +99,7 @@ def sampled_context(parent: str) -> Context | None:
 
 
 def context_from(parent: str) -> Context | None:
-    """A context to start spans in.
-
-    None (start a new trace) if `parent` is not a valid traceparent.
-    """
+    """A context for new spans. None means a new trace: `parent` is not a valid traceparent."""
     found = _TRACEPARENT.fullmatch(parent)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""`pdmesh adapters`: LoRA adapters that clients ask for by name, as if they were models."""
+"""`pdmesh adapters`: manages LoRA adapters, which clients ask for by name, like models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _remove(options: argparse.Namespace) -> int:
     return 0
 
 
-_ADD_S: Final = 90.0  # instances read all of the files
+_ADD_S: Final = 90.0  # how long adding may take: instances read all files
 _ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": _remove}
 
 

@@ -1,6 +1,6 @@
 """`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `cordon`, `uncordon`.
 
-They show and change what the groups are and shall be.
+These commands show the groups, and show and change the desired state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def _groups(options: argparse.Namespace) -> int:
 
 
 async def _file(options: argparse.Namespace) -> int:
-    """The file of one version and nothing else, so that it can be changed and applied again."""
+    """Print the file of one version and nothing else, so that it can be edited and applied."""
     request = pb.GetDesiredRequest(version=options.text)
     response = await ask_leader(
         options,
@@ -88,7 +88,7 @@ async def _usage(options: argparse.Namespace) -> int:
 
 
 async def _diff(options: argparse.Namespace) -> int:
-    """Exit code 1 if something differs, and 2 on an error, as diff(1)."""
+    """Return exit code 1 if something differs, and 2 after an error, as diff(1) does."""
     request = pb.DiffDesiredRequest(text=text_of(options.file))
     response = await ask_leader(
         options,
@@ -122,7 +122,7 @@ async def _apply(options: argparse.Namespace) -> int:
 
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
-    """The instances that the groups lack and that no blank one can become; empty if none."""
+    """A message if the groups need more instances than can get a role; empty if they do not."""
     wanted = sum(group.size for group in read(text).groups.values())
     if not wanted:
         return ""
@@ -194,7 +194,7 @@ async def _uncordon(options: argparse.Namespace) -> int:
     )
     print(f"{options.instance} is back in service and may get a role")
     if response.fault:
-        print(f"its faults are judged anew; this fault would eject it again: {response.fault}")
+        print(f"its faults are judged again; this one would eject it again: {response.fault}")
     return 0
 
 
@@ -211,7 +211,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
-    """Groups with their members, then the blank instances and those out of service."""
+    """The groups with their members, then the blank instances and those out of service."""
     groups = [
         (
             group.group_id, group.scenario, group.state,

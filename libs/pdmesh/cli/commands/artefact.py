@@ -1,4 +1,4 @@
-"""`pdmesh artefact`: prepare a model's files for one role, or check prepared ones."""
+"""`pdmesh artefact`: prepares a model's files for one role, or checks prepared files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`pdmesh chat`: ask one question and show the answer as it is produced.
+"""`pdmesh chat`: asks one question, and shows the answer as it arrives.
 
-Plain http.client, so that imports do not delay the first token.
+It uses http.client alone, so that imports do not delay the first token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 def ask(
     url: str, prompt: str, model: str, max_tokens: int, temperature: float, api_key: str = ""
 ) -> Iterator[str]:
-    """The answer's text, piece by piece; raises CommandFailed with the gateway's own message."""
+    """The answer's text, piece by piece. Raises CommandFailed with the gateway's own message."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -65,7 +65,7 @@ def ask(
 
 @contextmanager
 def answers_from(url: str) -> Iterator[None]:
-    """Raises CommandFailed if a gateway does not answer, or not in HTTP."""
+    """Raises CommandFailed if no gateway answers, or if the answer is not HTTP."""
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as exc:
@@ -76,14 +76,14 @@ def answers_from(url: str) -> Iterator[None]:
 
 
 def _plain(exc: Exception) -> str:
-    """Without control characters: a terminal would obey those in another protocol's bytes."""
+    """The error without control characters from another protocol, which a terminal would obey."""
     if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
         return "it does not speak HTTP"
     return "".join(c for c in str(exc) if c.isprintable())
 
 
 def connection_to(url: str) -> http.client.HTTPConnection:
-    """A connection to a gateway, not connected yet. Raises CommandFailed."""
+    """An HTTP connection to a gateway, not yet open. Raises CommandFailed."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise CommandFailed(f"{url} is not a gateway's address, such as http://127.0.0.1:8000")
@@ -92,9 +92,7 @@ def connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def base_path(url: str) -> str:
-    """The path of a gateway's address; users may give it with /v1, as clients' base URLs have
-    it.
-    """
+    """The path of a gateway's address, without the /v1 at the end of clients' base URLs."""
     return urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 
@@ -117,7 +115,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def error_text(status: int, body: bytes) -> str:
-    """The gateway's own message."""
+    """The gateway's own error message."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -125,7 +123,7 @@ def error_text(status: int, body: bytes) -> str:
 
 
 def url_of_mesh(options: argparse.Namespace) -> str:
-    """Of a gateway of the mesh started here. Raises CommandFailed."""
+    """The URL of a gateway of the mesh started here. Raises CommandFailed."""
     mesh = state.read(options.state_dir)
     if mesh is None:
         raise no_mesh(options.state_dir)

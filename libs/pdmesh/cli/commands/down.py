@@ -1,4 +1,4 @@
-"""`pdmesh down`: stop the mesh that was started with this state directory."""
+"""`pdmesh down`: stops the mesh that was started with this state directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     _signal(pid, signal.SIGTERM)
     if not _is_gone(options.state_dir, options.timeout):
-        _signal(pid, signal.SIGKILL)  # its children die with it
+        _signal(pid, signal.SIGKILL)  # its children die with the launcher
         if not _is_gone(options.state_dir, options.timeout):
             raise CommandFailed(f"the launcher (pid {pid}) did not stop")
         print(f"the mesh did not stop in {options.timeout:g} s and was killed")
@@ -44,7 +44,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _is_gone(state_dir: Path, timeout_s: float) -> bool:
-    """Whether the launcher released its lock, which it holds to its very end."""
+    """Whether the launcher has released its lock, which it holds until it exits."""
     deadline = time.monotonic() + timeout_s
     while state.is_locked(state_dir):
         if time.monotonic() > deadline:

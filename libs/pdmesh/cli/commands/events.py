@@ -1,6 +1,4 @@
-"""`pdmesh events`: follow the mesh's events on NATS, one readable line each, binary ones
-decoded.
-"""
+"""`pdmesh events`: follows the mesh's events on NATS, and prints each as one readable line."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from pdmesh.events.v1 import events_pb2
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 
-# By the third and fourth token of the subject.
+# The types of events, by the third and fourth token of their subjects.
 KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("health", "instance"): events_pb2.InstanceHealth,
     ("health", "changed"): events_pb2.HealthChanged,
@@ -52,7 +50,7 @@ async def _follow(options: argparse.Namespace) -> None:
     async def on_event(message: Message) -> None:
         try:
             print(show(message), flush=True)
-        except BrokenPipeError as exc:  # the reader went away
+        except BrokenPipeError as exc:  # the reader of the output has gone
             broken.append(exc)
             stopping.set()
 
@@ -64,12 +62,12 @@ async def _follow(options: argparse.Namespace) -> None:
 
 
 def as_json(message: Message) -> str:
-    """One JSON object: the subject, and the event by protobuf's JSON mapping."""
+    """One JSON object with the subject, and the event in protobuf's JSON mapping."""
     return json.dumps({"subject": message.subject, "event": _decoded(message)})
 
 
 def as_line(message: Message) -> str:
-    """`12:00:01 health.changed decode-0  toHealth=dead cause=lease_expired`."""
+    """For example `12:00:01 health.changed decode-0  toHealth=dead cause=lease_expired`."""
     event = _decoded(message)
     header = event.pop("header", {}) if isinstance(event, dict) else {}
     time_of_day = str(header.get("occurredAt", ""))[11:19]
@@ -80,7 +78,7 @@ def as_line(message: Message) -> str:
 
 
 def _decoded(message: Message) -> Any:
-    """The event as JSON data; an unknown event as readable as possible."""
+    """The event as JSON data. An unknown event is decoded as far as possible."""
     kind = KINDS.get(tuple(message.subject.split(".")[2:4]))  # type: ignore[arg-type]  # any length
     if kind is None:
         return {"undecoded_bytes": len(message.data)}
@@ -95,7 +93,7 @@ def _fields(event: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Block hashes come by the hundred: show their number."""
+    """A short form of a value: of many block hashes, only their number."""
     if isinstance(value, list) and len(value) > 4:
         return f"[{len(value)}]"
     if isinstance(value, float):

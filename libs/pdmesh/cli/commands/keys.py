@@ -1,6 +1,6 @@
-"""`pdmesh keys`: issue, list and revoke the API keys of a key file.
+"""`pdmesh keys`: issues, lists and revokes the API keys of a key file.
 
-Running gateways notice within two seconds.
+Running gateways notice a change within two seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _add(options: argparse.Namespace, path: Path) -> int:
     if options.expires_days is not None:
         expires_at = int(time.time() + options.expires_days * _DAY_S)
     if options.file is None:
-        make_private(options.state_dir)  # its first file is often this one
+        make_private(options.state_dir)  # the key file is often the first file in it
     with _changing(path) as file:
         token = api_keys.issue(file, options.tenant, expires_at)
         for limit in _LIMITS:
@@ -99,7 +99,7 @@ def _revoke(options: argparse.Namespace, path: Path) -> int:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
-    """The file's content, saved at the end; concurrent commands take turns."""
+    """The content of the file, which is saved at the end. Concurrent commands take turns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

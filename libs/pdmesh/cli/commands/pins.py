@@ -1,4 +1,4 @@
-"""`pdmesh pins`: prefixes whose KV is not evicted, e.g. a system prompt of all of a tenant's chats.
+"""`pdmesh pins`: manages prefixes whose KV is not evicted, such as a tenant's system prompt.
 
 A gateway turns the text into tokens, as in a request, and the master turns tokens into block names.
 The text itself is stored nowhere.
@@ -32,8 +32,8 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _MAX_BODY_BYTES: Final = 64 << 20
-# Two users without a common beginning: their conversations share only the system prompt and the
-# template.
+# Two user messages without a common beginning. Two conversations with them share only the system
+# prompt and the template.
 _USERS: Final = ("0", "A")
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -88,7 +88,7 @@ _ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": 
 
 
 def pins_text(pins: pb.ListPinsResponse) -> str:
-    """A line for each pin and fingerprint."""
+    """A table with a line for each pin and fingerprint."""
     rows = [
         (
             pin.pin_id, pin.tenant, pin.scenario or "all", pin.model, str(pin.num_tokens),
@@ -116,7 +116,7 @@ def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base 
 
 
 def _tokens(options: argparse.Namespace) -> list[int]:
-    """Of the prefix, however it was given. Raises CommandFailed."""
+    """The token ids of the prefix, in whichever form it was given. Raises CommandFailed."""
     if options.token_ids is not None:
         words = text_of(options.token_ids).replace(",", " ").split()
         if wrong := next((w for w in words if not w.isdecimal() or int(w[:20]) >= 2**32), None):
@@ -136,7 +136,7 @@ def _chat(system: str, user: str) -> list[dict[str, str]]:
 
 
 def _tokenized(url: str, options: argparse.Namespace, what: dict[str, object]) -> list[int]:
-    """By the gateway at `url`. Raises CommandFailed."""
+    """The tokens of a text, from the gateway at `url`. Raises CommandFailed."""
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"

@@ -1,4 +1,4 @@
-"""`pdmesh ratio`: the decisions about P:D ratios and their reasons, and changes by hand (S27)."""
+"""`pdmesh ratio`: shows the decisions about P:D ratios, and changes groups by hand (S27)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
 
 
 def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
-    """A line for the decision and its reason, one for its numbers, one for each move."""
+    """One line for the decision and its reason, one for its numbers, and one for each move."""
     lines: list[str] = []
     for each in decisions:
         at = each.decided_at.ToDatetime().strftime("%H:%M:%S")

@@ -1,8 +1,8 @@
-"""`pdmesh status`: the processes, their registry records, and how busy each instance is.
+"""`pdmesh status`: shows the processes, their registry records, and how busy each instance is.
 
-Three sources: the launcher's state file, the registry on NATS, and the answers of the master and
-the instances. What does not answer is shown as such. A mesh that was started here is shown even
-without its NATS, since that is when an operator looks.
+It reads three sources: the launcher's state file, the registry on NATS, and the answers of the
+master and the instances. It marks every source that does not answer. A mesh that was started here
+is shown even without its NATS, because operators look when something is broken.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ _INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
 
 @dataclass
 class Row:
-    """One service process. `health` is the health-monitor's verdict as the master knows it."""
+    """One service process.
+
+    `health` is the last verdict of the health-monitor that the master has.
+    """
 
     id: str
     service: str
     role: str = ""
     group: str = ""
     region: str = ""
-    phase: str = ""  # how far between blank and serving
+    phase: str = ""  # how far the instance is between blank and serving
     health: str = ""
     fault_level: int = 0
     fault: str = ""  # the reasons for its level
@@ -72,9 +75,9 @@ class Row:
 
 @dataclass
 class GroupRow:
-    """A group that is wanted or has assigned members.
+    """A group that the desired state names or that has assigned members.
 
-    `wanted` is - if the desired state does not name it.
+    If the desired state does not name the group, `wanted` is "-".
     """
 
     id: str
@@ -100,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Raises CommandFailed if there is no mesh, or only a NATS that is silent."""
+    """Collect the status. Raises CommandFailed without a mesh, or with only a silent NATS."""
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh(options.state_dir)
@@ -128,15 +131,15 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
-    """The state without passwords, since it is copied into terminals and tickets."""
+    """The state without passwords, because people copy it into terminals and tickets."""
     urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
 
 async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
-    """The groups; none if the caller may not see them.
+    """The groups, or none if the caller may not see them.
 
-    If the masters have an admin token, $PDMESH_ADMIN_TOKEN must have it.
+    If the masters have an admin token, the caller's $PDMESH_ADMIN_TOKEN must be the same.
     """
     try:
         states = await call_leader(
@@ -214,7 +217,7 @@ def _row(
         row.slots = record.num_slots
         row.health = "unknown"
         row.phase = InstancePhase.Name(record.phase).removeprefix("INSTANCE_PHASE_").lower()
-        if not record.grpc_address:  # it serves nothing yet
+        if not record.grpc_address:  # the instance serves nothing yet
             return row
         if known is not None:
             row.health = Health.Name(known.health).removeprefix("HEALTH_").lower()
@@ -269,7 +272,7 @@ def _text(status: Status) -> str:
 
 
 def _processes(status: Status) -> str:
-    """The processes by the launcher's file, if the registry cannot be read."""
+    """The processes from the launcher's state file, for when the registry cannot be read."""
     processes = status.mesh["processes"] if status.mesh else {}
     rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
     return table(("PROCESS", "PHASE", "PID", "OPS"), rows)

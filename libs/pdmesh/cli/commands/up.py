@@ -1,4 +1,4 @@
-"""`pdmesh up`: start a mesh, report progress, stay until Ctrl-C (or detach)."""
+"""`pdmesh up`: starts a mesh, reports progress, and stays until Ctrl-C or detaches."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
-# How instances store KV: a setting of all of them, and of each service.
+# The number format in which instances store KV: settings of all services, and of each.
 _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_KV_CACHE_DTYPE",
     "PDMESH_PREFILL_KV_CACHE_DTYPE",
     "PDMESH_DECODE_KV_CACHE_DTYPE",
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
-# The gateways' settings for access besides the flags about keys.
+# The gateways' settings for access, besides the options about keys.
 _ACCESS_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
 
 
@@ -60,16 +60,16 @@ def run(options: argparse.Namespace) -> int:
             return runner.run(_serve(spec, options.state_dir))
     except (MeshFailed, state.MeshRunning, PortTaken) as exc:
         raise CommandFailed(str(exc)) from None
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of the output has gone
         raise
     except OSError as exc:  # disk full, no permission
         raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
 
 
 def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) -> int:
-    """0 if it is the mesh that was asked for.
+    """Return 0 if the running mesh has the same options.
 
-    Raises CommandFailed if it is another one, or not up yet.
+    Raises CommandFailed if it has other options, or is not up yet.
     """
     is_ready = running.phase == "ready"
     phase = "up" if is_ready else running.phase
@@ -123,7 +123,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 
 def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
-    """With its content. Read before anything starts, so that its errors are reported at once."""
+    """The --groups file and its content, read before anything starts to report errors at once."""
     if options.groups is None:
         return None, Desired()
     file: Path = options.groups.absolute()
@@ -135,7 +135,10 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
 
 
 def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
-    """What no instance could start with here; each would report it only after its start."""
+    """Check for settings with which no instance can start on this machine.
+
+    Otherwise each instance would report them only after its start.
+    """
     if options.engine != "vllm" or installed_device() != "cpu":
         return
     flags = cpu_features.own_flags()
@@ -155,9 +158,9 @@ def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
 
 
 def _keys_file(options: argparse.Namespace) -> Path | None:
-    """Check it before anything starts.
+    """The key file, checked before anything starts.
 
-    A gateway would refuse it only after the instances have loaded the model.
+    A gateway would refuse a bad file only after the instances have loaded the model.
     """
     if options.keys is not None:
         keys: Path = options.keys
@@ -177,7 +180,7 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
 
 
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
-    """The regions asked for; the file's groups may name no others."""
+    """The regions of the options. The groups of the file must not name other regions."""
     if options.regions is None:
         return named
     asked = tuple(options.regions.split(","))
@@ -191,7 +194,7 @@ def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, 
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
-    """The directory that the engines load; the sim engine needs none."""
+    """The model directory for the engines. The sim engine needs none."""
     if options.engine == "vllm":
         _require_vllm()
     if options.model is not None:
@@ -218,7 +221,7 @@ def _require_vllm() -> None:
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
     be_quiet()
-    os.umask(0o077)  # its files, and all that it starts, are for this user only
+    os.umask(0o077)  # only this user may read its files and those of its children
     stopping = asyncio.Event()
     mesh = Mesh(spec, state_dir, report=_print_line)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
@@ -245,7 +248,7 @@ async def _serve(spec: MeshSpec, state_dir: Path) -> int:
 
 
 def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Event) -> None:
-    """The first signal stops in order, a second one kills everything at once."""
+    """The first signal stops the mesh in order; the second one kills everything at once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -260,7 +263,7 @@ def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Even
 
 
 def _detach(options: argparse.Namespace) -> int:
-    """Start the launcher in the background, show its progress, return when it is ready."""
+    """Start the launcher in the background, show its progress, and return when it is ready."""
     log_file = options.state_dir / "logs" / "launcher.log"
     state.make_private(options.state_dir)
     log_file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -287,7 +290,7 @@ def _detach(options: argparse.Namespace) -> int:
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
     """Show the launcher's lines until its mesh is ready or it has given up.
 
-    Raises CommandFailed if it could not say why.
+    Raises CommandFailed if the launcher ended without a reason.
     """
     has_said = False
     while launcher.poll() is None:
@@ -313,13 +316,15 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
-    """Print a line if it is still read: a mesh does not end with the reader of its progress."""
+    """Print a line if someone still reads: the mesh does not end with the reader of its
+    progress.
+    """
     with contextlib.suppress(OSError):
         _print_line(line)
 
 
 def _print_line(line: str) -> None:
-    """Raises OSError."""
+    """Print a line and flush it. Raises OSError."""
     print(f"pdmesh: {line}", flush=True)
 
 
@@ -338,7 +343,7 @@ def _summary(spec: MeshSpec) -> str:
 
 
 def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec) -> str:
-    """Commands that work as they are printed."""
+    """Suggest commands to try next, which work as they are printed."""
     pdmesh = _own_command()
 
     def own(command: str) -> str:
@@ -359,7 +364,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
         '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of '
         'France?"}], "temperature": 0}'
     )
-    # curl takes brackets for a pattern.
+    # curl reads brackets as a pattern.
     shown_url = f"-g {http_url}" if "[" in http_url else http_url
     return f"""
   OpenAI API   {http_url}/v1      gRPC   {grpc_address}
@@ -375,7 +380,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
 
 
 def _own_command() -> str:
-    """How to type `pdmesh` here: by its path unless it is on the PATH."""
+    """How the user can call `pdmesh`: by its path, unless it is on the PATH."""
     beside = Path(sys.executable).parent / "pdmesh"
     if shutil.which("pdmesh") or not beside.exists():
         return "pdmesh"
