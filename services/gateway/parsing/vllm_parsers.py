@@ -32,6 +32,8 @@ from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, Tex
 
 # Where vLLM's reasoning parsers keep the token that ends the reasoning.
 _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
+_STREAMED: Final = "_streaming_count_valid"  # of a parser: it counts what it was streamed
+_MARKS: Final = ("start_token_id", "end_token_id")
 _MAX_REQUESTS: Final = 8  # the latest ones; each has a few kilobytes, or more with long tools
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
@@ -125,7 +127,7 @@ class ModelParsers:
         )
         prompt = array("I", frame.prompt).tolist()
         text = TextStream(self._decoders[frame.are_special_shown], prompt, rules)
-        return ChoiceParser(parser, request, text, prompt, is_whole=frame.is_whole)
+        return ChoiceParser(parser, request, text, prompt, rules.end_ids, is_whole=frame.is_whole)
 
     def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
         """The request as vLLM's serving layer passes it to a parser, made once for each call."""
@@ -150,9 +152,17 @@ class ChoiceParser:
     """Parses one choice. With `is_whole` it reports nothing before the last token."""
 
     def __init__(
-        self, parser: Any, request: Any, text: TextStream, prompt: list[int], *, is_whole: bool
+        self,
+        parser: Any,
+        request: Any,
+        text: TextStream,
+        prompt: list[int],
+        end_ids: frozenset[int],
+        *,
+        is_whole: bool,
     ) -> None:
         self._parser = parser
+        self._end_ids = end_ids
         self._request = request
         self._text = text
         self._prompt = prompt
@@ -179,7 +189,26 @@ class ChoiceParser:
         return "" if self._text.is_stopped else self._text.finish()
 
     def _num_reasoning_tokens(self) -> int:
-        return int(self._parser.count_reasoning_tokens(self._token_ids))
+        """Those between the marks of the reasoning, as vLLM counts them in a whole answer.
+
+        In a stream vLLM leaves out tokens that add no text at once, such as a part of a character;
+        and where the prompt begins the reasoning, its older parsers count none.
+        """
+        reasoner = self._parser.reasoning_parser
+        if reasoner is None or reasoner.is_reasoning_end(self._prompt):
+            return 0
+        counted = self._token_ids
+        while counted and counted[-1] in self._end_ids:
+            counted = counted[:-1]
+        if hasattr(reasoner, _STREAMED):
+            setattr(reasoner, _STREAMED, False)
+        else:
+            marked = getattr(reasoner, "_parser", reasoner)
+            start, end = (getattr(marked, name, None) for name in _MARKS)
+            if start is not None and end is not None:
+                first = next((i for i in counted if i in (start, end)), None)
+                counted = counted if first == start else [start, *counted]
+        return int(reasoner.count_reasoning_tokens(counted))
 
     def _add(self, pieces: list[ParsedPiece], text: str, ids: list[int], *, is_end: bool) -> None:
         found = self._parser.parse_delta(

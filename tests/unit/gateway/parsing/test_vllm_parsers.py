@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -367,3 +368,46 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
     end = [inner.token_to_id("</think>")] if family.reasoning else []
     assert begins_after(family.prompt) == end
     assert begins_after(f"{family.prompt}<think>\n\n</think>\n\n") == []
+
+
+@pytest.mark.parametrize("begins_in_prompt", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek r1"])
+def test_reasoning_tokens_are_those_between_its_marks_in_streams_and_whole_answers(
+    desk: Any, name: str, begins_in_prompt: bool
+) -> None:
+    """Any tokens: many are parts of a character, and add no text by themselves."""
+    from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
+
+    inner, family, rng = tokenizer_of(name), FAMILIES[name], random.Random(7)
+    begin, end, eos = (inner.token_to_id(t) for t in ("<think>", "</think>", "<eos>"))
+    marks = {inner.token_to_id(mark) for mark in family.plain} | {eos}
+    others = [i for i in range(inner.get_vocab_size()) if i not in marks]
+    prompt = inner.encode("<user>Why?<assistant>").ids + [begin] * begins_in_prompt
+
+    def num_reasoning_tokens(ids: Sequence[int], *, is_whole: bool) -> int:
+        data = array("I", prompt).tobytes()
+        request = request_of(family, tools=None, tool_choice="none")
+        desk.handle(OpenAnswer(1, name, request, data, is_whole, (), 0, False, False, [eos]))
+        return int(desk.handle(FeedAnswer(1, list(ids), True)).num_reasoning_tokens)
+
+    for is_cut in (False, True):
+        for _ in range(20):
+            thought = rng.choices(others, k=rng.randint(1, 30))
+            answer = [] if is_cut else [end, *rng.choices(others, k=rng.randint(0, 10)), eos]
+            ids = [begin] * (not begins_in_prompt) + thought + answer
+            found = [num_reasoning_tokens(ids, is_whole=whole) for whole in (False, True)]
+            assert found == [len(thought)] * 2
+
+
+def test_a_thought_that_the_prompt_has_ended_has_no_tokens(desk: Any) -> None:
+    from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
+
+    inner = tokenizer_of("qwen3")
+    prompt = array("I", inner.encode("<user>Why?<assistant><think>\n\n</think>\n\n").ids).tobytes()
+    request = request_of(FAMILIES["qwen3"], chat_template_kwargs={"enable_thinking": False})
+    ids = inner.encode("So it is.").ids
+    for is_whole in (False, True):
+        desk.handle(OpenAnswer(1, "qwen3", request, prompt, is_whole, (), 0, False, False, []))
+        told = desk.handle(FeedAnswer(1, ids, True))
+        assert told.num_reasoning_tokens == 0
+        assert "".join(piece.content for piece in told.pieces) == "So it is."
