@@ -198,6 +198,7 @@ class Tokenized(Answer):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None
 
 
 class Detokenized(Answer):

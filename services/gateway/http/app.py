@@ -290,12 +290,18 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_tokenize(body, self._intake.ignored(exchange))
-            tokens, context = await tokenized(request, self._frontend, permit.tenant)
+            tokens, model = await tokenized(request, self._frontend, permit.tenant)
             await charged(permit, lambda: permit.charge(len(tokens)))
             permit.settle(len(tokens))
+            strings = await model.tokenizer.strings(tokens) if request.return_token_strs else None
         finally:
             permit.leave()
-        found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
+        found = {
+            "count": len(tokens),
+            "max_model_len": model.context_length,
+            "tokens": tokens.tolist(),
+            "token_strs": strings,
+        }
         await exchange.json(msgspec.json.encode(found))
 
     async def _detokenize(self, exchange: HttpExchange) -> None:

@@ -50,7 +50,8 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model.name, num_logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tokens = await chat_tokens(conversation_of(request), model)
+    has_special = bool(request.add_special_tokens)
+    tokens = await chat_tokens(conversation_of(request), model, add_special_tokens=has_special)
     sampling = await _sampling(request, max_tokens, num_logprobs, model, frontend)
     check_shaping(frontend, model.name, sampling.shaping)
     prompt = _truncated(tokens, request, model.context_length)
@@ -120,9 +121,12 @@ async def completion_spec(
         raise InvalidRequest(
             f"at most {MAX_CHOICES} choices over all prompts are allowed", field="n"
         )
+    has_special = request.add_special_tokens is not False
     prompts = [
         _truncated(
-            await text_tokens(p, model) if isinstance(p, str) else token_array(p),
+            await text_tokens(p, model, add_special_tokens=has_special)
+            if isinstance(p, str)
+            else token_array(p),
             request,
             context,
         )
@@ -158,19 +162,20 @@ async def completion_spec(
 
 async def tokenized(
     request: TokenizeRequest, frontend: Frontend, tenant: Tenant
-) -> tuple[array[int], int]:
-    """The tokens of a request with this prompt or conversation, and the model's context length.
+) -> tuple[array[int], ServedModel]:
+    """The tokens of a request with this prompt or conversation, and its model.
 
     Raises MeshError.
     """
     model = await frontend.served_model(request.model, tenant)
-    if request.messages is not None:
-        variables = template_variables(request.chat_template_kwargs)
-        messages, tools = messages_of(request.messages), tools_of(request.tools)
-        tokens = await chat_tokens(Conversation(messages, tools, variables), model)
+    has_special = request.add_special_tokens
+    if request.messages is None:
+        has_special = has_special is not False
+        tokens = await text_tokens(request.prompt or "", model, add_special_tokens=has_special)
     else:
-        tokens = await text_tokens(request.prompt or "", model)
-    return tokens, model.context_length
+        conversation = conversation_of(request)
+        tokens = await chat_tokens(conversation, model, add_special_tokens=bool(has_special))
+    return tokens, model
 
 
 async def detokenized(request: DetokenizeRequest, frontend: Frontend, tenant: Tenant) -> str:
@@ -181,16 +186,20 @@ async def detokenized(request: DetokenizeRequest, frontend: Frontend, tenant: Te
     return await tokenizer.decode_prompt(ids)
 
 
-async def text_tokens(text: str, model: ServedModel, field: str = "prompt") -> array[int]:
+async def text_tokens(
+    text: str, model: ServedModel, field: str = "prompt", *, add_special_tokens: bool = True
+) -> array[int]:
     """Raises MeshError. A text that cannot fit the context is refused before it is encoded."""
     context = model.context_length
     if len(text) > context * model.tokenizer.max_token_chars:
         raise context_exceeded(f"{len(text)} characters", context, field)
-    return await model.tokenizer.encode(text, add_special_tokens=field == "prompt")
+    return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-async def chat_tokens(conversation: Conversation, model: ServedModel) -> array[int]:
-    """Raises MeshError."""
+async def chat_tokens(
+    conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
+) -> array[int]:
+    """Raises MeshError. Most templates write the special tokens themselves."""
     tokenizer = model.tokenizer
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
@@ -199,7 +208,7 @@ async def chat_tokens(conversation: Conversation, model: ServedModel) -> array[i
         text = await asyncio.to_thread(tokenizer.render_chat, conversation)
     else:
         text = tokenizer.render_chat(conversation)
-    return await text_tokens(text, model, "messages")
+    return await text_tokens(text, model, "messages", add_special_tokens=add_special_tokens)
 
 
 MAX_VARIABLES: Final = 256
@@ -222,12 +231,15 @@ def template_variables(
     return variables
 
 
-def conversation_of(request: ChatCompletionRequest) -> Conversation:
+def conversation_of(request: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     """Raises InvalidRequest."""
+    effort = request.reasoning_effort if isinstance(request, ChatCompletionRequest) else None
     return Conversation(
-        messages_of(request.messages),
+        messages_of(request.messages or []),
         tools_of(request.tools),
-        template_variables(request.chat_template_kwargs, request.reasoning_effort),
+        template_variables(request.chat_template_kwargs, effort),
+        request.add_generation_prompt is not False,
+        bool(request.continue_final_message),
     )
 
 

@@ -110,7 +110,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     vllm_xargs: _Anything = None
     mm_payload: _Anything = None
     response_format: ResponseFormat | None = None
-    add_special_tokens: _Anything = None
+    add_special_tokens: bool | None = None
     ignore_eos: bool = False
     cache_salt: told.Name = ""
     chat_id: told.Name = ""
@@ -134,8 +134,8 @@ class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     function_call: _Anything = None
     chat_template: _Anything = None
     chat_template_kwargs: dict[str, _Anything] | None = None
-    add_generation_prompt: _Anything = None
-    continue_final_message: _Anything = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     documents: _Anything = None
     echo: _Anything = None
     include_reasoning: bool | None = None
@@ -161,13 +161,23 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM's /tokenize: either `prompt` or `messages` is set."""
+    """As in vLLM's /tokenize: either `prompt` or `messages` is set.
+
+    The fields after `messages` need messages.
+    """
 
     model: told.Name
     prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
     messages: Annotated[list[ChatMessage], told.entries(1, MAX_MESSAGES)] | None = None
     tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: _Anything = None
     chat_template_kwargs: dict[str, _Anything] | None = None
+    mm_processor_kwargs: _Anything = None
+    media_io_kwargs: _Anything = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -193,8 +203,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "vllm_xargs": ({},),
     "mm_payload": (),
     "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
@@ -210,16 +218,19 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
-# Each endpoint itself decides what it adds to the prompt, so clients cannot change these.
 _NEUTRAL_CHAT: Final = {
     **{f: v for f, v in _NEUTRAL.items() if f in ChatCompletionRequest.__struct_fields__},
-    "add_special_tokens": (False,),
     "echo": (False,),
 }
 _NEUTRAL_COMPLETION: Final = {
-    **{f: v for f, v in _NEUTRAL.items() if f in CompletionRequest.__struct_fields__},
-    "add_special_tokens": (True,),
+    f: v for f, v in _NEUTRAL.items() if f in CompletionRequest.__struct_fields__
 }
+_NEUTRAL_TOKENIZE: Final = {
+    f: v for f, v in _NEUTRAL.items() if f in TokenizeRequest.__struct_fields__
+}
+_OF_MESSAGES: Final = (
+    "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+)  # fmt: skip
 
 _NESTED_COMMON: Final[Mapping[str, type[msgspec.Struct]]] = {
     "stream_options": StreamOptions,
@@ -243,7 +254,11 @@ _NESTED: Final[Nested] = {
 
 def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[object, ...]]:
     """The unsupported fields of a request, with their values that have no effect."""
-    found = {ChatCompletionRequest: _NEUTRAL_CHAT, CompletionRequest: _NEUTRAL_COMPLETION}
+    found: Mapping[type[msgspec.Struct], Mapping[str, tuple[object, ...]]] = {
+        ChatCompletionRequest: _NEUTRAL_CHAT,
+        CompletionRequest: _NEUTRAL_COMPLETION,
+        TokenizeRequest: _NEUTRAL_TOKENIZE,
+    }
     return found.get(struct, {})
 
 
@@ -269,6 +284,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
     check_messages(request.messages)
     check_tools(request.tools, request.tool_choice)
     check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    _check_end(request)
     in_range("max_completion_tokens", request.max_completion_tokens, 1, MAX_TOKENS)
     in_range("top_logprobs", request.top_logprobs, 0, 20)
     if request.top_logprobs is not None and not request.logprobs:
@@ -290,8 +306,14 @@ def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeReq
     request = decoded(_tokenize_decoder, _NESTED, body, ignored)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
+    _check_neutral(request, _NEUTRAL_TOKENIZE)
     if request.messages is not None:
         check_messages(request.messages)
+        _check_end(request)
+    else:
+        for field in _OF_MESSAGES:
+            if getattr(request, field) is not None:
+                raise InvalidRequest(f"{field} needs messages", field=field)
     check_tools(request.tools, None)
     check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
@@ -356,12 +378,23 @@ def _is_same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def _check_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
     for field, values in neutral.items():
         value = getattr(request, field)
         if value is not None and not any(_is_same(value, each) for each in values):
             message = f"{field} is not supported"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+
+
+def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
+    """Of the prompt, which is within the final message or after it."""
+    if request.continue_final_message and request.add_generation_prompt is not False:
+        message = "continue_final_message needs add_generation_prompt to be false"
+        raise InvalidRequest(message, field="continue_final_message")
+
+
+def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    _check_neutral(request, neutral)
     max_tokens = None if is_echo_alone(request) else request.max_tokens
     check_sampling(max_tokens=max_tokens, temperature=request.temperature, top_p=request.top_p)
     in_range("prompt_logprobs", request.prompt_logprobs, 0, 20)

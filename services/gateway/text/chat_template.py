@@ -40,6 +40,8 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
+# Marks where the final message ends in the prompt. A template may trim the space.
+_END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 # Appears only if the template prints a part as a whole instead of its text.
 _TRIED_KEY: Final = "pdmesh-key"
 
@@ -60,11 +62,17 @@ RESERVED_VARIABLES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The source of a prompt. `variables`: the template's variables that the client set."""
+    """The source of a prompt. `variables`: the template's variables that the client set.
+
+    The prompt ends with the beginning of the model's message (`add_generation_prompt`), or within
+    the final message (`continue_final_message`).
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -100,14 +108,18 @@ class ChatTemplate:
         long.
         """
         messages = conversation.messages
+        if conversation.continue_final_message:
+            messages = [*messages[:-1], _tagged(messages[-1])]
         if not self._knows_developer and any(m["role"] == "developer" for m in messages):
             messages = _with_one_system([{**m, "role": _undeveloped(m["role"])} for m in messages])
         given = conversation.variables
-        return self._render(
+        text = self._render(
             [{**m, "content": self._as_read(m)} for m in messages],
             conversation.tools,
             {name: given[name] for name in given.keys() & self._variables} if given else given,
+            add_generation_prompt=conversation.add_generation_prompt,
         )
+        return _open_ended(text) if conversation.continue_final_message else text
 
     def _as_read(self, message: Message) -> str | list[dict[str, str]]:
         content = message["content"]
@@ -132,6 +144,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         parts: list[str] = []
         num_chars = 0
@@ -140,7 +154,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **variables},
             ):
                 parts.append(part)
@@ -153,6 +167,25 @@ class ChatTemplate:
                 field="messages",
             ) from exc
         return "".join(parts)
+
+
+def _tagged(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _END_TAG}
+    assert isinstance(content, list | tuple)
+    if not content:
+        raise InvalidRequest("the final message has no text to continue", field="messages")
+    return {**message, "content": [*content[:-1], content[-1] + _END_TAG]}
+
+
+def _open_ended(text: str) -> str:
+    """The prompt up to the end of the final message, as Hugging Face cuts it."""
+    at = text.rfind(_END_TAG.strip())
+    if at < 0:
+        message = "the model's chat template leaves out the final message, so it cannot go on"
+        raise InvalidRequest(message, field="continue_final_message")
+    return text[:at] if text.startswith(_END_TAG, at) else text[:at].rstrip()
 
 
 def _undeveloped(role: object) -> object:

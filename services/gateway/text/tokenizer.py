@@ -163,6 +163,15 @@ class Tokenizer:
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
+    async def strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, which need not be text."""
+        if len(token_ids) <= _INLINE_CHARS:
+            return self._strings(token_ids)
+        return await asyncio.to_thread(self._strings, token_ids)
+
+    def _strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._inner.id_to_token(token_id) or "" for token_id in token_ids]
+
     async def encode_words(self, words: Sequence[str]) -> list[array[int]]:
         """Encode each word by itself, without special tokens."""
         if sum(map(len, words)) <= _INLINE_CHARS:

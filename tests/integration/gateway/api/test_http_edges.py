@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from openai.types import Completion
+from tokenizers.processors import TemplateProcessing
 
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
@@ -49,6 +50,81 @@ async def test_tokens_are_those_that_a_request_would_have(
         for body in ({"model": "tiny"}, {"model": "tiny", "prompt": "ab", "messages": chat}):
             refused = await http.post(url, json=body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_tokenize_takes_the_fields_of_vllm(mesh: GatewayMesh) -> None:
+    mesh.tokenizer._inner.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", EOS)]
+    )
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So "}]
+    user, tools = chat[:1], [{"type": "function", "function": {"name": "f"}}]
+    async with httpx.AsyncClient(base_url=mesh.url) as http:
+
+        async def told(**fields: object) -> httpx.Response:
+            return await http.post("/tokenize", json={"model": "tiny", **fields})
+
+        async def text_of(**fields: object) -> str:
+            answer = (await told(**fields)).json()
+            assert answer["count"] == len(answer["tokens"])
+            asked = {"model": "tiny", "tokens": answer["tokens"]}
+            return str((await http.post("/detokenize", json=asked)).json()["prompt"])
+
+        rendered = mesh.chat_prompt("hi")
+        assert await text_of(prompt="ab") == "<eos>ab"
+        assert await text_of(prompt="ab", add_special_tokens=False) == "ab"
+        assert await text_of(messages=user, tools=tools) == rendered
+        assert await text_of(messages=user, add_special_tokens=True) == f"<eos>{rendered}"
+        unopened = rendered.removesuffix("<assistant>")
+        assert await text_of(messages=user, add_generation_prompt=False) == unopened
+        continued: dict[str, object] = {"messages": chat, "continue_final_message": True}
+        assert (await text_of(**continued, add_generation_prompt=False)).endswith("So ")
+        assert (await told(prompt="a b")).json()["token_strs"] is None
+        strings = (await told(prompt="a b", return_token_strs=True)).json()["token_strs"]
+        assert strings == ["<eos>", "a", "\u0120", "b"]
+        for fields, field in (
+            (continued, "continue_final_message"),
+            ({**continued, "add_generation_prompt": True}, "continue_final_message"),
+            ({"messages": user, "chat_template": "{{ 1 }}"}, "chat_template"),
+            ({"messages": user, "media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
+            ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+            ({"prompt": "a", "tools": tools}, "tools"),
+            ({"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+        ):
+            refused = await told(**fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+async def test_a_prompt_has_special_tokens_as_its_client_says(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    mesh.tokenizer._inner.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", EOS)]
+    )
+    chat: Any = [{"role": "user", "content": "hi"}]
+    for given, num_more in ((None, 1), (True, 1), (False, 0)):
+        completion = await client.completions.create(
+            model="tiny", prompt="ab", max_tokens=1, extra_body={"add_special_tokens": given}
+        )
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == 2 + num_more
+    for given, num_more in ((None, 0), (True, 1), (False, 0)):
+        answer = await client.chat.completions.create(
+            model="tiny", messages=chat, max_tokens=1, extra_body={"add_special_tokens": given}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(mesh.chat_prompt("hi")) + num_more
+
+
+async def test_a_chat_goes_on_with_its_final_message(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    begun: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So "}]
+    further = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = await client.chat.completions.create(
+        model="tiny", messages=begun, max_tokens=8, extra_body=further
+    )
+    prompt = f"{mesh.chat_prompt('hi')}So "
+    assert answer.choices[0].message.content == mesh.expected_text(prompt, 8)
 
 
 async def test_tokens_become_the_text_that_they_were(mesh: GatewayMesh) -> None:

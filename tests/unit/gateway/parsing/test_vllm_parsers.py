@@ -379,7 +379,7 @@ def test_reasoning_tokens_are_those_between_its_marks_in_streams_and_whole_answe
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
 
     inner, family, rng = tokenizer_of(name), FAMILIES[name], random.Random(7)
-    begin, end, eos = (inner.token_to_id(t) for t in ("<think>", "</think>", "<eos>"))
+    begin, end, eos = map(inner.get_vocab().__getitem__, ("<think>", "</think>", "<eos>"))
     marks = {inner.token_to_id(mark) for mark in family.plain} | {eos}
     others = [i for i in range(inner.get_vocab_size()) if i not in marks]
     prompt = inner.encode("<user>Why?<assistant>").ids + [begin] * begins_in_prompt

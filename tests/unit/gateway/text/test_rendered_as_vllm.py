@@ -181,6 +181,13 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "messages": [{"role": "system", "content": "A"}, ASKED[0],
                      {"role": "developer", "content": [text_part("B"), text_part("C")]}],
         "tools": [BARE]},
+    "no generation prompt": {"messages": ASKED[:1], "add_generation_prompt": False},
+    "a message to continue": {
+        "messages": [ASKED[0], {"role": "assistant", "content": "It is "}],
+        "add_generation_prompt": False, "continue_final_message": True},
+    "parts to continue": {
+        "messages": [{"role": "user", "content": [text_part("One"), text_part("Two")]}],
+        "tools": [BARE], "add_generation_prompt": False, "continue_final_message": True},
     "a billing line": {
         "messages": [{"role": "system", "content": "x-anthropic-billing-header: 1\nBe kind."},
                      ASKED[0]]},
