@@ -1,4 +1,4 @@
-"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, litellm.
+"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, litellm, aiperf.
 
 Each has an environment of its own, since they need other versions of what tests need. It is made
 when it is first wanted, as `make setup` makes the tests' own.
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.gateway_mesh import GatewayMesh
+from tests.fakes.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[4]
@@ -68,3 +69,28 @@ async def test_litellm_as_to_openai_and_as_to_vllm(mesh: GatewayMesh) -> None:
         assert found[f"{provider}, usage"] == 8
         assert found[f"{provider}, shaped"]
     assert found["completion"] == mesh.expected_text("hello", 8)
+
+
+@pytest.mark.parametrize("door", ["chat", "completions", "responses", "messages"])
+async def test_aiperf_measures_each_door(mesh: GatewayMesh, tmp_path: Path, door: str) -> None:
+    python = await asyncio.to_thread(python_with, "aiperf")
+    tokenizer = write_tiny_model(tmp_path / "tiny")
+    process = await asyncio.create_subprocess_exec(
+        *(str(Path(python).with_name("aiperf")), "profile", "--model-names", "tiny"),
+        *("--url", mesh.url, "--endpoint-type", door, "--streaming"),
+        *("--tokenizer", str(tokenizer), "--ui", "none"),
+        *("--request-count", "12", "--concurrency", "3"),
+        *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
+        *("--artifact-dir", str(tmp_path / "artifacts")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    log, _ = await process.communicate()
+    assert process.returncode == 0, log.decode()[-3000:]
+    found = json.loads((tmp_path / "artifacts" / "profile_export_aiperf.json").read_text())
+    assert found["is_complete"]
+    assert not found["error_summary"]
+    assert found["request_count"]["avg"] == 12
+    assert found["time_to_first_token"]["count"] == 12, "each answer was streamed"
+    if door != "responses":  # aiperf does not read the usage of an answer that `max_tokens` ended
+        assert found["total_usage_completion_tokens"]["avg"] == 12 * 8
