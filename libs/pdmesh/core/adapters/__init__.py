@@ -1,1 +1,1 @@
-"""LoRA adapters: what names one, whether it fits a model, and which ones an engine holds."""
+"""LoRA adapters: how one is identified, whether it fits a model, and which ones an engine holds."""

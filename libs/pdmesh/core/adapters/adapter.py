@@ -1,7 +1,7 @@
-"""What names a LoRA adapter: operators and clients by its name, the mesh by its content.
+"""Identifies a LoRA adapter: by its name for operators and clients, by its content for the mesh.
 
-A name may be given other content at any time. So all that depends on the content (names of KV
-blocks, an engine's slot, the tokens of a request to its end) goes by the digest.
+An operator may give a name new content at any time. So the digest identifies the adapter wherever
+the content matters: in the names of KV blocks, in an engine's slots, and for a running request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_PATH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`digest`: SHA-256 of its files, hex. `path`: the folder of them, as instances see it."""
+    """`digest`: the SHA-256 of its files, in hex. `path`: their folder, as instances see it."""
 
     name: str
     digest: str
@@ -36,7 +36,7 @@ class Adapter:
 def check_name(name: str, field: str = "name") -> None:
     """Raises InvalidRequest."""
     if not NAME.fullmatch(name):
-        text = "an adapter's name is letters, digits, - and _, at most 63"
+        text = "an adapter's name has 1 to 63 letters, digits, - and _"
         raise InvalidRequest(f"{text}; not {shortened(name)!r}", field=field)
 
 

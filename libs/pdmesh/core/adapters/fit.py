@@ -1,6 +1,6 @@
-"""Decides whether an adapter can be used with a model, from its settings and its tensors' shapes.
+"""Decides from an adapter's settings and tensor shapes whether it can be used with a model.
 
-An engine copies an adapter's tensors into slots of the model's sizes and checks little of them. So
+An engine copies an adapter's tensors into slots of the model's sizes, and hardly checks them. So
 an adapter for another model must not reach the engine.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+Shapes = Mapping[str, tuple[int, ...]]  # the shapes of tensors, by name
 
 # PEFT's settings that change what an adapter computes, and that vLLM does not implement.
 _UNSUPPORTED: Final = (
@@ -23,7 +23,7 @@ _SIDES: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter's files say. `settings` is adapter_config.json."""
+    """The content of an adapter's files. `settings` is adapter_config.json."""
 
     digest: str
     num_bytes: int
@@ -32,14 +32,14 @@ class AdapterFacts:
 
     @property
     def rank(self) -> int:
-        """The highest of its modules."""
+        """The highest rank of its modules."""
         return max((min(shape) for shape in self.shapes.values() if shape), default=0)
 
 
 def misfit(facts: AdapterFacts, max_rank: int, base: Shapes | None) -> str:
-    """Why it cannot be used; empty if it can.
+    """Why the adapter cannot be used; empty if it can.
 
-    `base`: the model's weights; None if they do not show its layers' sizes (quantised ones).
+    `base`: the shapes of the model's weights. None: they do not show the layers' sizes (quantised).
     """
     if why := _unsupported(facts.settings):
         return why

@@ -1,9 +1,10 @@
-"""Which adapters an engine holds: loaded on first use, unloaded for another one or when removed.
+"""Decides which adapters an engine holds.
 
-An engine has few slots. An adapter in a slot stays while any leg uses it; the one that was used
-least recently makes room for another. One slot changes at a time. A leg whose adapter finds no room
-waits: admission lets in no more adapters than there are slots, so it waits only for legs that have
-just been aborted.
+An adapter is loaded on its first use. It is unloaded when another one needs its slot, or when it is
+removed. An engine has few slots. An adapter stays in its slot while any leg uses it, and the least
+recently used one makes room for another. Only one slot changes at a time. A leg waits if there is
+no room for its adapter. Admission accepts no more adapters than there are slots, so such a leg
+waits only for legs that have just been aborted.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from pdmesh.core.adapters.adapter import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Answered by `loaded` or `failed`."""
+    """Load an adapter; `loaded` or `failed` follows."""
 
     adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Answered by `unloaded`."""
+    """Unload an adapter; `unloaded` follows."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The leg's adapter is loaded, and stays until the leg has left."""
+    """The leg's adapter is loaded, and stays until the leg leaves."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class CannotUse:
-    """The leg's adapter could not be loaded. The leg has left by that."""
+    """The leg's adapter could not be loaded, so the shelf has removed the leg."""
 
     leg: int
     why: str
@@ -50,15 +51,16 @@ Effect = Load | Unload | Ready | CannotUse
 @dataclass(slots=True)
 class AdapterShelf:
     num_slots: int
-    _legs: dict[int, Adapter] = field(default_factory=dict)  # those that wait, too
+    _legs: dict[int, Adapter] = field(default_factory=dict)  # including legs that wait
     _waiting: dict[int, None] = field(default_factory=dict)  # in order of arrival
-    _loaded: OrderedDict[str, None] = field(default_factory=OrderedDict)  # last used, last
-    _moving: str | None = None  # is being loaded or unloaded
-    _kept: frozenset[str] | None = None  # what is registered; None: not known yet
+    # The most recently used is last.
+    _loaded: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _moving: str | None = None  # the adapter that is being loaded or unloaded
+    _kept: frozenset[str] | None = None  # the registered adapters; None: not known yet
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Digests, in order."""
+        """The digests of the loaded adapters, in order."""
         return tuple(sorted(self._loaded))
 
     @property
@@ -66,21 +68,21 @@ class AdapterShelf:
         return len(self._waiting)
 
     def wanted(self, leg: int, adapter: Adapter) -> list[Effect]:
-        """A leg needs an adapter; answered by Ready or CannotUse, perhaps later."""
+        """A leg needs an adapter. Ready or CannotUse follows, now or later."""
         assert leg not in self._legs
         self._legs[leg] = adapter
         self._waiting[leg] = None
         return self._advance()
 
     def left(self, leg: int) -> list[Effect]:
-        """The leg needs its adapter no more; unknown ones are ignored."""
+        """A leg no longer needs its adapter. Unknown legs are ignored."""
         if self._legs.pop(leg, None) is None:
             return []
         self._waiting.pop(leg, None)
         return self._advance()
 
     def keep(self, digests: Iterable[str]) -> list[Effect]:
-        """These are registered: others are unloaded as soon as no leg uses them."""
+        """Note the registered adapters. Others are unloaded as soon as no leg uses them."""
         self._kept = frozenset(digests)
         return self._advance()
 
@@ -90,7 +92,7 @@ class AdapterShelf:
         return self._advance()
 
     def failed(self, digest: str, why: str) -> list[Effect]:
-        """It could not be loaded: the legs that wait for it are told."""
+        """An adapter could not be loaded, so the legs that wait for it cannot use it."""
         self._moved(digest)
         lost = [leg for leg in self._waiting if self._legs[leg].digest == digest]
         for leg in lost:

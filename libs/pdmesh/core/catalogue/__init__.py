@@ -1,1 +1,1 @@
-"""Which models a mesh serves, what a request's names mean, and which tokenizers stay in memory."""
+"""Decides which models a mesh serves, what names mean, and which tokenizers stay in memory."""

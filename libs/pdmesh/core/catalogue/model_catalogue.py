@@ -19,7 +19,7 @@ FORGET_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Offer:
-    """Instances take requests for this model in this scenario; empty: in all scenarios."""
+    """Instances accept requests for this model in this scenario, or if it is empty, in all."""
 
     model: str
     scenario: str
@@ -27,15 +27,15 @@ class Offer:
 
 @dataclass(slots=True)
 class ModelCatalogue:
-    """`preferred` is the model that `default` means, served or not; empty: no model is."""
+    """`preferred` is the model that `default` means, whether served or not. It may be empty."""
 
     preferred: str = ""
-    # For each model and scenario: when the model was last offered there; inf: it is offered now.
+    # When the model was last offered, by model and scenario; inf: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
 
     def see(self, offers: Collection[Offer], now: float) -> None:
-        """`offers` are all that exist now. Call it whenever they may have changed."""
+        """Take all current offers. Call this whenever they may have changed."""
         for model, seen in list(self._seen.items()):
             for scenario, left_at in list(seen.items()):
                 if left_at == _NOW and Offer(model, scenario) not in offers:
@@ -49,14 +49,15 @@ class ModelCatalogue:
             self._since.setdefault(offer.model, now)
 
     def since(self, model: str) -> float | None:
-        """When it was first served; None if it is unknown or forgotten."""
+        """When the model was first served; None if it is unknown or forgotten."""
         return self._since.get(model)
 
     def resolve(self, asked: str, scenario: str, now: float) -> str | None:
-        """The model that a request means; None: no model has or lately had that name.
+        """The model that a request means, or None if no model has or lately had that name.
 
-        `default` is the preferred model. If none is preferred, it is a model of the request's
-        scenario: served rather than away, and the first by name. So all gateways choose the same.
+        `default` is the preferred model. If none is preferred, it is the first model by name of the
+        request's scenario, and a served model comes before one that is away. So all gateways choose
+        the same model.
         """
         if self._is_known(asked, now):  # a model may be called `default`
             return asked
@@ -78,8 +79,8 @@ class ModelCatalogue:
     def scenario_of(self, model: str, now: float) -> str:
         """The scenario of a request that names this model but no scenario.
 
-        It is `default` if the model is served there, otherwise the first scenario by name that
-        serves the model: the model's name says enough.
+        It is `default` if the model is served there, and otherwise the first scenario by name that
+        serves the model.
         """
         seen = self._seen.get(model, _NOWHERE)
         known = [s for s, left_at in seen.items() if now - left_at < FORGET_S]

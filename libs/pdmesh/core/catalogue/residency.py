@@ -1,8 +1,7 @@
-"""Decides which tokenizers stay in memory, and when one that could not be loaded is tried again.
+"""Decides which tokenizers stay in memory, and when to retry one that could not be loaded.
 
-The tokenizers in memory together take at most `max_bytes`, by their own estimates: the least
-recently used leave. The last one that was loaded stays even if it is larger, for a request waits
-for it.
+All tokenizers in memory take at most `max_bytes`, by their estimated sizes. The least recently used
+leave first. The last one that was loaded stays even if it is larger: a request waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Final
 
 _FIRST_RETRY_S: Final = 5.0
 _LONGEST_RETRY_S: Final = 120.0
-_MAX_FAILURES: Final = 1024  # the failures that are remembered
+_MAX_FAILURES: Final = 1024  # the number of failures to remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,19 @@ class Residency:
     max_bytes: int
     num_evicted: int = 0
     num_bytes: int = 0
-    _sizes: dict[str, int] = field(default_factory=dict)  # by key, least recently used first
+    # Sizes by key, the least recently used first.
+    _sizes: dict[str, int] = field(default_factory=dict)
     _failures: dict[str, _Failure] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def used(self, key: str) -> None:
-        """The tokenizer was used just now."""
+        """Note that the tokenizer is used now."""
         self._sizes[key] = self._sizes.pop(key)
 
     def loaded(self, key: str, num_bytes: int) -> list[str]:
-        """Returns the keys of the tokenizers that must leave to make room for it."""
+        """Add a tokenizer. Return the keys of those that must leave to make room for it."""
         assert key not in self._sizes
         self._failures.pop(key, None)
         self._sizes[key] = num_bytes
@@ -53,7 +53,10 @@ class Residency:
         return leaving
 
     def failed(self, key: str, now: float) -> float:
-        """It could not be loaded. Returns when it may be tried again; each wait is longer."""
+        """Note a failure to load it, and return when to retry.
+
+        Each wait is longer than the last.
+        """
         before = self._failures.pop(key, None)
         num_times = 1 + (before.num_times if before is not None else 0)
         wait_s = min(_FIRST_RETRY_S * 2.0 ** min(num_times - 1, 10), _LONGEST_RETRY_S)
@@ -63,7 +66,7 @@ class Residency:
         return now + wait_s
 
     def retry_at(self, key: str, now: float) -> float | None:
-        """When it may be tried again; None: now."""
+        """When the load may be retried; None: now."""
         failure = self._failures.get(key)
         return failure.retry_at if failure is not None and failure.retry_at > now else None
 

@@ -1,1 +1,1 @@
-"""What a request says about how its tokens are drawn, and which text ends its answer."""
+"""How the tokens of a request are drawn, and which text ends its answer."""

@@ -1,8 +1,8 @@
-"""The form that an answer has to have for tool calls, from vLLM's terms to a grammar in Lark.
+"""Converts the form of tool calls from vLLM's structural tags to grammars in Lark.
 
-vLLM says it as a structural tag of xgrammar: a tree of texts, JSON schemas and repetitions. Engines
-of the mesh take llguidance's grammars. Forms of XML are in neither's common language: they are
-refused, not loosened.
+vLLM describes the form as a structural tag of xgrammar: a tree of texts, JSON schemas and
+repetitions. The mesh's engines take grammars of llguidance. Tool calls in XML cannot be converted,
+so they are refused.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Final
 
 _MAX_DEPTH: Final = 16
 _TEXT: Final = "TAG_TEXT: /(.|\\n)*/"
-# Where arguments may be anything, they are an object all the same: no tool takes anything else.
+# If the arguments may be anything, they still must be an object: tools take nothing else.
 _OBJECT: Final = '{"type": "object"}'
 
-# Any: parsed JSON, of which each function below reads what it knows.
+# Any: parsed JSON. Each function below reads the parts that it knows.
 _Node = Mapping[str, Any]
 
 
 class NoGrammar(ValueError):
-    """The form has a part that the grammars have no words for."""
+    """The form has a part that grammars cannot express."""
 
 
 def call_grammar(tag: _Node) -> str:
-    """`tag`: a structural tag with a format. Raises NoGrammar."""
+    """The grammar of `tag`, a structural tag with a format. Raises NoGrammar."""
     grammar = _Grammar()
     node = tag.get("format")
     if not isinstance(node, Mapping):
@@ -50,7 +50,7 @@ class _Grammar:
         return write(self, node, depth + 1)
 
     def free_text_with(self, node: _Node) -> str:
-        """Any text, in which a trigger begins one of the tags."""
+        """The rule for any text in which each trigger begins one of the tags."""
         self.rules.append(_TEXT)
         alternatives = []
         for trigger in node["triggers"]:
@@ -94,7 +94,7 @@ class _Grammar:
         return self._rule(" ".join(part for part in parts if part))
 
     def tags(self, node: _Node, depth: int) -> str:
-        """One of the tags, again and again."""
+        """The rule for a sequence of the tags."""
         one = self._either(node["tags"], depth)
         separator = _literal(node.get("separator", ""))
         more = one if node.get("stop_after_first") else self._rule(f"{one} ({separator} {one})*")

@@ -1,7 +1,7 @@
-"""What an answer must look like, and at which of its tokens that begins.
+"""The form that an answer must have, and the token at which that form begins.
 
-A constraint holds for the whole answer, whichever engines draw its tokens. An engine that goes on
-with an answer first gives its matcher the tokens that were drawn elsewhere.
+A constraint holds for the whole answer, whichever engines draw its tokens. An engine that continues
+an answer first passes its matcher the tokens that other engines drew.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_MARKER: Final = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`grammar` is in llguidance's form, as the gateway checked it.
+    """`grammar` is in llguidance's form. The gateway has checked it.
 
-    The grammar begins after the token ids `begins_after`: the end of the reasoning. Empty: with the
-    first token of the answer.
+    The grammar begins after the token ids `begins_after`, which end the reasoning. If they are
+    empty, it begins with the first token of the answer.
     """
 
     grammar: str
@@ -40,7 +40,7 @@ class Constraint:
 
 
 class ConstraintStart:
-    """Tells the tokens before the beginning of a constraint from those that it is about."""
+    """Separates the tokens before the beginning of a constraint from those that it applies to."""
 
     __slots__ = ("_before", "_marker", "_num_after", "has_begun")
 
@@ -51,7 +51,7 @@ class ConstraintStart:
         self.has_begun = not self._marker
 
     def after(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of the answer's next tokens that the constraint is about."""
+        """The part of the answer's next tokens that the constraint applies to."""
         num_before = 0
         while not self.has_begun and num_before < len(token_ids):
             self._before.append(token_ids[num_before])
@@ -61,7 +61,7 @@ class ConstraintStart:
         return token_ids[num_before:] if num_before else token_ids
 
     def take_back(self, num_tokens: int) -> int:
-        """Forget the last tokens; returns how many of them the constraint was about."""
+        """Forget the last tokens. Return how many of them the constraint applied to."""
         num_after = min(num_tokens, self._num_after)
         self._num_after -= num_after
         if num_before := num_tokens - num_after:

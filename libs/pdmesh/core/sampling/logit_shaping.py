@@ -1,8 +1,7 @@
-"""What a request changes of the model's logits before a token is drawn.
+"""How a request changes the model's logits before a token is drawn.
 
-Names and meanings are those of vLLM's `SamplingParams`. Fields that depend on the answer's tokens
-(penalties, `min_tokens`, `bad_words`) count all of these tokens, on whatever instance they were
-drawn.
+Names and meanings are those of vLLM's `SamplingParams`. Penalties, `min_tokens` and `bad_words`
+depend on the answer's tokens. They count all of these tokens, whichever instances drew them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ class LogitShaping:
     top_k: int = 0
     min_p: float = 0.0
     min_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    # Token ids, each with the value that is added to its logit.
+    logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
 
     def check(self, vocab_size: int, max_tokens: int | None = None) -> None:
-        """Raises InvalidRequest with the field. NaN is in no range."""
+        """Raises InvalidRequest with the field. NaN is outside every range."""
         _in_range("presence_penalty", self.presence_penalty, -2, 2)
         _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _in_range("min_p", self.min_p, 0, 1)

@@ -1,10 +1,11 @@
 """Finds stop strings in text that arrives in pieces.
 
-A tail that may begin a stop string is held back until more text decides. Where the pieces are cut
-never changes the result: the first stop string to be complete wins, and the text before it is kept.
+A tail that may begin a stop string is held back until more text decides. The first stop string that
+is complete ends the text, and the text before it is kept. The result does not depend on how the
+text is divided into pieces.
 
-Each character is looked at once for each stop string (Knuth, Morris and Pratt), however repetitive
-the strings are.
+Each stop string needs one step for each character (Knuth, Morris and Pratt), even if the strings
+are repetitive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 
 class _Matcher:
-    """Counts how much of `stop` the text so far ends with."""
+    """Tracks how many characters of `stop` are at the end of the text."""
 
     __slots__ = ("_borders", "_stop", "num_matched")
 
@@ -27,7 +28,7 @@ class _Matcher:
         stop, borders, num = self._stop, self._borders, self.num_matched
         at, size = 0, len(piece)
         while at < size:
-            if not num:  # most of the text: the library's search is much faster
+            if not num:  # the usual case, in which Python's own search is much faster
                 at = piece.find(stop[0], at)
                 if at < 0:
                     break
@@ -43,13 +44,13 @@ class _Matcher:
         return None
 
     def pass_over(self, piece: str) -> None:
-        """Like `feed`, but it goes on after a complete stop string."""
+        """As `feed`, but a complete stop string does not end the text."""
         while (end := self.feed(piece)) is not None:
             piece = piece[end:]
 
 
 class StopText:
-    """`is_shown`: the text includes the stop string that ends it."""
+    """With `is_shown`, the text includes the stop string that ends it."""
 
     __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped", "stopped_by")
 
@@ -65,7 +66,7 @@ class StopText:
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
         """The text that may be shown now; empty once `is_stopped`.
 
-        A stop string that becomes complete while `may_stop` is false is ordinary text.
+        While `may_stop` is false, a complete stop string is ordinary text.
         """
         if self.is_stopped:
             return ""
@@ -91,13 +92,15 @@ class StopText:
         return text[:shown]
 
     def flush(self) -> str:
-        """The held tail, once nothing can complete it."""
+        """The tail that was held back, once no more text can come."""
         tail, self._held = self._held, ""
         return tail
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper prefix that also ends it."""
+    """The border lengths: for each prefix of `stop`, its longest proper prefix that also ends
+    it.
+    """
     borders, num = [0], 0
     for char in stop[1:]:
         while num and char != stop[num]:

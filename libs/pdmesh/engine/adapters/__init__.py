@@ -1,1 +1,1 @@
-"""LoRA adapters at an engine: read, verified, copied, loaded on first use, unloaded when idle."""
+"""LoRA adapters of an engine: reads, verifies, copies, loads and unloads them."""

@@ -1,7 +1,7 @@
-"""The shell of `AdapterShelf`: copies, verifies, loads and unloads adapters beside the event loop.
+"""The shell of `AdapterShelf`: copies, verifies, loads and unloads adapters in the background.
 
-An adapter is loaded from a private copy that was hashed as it was made. So an engine never computes
-with other content than the digest says, whatever becomes of the operator's folder meanwhile.
+An adapter is loaded from a private copy, which is hashed while it is made. So the content that an
+engine computes with always matches the digest, even if the operator's folder changes later.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-_INSPECTIONS: Final = 2  # at once
+_INSPECTIONS: Final = 2  # that run at once
 
 
 class AdapterLoader(Protocol):
-    """Puts adapters into an engine's slots. At most one call is under way."""
+    """Puts adapters into an engine's slots. At most one call runs at a time."""
 
     async def load(self, digest: str, folder: Path) -> None:
-        """`folder` stays as it is until `unload`. Raises AdapterUnusable."""
+        """Load an adapter. `folder` does not change until `unload`. Raises AdapterUnusable."""
         ...
 
     async def unload(self, digest: str) -> None: ...
@@ -40,7 +40,7 @@ class AdapterLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """`base`: the shapes of the model's weights; None: not known."""
+    """`base`: the shapes of the model's weights; None if they are not known."""
 
     num_slots: int
     max_rank: int
@@ -54,7 +54,10 @@ class _Asker:
 
 
 class AdapterHost:
-    """`folder` is this engine's own, and empty. `die`: the engine's state is not known any more."""
+    """`folder` is this engine's own, and empty.
+
+    `die` is called if the engine's state is unknown.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class AdapterHost:
 
     @property
     def is_idle(self) -> bool:
-        """No leg uses an adapter or waits for one."""
+        """Whether no leg uses an adapter or waits for one."""
         self._shelf.check_invariants()
         return not self._askers and not self._shelf.num_waiting
 
@@ -84,14 +87,15 @@ class AdapterHost:
         on_ready: Callable[[], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        """Call one of the two, at once if the adapter is loaded. Afterwards it stays until
-        `release`.
+        """Call one of the two callbacks, at once if the adapter is loaded.
+
+        After that, the adapter stays loaded until `release`.
         """
         self._askers[leg] = _Asker(on_ready, on_refused)
         self._carry_out(self._shelf.wanted(leg, adapter))
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
-        """Like `acquire`, but waits until the adapter is ready. Raises AdapterUnusable."""
+        """As `acquire`, but wait until the adapter is ready. Raises AdapterUnusable."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def tell(why: str) -> None:
@@ -103,24 +107,27 @@ class AdapterHost:
             raise AdapterUnusable(why)
 
     def release(self, leg: int) -> bool:
-        """The leg has ended. False for one without an adapter."""
+        """End a leg's use. Return False if the leg has no adapter."""
         asker = self._askers.pop(leg, None)
         self._carry_out(self._shelf.left(leg))
         return asker is not None
 
     def keep(self, digests: Iterable[str]) -> None:
-        """These are registered; others leave when no leg uses them."""
+        """Keep the registered adapters. Others are unloaded when no leg uses them."""
         self._carry_out(self._shelf.keep(digests))
 
     async def inspect(self, path: str) -> AdapterFacts:
-        """What an operator is told before an adapter is registered. Raises AdapterUnusable."""
+        """The facts of an adapter, for checks before it is registered. Raises AdapterUnusable."""
         async with self._inspecting:
             facts = await asyncio.to_thread(read_adapter, Path(path))
         self._check(facts)
         return facts
 
     async def stop(self) -> None:
-        """The engine ends: nothing is unloaded, and the copies go with their folder."""
+        """Stop with the engine.
+
+        Nothing is unloaded, and the copies are removed with their folder.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=1.0)
@@ -181,7 +188,7 @@ class AdapterHost:
         facts = read_adapter(Path(adapter.path), self._copy_of(adapter.digest))
         if facts.digest != adapter.digest:
             raise AdapterUnusable(
-                f"{adapter.path} holds other content than was registered: add it again"
+                f"{adapter.path} has other content than was registered: add it again"
             )
         return facts
 

@@ -1,7 +1,7 @@
-"""The files of an adapter: read and copied at once, so that what is loaded is what was verified.
+"""The files of an adapter, copied while they are read, so that the verified bytes are loaded.
 
-Only two files count, adapter_config.json and adapter_model.safetensors, so no pickle is ever read.
-The digest is of their bytes. Everything here blocks.
+Only adapter_config.json and adapter_model.safetensors are read, so no pickle ever is. The digest is
+that of their bytes. All functions here block.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Tensor(msgspec.Struct):
 
 
 def read_adapter(folder: Path, copy_to: Path | None = None) -> AdapterFacts:
-    """What the files in `folder` say; with `copy_to`, a new folder, they are copied to it.
+    """The facts in the files of `folder`, which are copied to the new folder `copy_to` if given.
 
-    Raises AdapterUnusable with what is wrong.
+    Raises AdapterUnusable with the problem.
     """
     try:
         if copy_to is not None:
@@ -55,15 +55,16 @@ def read_adapter(folder: Path, copy_to: Path | None = None) -> AdapterFacts:
         shapes = tensor_shapes(source / WEIGHTS_FILE)
     except OSError as exc:
         raise AdapterUnusable(f"cannot read {exc.filename or folder}: {exc.strerror}") from exc
-    except (ValueError, RecursionError, struct.error) as exc:  # msgspec's and JSON's are of these
-        raise AdapterUnusable(f"{folder} holds no adapter: {exc}") from exc
+    # Includes the errors of msgspec and JSON.
+    except (ValueError, RecursionError, struct.error) as exc:
+        raise AdapterUnusable(f"{folder} has no usable adapter: {exc}") from exc
     return AdapterFacts(hashed.hexdigest(), num_bytes, settings, shapes)
 
 
 def _pieces(path: Path, size: int, copy: Path | None) -> Iterator[bytes]:
-    """The file's first `size` bytes, which are written to `copy` on the way.
+    """The file's first `size` bytes, which are also written to `copy`.
 
-    Raises ValueError if it has another length by now.
+    Raises ValueError if the file's length has changed.
     """
     with path.open("rb") as source:
         target: BinaryIO | None = copy.open("xb") if copy is not None else None
@@ -83,7 +84,7 @@ def _pieces(path: Path, size: int, copy: Path | None) -> Iterator[bytes]:
 def _settings(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_bytes())
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return found
 
 

@@ -1,1 +1,1 @@
-"""Grammars that bind an answer: compiled by llguidance, the same way in gateways and in engines."""
+"""Grammars for answers, which gateways and engines compile in the same way, with llguidance."""

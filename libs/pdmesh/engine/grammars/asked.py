@@ -1,7 +1,7 @@
-"""What clients ask of an answer's form, as grammars of llguidance.
+"""Turns the forms that clients ask for into grammars of llguidance.
 
-The kinds are those of vLLM's `structured_outputs`. A structural tag is free text in which a trigger
-begins a structure: `begin`, JSON by a schema, `end`.
+The kinds are those of vLLM's `structured_outputs`. A structural tag is free text in which each
+trigger begins a structure: `begin`, JSON under a schema, `end`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     STRUCTURAL_TAG = "structural_tag"
-    LARK = "lark"  # of llguidance: written here, never by a client
+    LARK = "lark"  # llguidance's own form, which is written here and never by a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class AskedGrammar:
 
 
 def grammar_of(asked: AskedGrammar) -> str:
-    """Raises GrammarRefused. Whether the grammar compiles shows later."""
+    """The grammar, which is compiled later. Raises GrammarRefused."""
     from llguidance import grammar_from
 
     try:
@@ -75,7 +75,7 @@ def _json_grammar(schema: str, has_any_whitespace: bool) -> str:
 # Any: parsed JSON that a client wrote.
 def _choices(choices: Any) -> list[str]:
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
-        raise GrammarRefused("choice is a list of strings")
+        raise GrammarRefused("choice must be a list of strings")
     if not 0 < len(choices) <= MAX_CHOICES:
         raise GrammarRefused(f"1 to {MAX_CHOICES} choices")
     return choices
@@ -86,19 +86,19 @@ def _tags(tag: Any) -> str:
 
     if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
         raise GrammarRefused(
-            "a structural tag has triggers and structures; format is not supported"
+            "a structural tag must have triggers and structures; format is not supported"
         )
     triggers, structures = tag["triggers"], tag["structures"]
     if not (isinstance(triggers, list) and isinstance(structures, list) and structures):
-        raise GrammarRefused("triggers and structures are lists, and there is a structure")
+        raise GrammarRefused("triggers and structures must be lists, and structures not empty")
     tags = []
     for at, structure in enumerate(structures):
         where = f"structures[{at}]"
         if not isinstance(structure, dict):
-            raise GrammarRefused(f"{where} is an object")
+            raise GrammarRefused(f"{where} must be an object")
         begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
-            raise GrammarRefused(f"{where} has begin and end, which are text, and a schema")
+            raise GrammarRefused(f"{where} must have begin and end, which are text, and a schema")
         trigger = next(
             (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), ""
         )

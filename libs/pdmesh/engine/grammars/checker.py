@@ -1,7 +1,8 @@
-"""The process in which a gateway has grammars compiled: `python -m pdmesh.engine.grammars.checker`.
+"""The process that compiles grammars for a gateway: `python -m pdmesh.engine.grammars.checker`.
 
-A client's grammar may take any time and memory. Here both are bounded, and an end of the process
-ends nothing but the check. Frames come on stdin; each check is answered on stdout, in turn.
+A client's grammar may need any amount of time and memory. Both are bounded here, and the end of
+this process ends only the check. Frames come on stdin, and each check is answered on stdout in
+order.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pdmesh.engine.grammars.vocabulary import vocabulary_of
 
 FRAME: Final = struct.Struct("!I")
 MAX_COMPILE_CPU_S: Final = 1
-MAX_VOCABULARIES: Final = 4  # least recently used ones leave
+MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used ones leave
 _MAX_MEMORY: Final = 2 << 30  # of address space
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
-    """`key` names it in checks. Nothing answers it."""
+    """A vocabulary that checks refer to by `key`. This frame has no answer."""
 
     key: int
     tokenizer: str  # the text of tokenizer.json
@@ -40,7 +41,7 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Checked(msgspec.Struct):
-    """One of three: the grammar for the engine, why it cannot be, or that the vocabulary left."""
+    """The result: a grammar for engines, a refusal, or the news that the vocabulary has left."""
 
     grammar: str = ""
     refusal: str = ""
@@ -53,7 +54,7 @@ _decoder: Final = msgspec.json.Decoder(LoadVocabulary | Check)
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-    os.nice(5)  # the gateway's event loop goes first
+    os.nice(5)  # the gateway's event loop has priority
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
@@ -81,7 +82,7 @@ def _compiler(load: LoadVocabulary) -> GrammarCompiler:
 
 def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
     try:
-        _ = compiler.vocabulary  # reading it is not the client's work
+        _ = compiler.vocabulary  # the client's limits do not cover the loading of the vocabulary
     except ValueError:
         return Checked(refusal="this model's tokenizer is of another kind")
     try:
@@ -98,7 +99,7 @@ def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
 
 
 def _bound_cpu() -> None:
-    """A compilation that takes more ends the process; an honest one takes milliseconds."""
+    """Bound the CPU time: more kills the process, but an honest compilation takes milliseconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))

@@ -1,7 +1,7 @@
 """Compiles grammars to matchers, within limits that a gateway and an engine share.
 
-So an engine compiles what a gateway accepted. The limits count work, not time: what one machine
-accepts, another accepts too.
+So an engine can compile every grammar that a gateway accepted. The limits count work and not time,
+so that all machines accept the same grammars.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _MAX_EXPLAINED: Final = 300  # characters of a compiler's message
 
 
 class GrammarRefused(InvalidRequest):
-    """The compiler cannot take it; its message is for the client that wrote it."""
+    """The compiler does not accept the grammar. The message is for the client that wrote it."""
 
     default_reason = "GRAMMAR_REFUSED"
 
 
 class GrammarCompiler:
-    """For one vocabulary, which `load` reads with the first grammar. Threads may share it."""
+    """Compiles for one vocabulary, which `load` reads for the first grammar.
+
+    Threads may share it.
+    """
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
@@ -69,7 +72,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self.vocabulary, grammar, log_level=0, limits=_limits())
         probe = matcher.deep_copy()
         if not probe.is_error():
-            probe.compute_bitmask()  # some explode here, and some allow no token at all
+            # Some grammars grow without bound here, and some allow no token.
+            probe.compute_bitmask()
         if probe.is_error():
             raise GrammarRefused(_explained(probe.get_error()))
         return matcher

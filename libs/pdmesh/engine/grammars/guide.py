@@ -1,7 +1,7 @@
-"""The state of one answer under its constraint: which token may come next.
+"""The state of one answer under its constraint, which decides the tokens that may come next.
 
-Any token may come before the constraint begins, and after the end of a text that goes on all the
-same (`ignore_eos`).
+Any token may come before the constraint begins. Any token may also come after the end of the form,
+if the answer continues (`ignore_eos`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 class Guide:
-    """Tokens are taken in the order of the answer, and may be given back from its end."""
+    """Takes tokens in the order of the answer, and can give back the last ones."""
 
     def __init__(self, matcher: LLMatcher, start: ConstraintStart, eos_token: int) -> None:
         self.matcher = matcher
         self._start, self._eos_token = start, eos_token
-        self._consumed: list[bool] = []  # of each token since the beginning: not so after the end
-        self._num_until_end: int | None = None  # of those tokens
+        # For each token of the constraint: whether the matcher took it.
+        self._consumed: list[bool] = []
+        # The number of these tokens before the end of the form.
+        self._num_until_end: int | None = None
 
     @classmethod
     def after(
         cls, constraint: Constraint, compiler: GrammarCompiler, drawn: Sequence[int]
     ) -> Guide:
-        """`drawn`: the answer so far. Compiles; raises GrammarRefused."""
+        """Compile the grammar, and take `drawn`, the answer so far. Raises GrammarRefused."""
         matcher = compiler.matcher(constraint.grammar)
         guide = cls(
             matcher, ConstraintStart(constraint.begins_after), compiler.vocabulary.eos_token
@@ -40,11 +42,14 @@ class Guide:
 
     @property
     def is_free(self) -> bool:
-        """Any token may come next."""
+        """Whether any token may come next."""
         return not self._start.has_begun or self._num_until_end is not None
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Take them; False if the constraint does not allow them, or allows none any more."""
+        """Take tokens.
+
+        Return False if the constraint does not allow them, or no longer allows any.
+        """
         taken = all(self._take(token_id) for token_id in self._start.after(token_ids))
         return taken and not self.matcher.is_error()
 
@@ -59,7 +64,7 @@ class Guide:
         return token_id == self._eos_token if is_complete else self.matcher.consume_token(token_id)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of the proposed tokens may come, in this order."""
+        """How many of the proposed tokens may come next, in this order."""
         after = list(self._start.after(token_ids))
         self._start.take_back(len(token_ids))
         num_before = len(token_ids) - len(after)

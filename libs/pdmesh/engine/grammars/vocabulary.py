@@ -1,6 +1,6 @@
-"""A model's vocabulary as llguidance takes it, from the model's files: no other library reads them.
+"""A model's vocabulary for llguidance, from the model's files and without another library.
 
-llguidance is imported where it is used: a process that has no grammar to compile never loads it.
+llguidance is imported where it is used, so a process that compiles no grammar never loads it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int) -> LLTokenizer:
-    """`vocab_size`: of the model's logits.
+    """Load the vocabulary; `vocab_size` is the number of the model's logits.
 
-    Takes a second for a large vocabulary. Raises OSError or ValueError for files of another kind.
+    A large vocabulary takes a second. Raises OSError or ValueError for unsuitable files.
     """
     text = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
     return vocabulary_of(text, vocab_size, _eos(model_dir, json.loads(text)))
@@ -35,7 +35,7 @@ def vocabulary_of(tokenizer_json: str, vocab_size: int, eos_token: int) -> LLTok
 
 
 def _eos(model_dir: Path, tokenizer: dict[str, Any]) -> int:
-    """The one token that ends a text in the tokenizer's own words, as vLLM chooses it."""
+    """The token that ends a text according to the tokenizer, chosen as in vLLM."""
     named = _read(model_dir / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     for token in tokenizer.get("added_tokens") or ():
@@ -59,7 +59,7 @@ def _num_ids(tokenizer: dict[str, Any]) -> int:
     return 1 + max([*added, *ids], default=-1)
 
 
-# Any: these files hold whatever their author wrote; each use checks what it reads.
+# Any: these files may hold anything, so each use checks what it reads.
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
