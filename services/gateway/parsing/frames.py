@@ -36,6 +36,12 @@ class PrepareAnswer(msgspec.Struct, tag=True):
     constrained_prompt: bytes = b""
 
 
+class AskMarks(msgspec.Struct, tag=True):
+    """Asks for the marks around a model's reasoning."""
+
+    model: str
+
+
 class OpenAnswer(msgspec.Struct, tag=True):
     """Opens a choice whose tokens will be fed.
 
@@ -80,6 +86,13 @@ class PreparedAnswer(msgspec.Struct, tag=True):
     begins_after: list[int] = []
 
 
+class MarksFound(msgspec.Struct, tag=True):
+    """The token ids that begin the reasoning, and those that end it."""
+
+    begin: list[int]
+    end: list[int]
+
+
 class ParsedCall(msgspec.Struct, array_like=True):
     """A piece of a tool call. The first piece has the id and the name of the call."""
 
@@ -109,8 +122,8 @@ class ParsingFailed(msgspec.Struct, tag=True):
     is_refusal: bool = False
 
 
-ParserRequest = LoadParsers | PrepareAnswer | OpenAnswer | FeedAnswer | CloseAnswer
-ParserReply = ParserDone | PreparedAnswer | ParsedTokens | ParsingFailed
+ParserRequest = LoadParsers | PrepareAnswer | AskMarks | OpenAnswer | FeedAnswer | CloseAnswer
+ParserReply = ParserDone | PreparedAnswer | MarksFound | ParsedTokens | ParsingFailed
 _encoder: Final = msgspec.msgpack.Encoder()
 requests: Final = msgspec.msgpack.Decoder(ParserRequest)
 replies: Final = msgspec.msgpack.Decoder(ParserReply)

@@ -16,11 +16,13 @@ from tokenizers import Tokenizer as HfTokenizer
 from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers.hf import get_cached_tokenizer
 
 from pdmesh.services.gateway.parsing.frames import (
     LoadParsers,
+    MarksFound,
     OpenAnswer,
     ParsedCall,
     ParsedPiece,
@@ -59,6 +61,7 @@ class ModelParsers:
             hf_overrides=None,
             architecture=None,
         )
+        self._reasoning_parser = load.reasoning_parser
         self._requests: OrderedDict[bytes, tuple[Any, dict[str, Any]]] = OrderedDict()
         try:
             self._kind: Any = ParserManager.get_parser(
@@ -109,6 +112,18 @@ class ModelParsers:
                 if isinstance(found := getattr(holder, name, None), int):
                     return [found]
         raise BadParser("this model's reasoning has no token that ends it: no form can follow it")
+
+    def marks(self) -> MarksFound:
+        """As vLLM finds them for its own setting of this parser. Raises BadParser."""
+        kind: Any = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)
+        reasoner = kind(self._tokenizer)
+        found = [
+            self._tokenizer.encode(mark, add_special_tokens=False) if mark else []
+            for mark in (reasoner.reasoning_start_str, reasoner.reasoning_end_str)
+        ]
+        if not all(found):
+            raise BadParser("this model's reasoning has no marks around it")
+        return MarksFound(*found)
 
     def opened(self, frame: OpenAnswer) -> ChoiceParser:
         request, variables = self._request(frame.request)

@@ -191,6 +191,10 @@ def shaping_to_proto(shaping: LogitShaping) -> LogitShapingMessage | None:
         logit_bias=dict(shaping.logit_bias),
         allowed_token_ids=shaping.allowed_token_ids,
     )
+    if (budget := shaping.thinking_token_budget) is not None:
+        message.thinking_token_budget.num_tokens = budget.num_tokens
+        message.thinking_token_budget.begin.extend(budget.marks.begin)
+        message.thinking_token_budget.end.extend(budget.marks.end)
     for word in shaping.bad_words:
         message.bad_words.add(token_ids=word)
     return message

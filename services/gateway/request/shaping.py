@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdmesh.core.sampling.logit_shaping import MAX_BAD_WORDS, UNSHAPED, LogitShaping
+from pdmesh.core.sampling.thinking_budget import ThinkingBudget
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -30,6 +31,7 @@ class AskedShaping:
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
 
 
 NOTHING_ASKED: Final = AskedShaping()
@@ -52,6 +54,7 @@ async def shaping_of(
         logit_bias=_biases(asked.logit_bias or {}),
         bad_words=await _bad_words(asked.bad_words or (), tokenizer),
         allowed_token_ids=_allowed(asked.allowed_token_ids),
+        thinking_token_budget=asked.thinking_token_budget,
     )
     if shaping == UNSHAPED:
         return UNSHAPED

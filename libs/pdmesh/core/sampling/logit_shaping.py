@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pdmesh.core.sampling.thinking_budget import ThinkingBudget
 from pdmesh.errors import InvalidRequest
 
 MAX_BIASES: Final = 1024
@@ -31,6 +32,7 @@ class LogitShaping:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    thinking_token_budget: ThinkingBudget | None = None
 
     def check(self, vocab_size: int, max_tokens: int | None = None) -> None:
         """Raises InvalidRequest with the field. NaN is outside every range."""
@@ -48,6 +50,8 @@ class LogitShaping:
             _in_range("logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
         _in_vocabulary("logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         _in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.thinking_token_budget is not None:
+            self.thinking_token_budget.check(vocab_size)
         for word in self.bad_words:
             if not word:
                 raise _refusal("bad_words", "has an entry without a token")

@@ -140,6 +140,7 @@ class SimEngine:
             kv_bytes_per_token=params.num_layers * params.token_bytes,
             max_model_len=params.max_model_len,
             supports_constraints=True,
+            unsupported_shaping=("thinking_token_budget",),  # its model knows no reasoning
             kv_addresses=(self._stager.address,),
             partial_sampling=config.partial_sampling,
             max_adapters=config.max_adapters,

@@ -13,6 +13,7 @@ from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import common_pb2, instance_service_pb2
@@ -69,9 +70,16 @@ def shaping_from_proto(m: common_pb2.LogitShaping) -> LogitShaping:
         logit_bias=tuple(sorted(m.logit_bias.items())),
         bad_words=tuple(tuple(word.token_ids) for word in m.bad_words),
         allowed_token_ids=tuple(m.allowed_token_ids),
+        thinking_token_budget=thinking_budget_from_proto(m.thinking_token_budget)
+        if m.HasField("thinking_token_budget")
+        else None,
     )
     shaping.check(_ANY_TOKEN)
     return shaping
+
+
+def thinking_budget_from_proto(m: common_pb2.ThinkingBudget) -> ThinkingBudget:
+    return ThinkingBudget(m.num_tokens, ThinkingMarks(tuple(m.begin), tuple(m.end)))
 
 
 def prompt_from_bytes(data: bytes) -> array[int]:

@@ -224,10 +224,10 @@ async def test_what_nobody_knows_is_named_or_refused(tmp_path: Path, is_strict: 
 async def test_what_an_engine_cannot_do_as_it_is_set_up_is_refused(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """vLLM's speculation knows no min_p."""
+    """vLLM's speculation knows no min_p, and the simulator no reasoning."""
     decode = next(i for i in mesh.instances.values() if i.role == ROLE_DECODE)
     record = decode.record()
-    record.unsupported_shaping.append("min_p")
+    record.unsupported_shaping.extend(["min_p", "thinking_token_budget"])
     mesh.register(record)
     await asyncio.sleep(0)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -235,6 +235,11 @@ async def test_what_an_engine_cannot_do_as_it_is_set_up_is_refused(
             model="tiny", prompt="abc", max_tokens=4, extra_body={"min_p": 0.5}
         )
     assert caught.value.param == "min_p"
+    with pytest.raises(openai.BadRequestError, match="engine as it is set up") as caught:
+        await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=4, extra_body={"thinking_token_budget": 1}
+        )
+    assert caught.value.param == "thinking_token_budget"
     await client.completions.create(
         model="tiny", prompt="abc", max_tokens=4, extra_body={"top_k": 2}
     )

@@ -12,11 +12,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import openai
 import pytest
 import pytest_asyncio
 
+from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
 from tests.support.waiting import until
@@ -230,6 +233,50 @@ async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
     assert "<tool_call>" in grammar
     await streamed(client)
     assert grammars(mesh) == {""}, "a model that may write anything is not bound"
+
+
+def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
+    """What each leg since the last time was told of the reasoning's length."""
+    legs = [leg for i in mesh.instances.values() for leg in (*i.prefills, *i.starts)]
+    told = [leg.sampling.shaping.thinking_token_budget for leg in legs]
+    for instance in mesh.instances.values():
+        instance.prefills.clear()
+        instance.starts.clear()
+    return [(each.num_tokens, list(each.begin), list(each.end)) for each in told]
+
+
+@pytest.mark.fault("F7")
+async def test_each_leg_gets_the_thinking_budget_and_the_models_marks(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answers(mesh, "<think>hm</think>Fine, and so on.")
+    for instance in mesh.instances.values():
+        instance.breaks_at = 6 if instance.role == ROLE_DECODE else None
+    budgets(mesh)
+    asked = {"thinking_token_budget": 5}
+    read = await streamed(client, tools=openai.NOT_GIVEN, extra_body=asked)
+    assert (read.reasoning, read.content.strip()) == ("hm", "Fine, and so on.")
+    found = budgets(mesh)
+    assert len(found) >= 4, "two of them came after a death"
+    assert found == [(5, [THINK_END - 1], [THINK_END])] * len(found)
+    answers(mesh, "Fine.")
+    await client.completions.create(model="tiny", prompt="a", max_tokens=5, extra_body=asked)
+    params = pb.GenerationParams(max_tokens=5, thinking_token_budget=5)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+        stub = InferenceServiceStub(channel)
+        await stub.Generate(pb.GenerateRequest(model="tiny", text="abc", params=params))
+    assert set(map(str, budgets(mesh))) == {str(found[0])}
+    await streamed(client, extra_body={"thinking_token_budget": -1})
+    assert {num for num, _, _ in budgets(mesh)} == {0}
+
+
+@pytest.mark.parametrize("budget", [-2, 1 << 31])
+async def test_a_thinking_budget_that_no_engine_takes_is_refused(
+    client: openai.AsyncOpenAI, budget: int
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await streamed(client, extra_body={"thinking_token_budget": budget})
+    assert caught.value.param == "thinking_token_budget"
 
 
 async def test_a_form_of_the_answer_beside_a_form_of_its_calls_is_refused(

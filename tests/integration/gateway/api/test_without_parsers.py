@@ -55,4 +55,10 @@ async def test_tools_are_refused_and_reasoning_stays_in_the_text(
                 model="tiny", messages=USER, max_tokens=40, **further
             )
             assert answer.choices[0].message.content == WRITTEN
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="tiny", messages=USER, extra_body={"thinking_token_budget": 5}
+        )
+    refused = caught.value
+    assert (refused.param, refused.code) == ("thinking_token_budget", "unsupported_field")
     assert mesh.num_legs == 0

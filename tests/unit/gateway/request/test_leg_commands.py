@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.request.events import AskPlan, Candidate, SendPrefill
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.core.tenancy.limits import Tenant
-from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
+from pdmesh.instance.legs.convert import shaping_from_proto
+from pdmesh.services.gateway.request.leg_commands import (
+    ChoiceIdentity,
+    LegCommands,
+    shaping_to_proto,
+)
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.prompt import Prompt
@@ -38,6 +46,28 @@ def test_conversations_of_two_tenants_are_two_whatever_they_call_them() -> None:
     assert mine != asked_chat_id("acme", "c", b"t"), "nobody else can make it"
     assert asked_chat_id("acmec", "") == asked_chat_id("acme", "") == ""
     assert asked_chat_id("acme", "c" * 256) != "c" * 256
+
+
+def test_an_instance_reads_the_shaping_that_the_gateway_meant() -> None:
+    budget = ThinkingBudget(7, ThinkingMarks((1, 2), (3,)))
+    asked = LogitShaping(
+        1.0,
+        -0.5,
+        1.5,
+        50,
+        0.25,
+        4,
+        ((5, 3.0),),
+        ((6, 7), (8,)),
+        (9, 10),
+        thinking_token_budget=budget,
+    )
+    message = shaping_to_proto(asked)
+    assert message is not None
+    assert shaping_from_proto(message) == asked
+    message.ClearField("thinking_token_budget")
+    assert shaping_from_proto(message) == replace(asked, thinking_token_budget=None)
+    assert shaping_to_proto(UNSHAPED) is None
 
 
 def test_a_request_for_an_adapter_names_the_model_and_the_content_everywhere() -> None:

@@ -23,8 +23,9 @@ from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, F
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
-from pdmesh.engine.vllm.connector.worker.drawn_before import count_drawn_as_output
-from pdmesh.engine.vllm.connector.worker.seeded_draws import draw_by_position
+from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
+from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
+from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import keep_thinking_budgets
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             count_drawn_as_output()
             draw_by_position()
+            keep_thinking_budgets()
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
                 self._kv_transfer_config.kv_connector_extra_config,

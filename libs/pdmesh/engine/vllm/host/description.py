@@ -52,8 +52,16 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
         num_ranks=len(hellos),
         supports_logprobs=True,
         supports_constraints=(config.model_dir / "tokenizer.json").exists(),  # grammars read it
-        # vLLM cannot apply these to the tokens that it proposes.
-        unsupported_shaping=("min_p", "logit_bias") if config.speculation.max_tokens else (),
+        unsupported_shaping=unsupported_shaping(config),
         kv_addresses=endpoint.addresses,
         max_adapters=config.max_adapters,
     )
+
+
+def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
+    """Fields of LogitShaping that this engine cannot take as it is set up."""
+    # vLLM cannot apply these to the tokens that it proposes.
+    proposed = ("min_p", "logit_bias", "thinking_token_budget")
+    if config.speculation.max_tokens:
+        return proposed
+    return () if config.device == "cpu" else ("thinking_token_budget",)  # see ThinkingBudgets

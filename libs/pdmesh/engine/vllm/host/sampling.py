@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.engine.base import FinishReason, PromptLogprobs, Sampling, TokenLogprob
 from pdmesh.engine.vllm.host.job_facts import Drawn
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 NUM_DRAWN: Final = "pdmesh_num_drawn"
 # Also there: the token ids after which the constraint begins.
 BEGINS_AFTER: Final = "pdmesh_begins_after"
+# Also there: how many tokens may be reasoning, and the ids of its begin and end marks.
+THINKING: Final = "pdmesh_thinking"
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -35,6 +38,9 @@ def sampling_params(
     shaping, constraint = sampling.shaping, sampling.constraint
     if constraint is not None and constraint.begins_after:
         extra[BEGINS_AFTER] = list(constraint.begins_after)
+    if (budget := shaping.thinking_token_budget) is not None:
+        marks = budget.marks
+        extra[THINKING] = [budget.num_tokens, list(marks.begin), list(marks.end)]
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
@@ -69,6 +75,15 @@ def num_drawn_before(params: Any) -> int:
     """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
     extra = params.extra_args if params is not None else None
     return extra.get(NUM_DRAWN, 0) if extra else 0
+
+
+def thinking_budget_of(params: Any) -> ThinkingBudget | None:
+    """`params`: as in `num_drawn_before`."""
+    extra = params.extra_args if params is not None else None
+    if not extra or THINKING not in extra:
+        return None
+    num_tokens, begin, end = extra[THINKING]
+    return ThinkingBudget(num_tokens, ThinkingMarks(tuple(begin), tuple(end)))
 
 
 def honoured(seed: int | None) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.vllm.connector.worker.drawn_before import (
+from pdmesh.engine.vllm.connector.worker.draws.drawn_before import (
     count_as_scheduler_does_not,
     move_drawn_to_output,
 )

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.vllm.connector.worker.seeded_draws import SeededDraws, put_generators
+from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import SeededDraws, put_generators
 from pdmesh.engine.vllm.host.sampling import honoured
 
 VOCABULARY = 997
