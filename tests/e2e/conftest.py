@@ -122,7 +122,8 @@ def decode_config(model_dir: Path) -> VllmConfig:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Pair]:
     """`plain` first, if a test of this run needs it, so that it computes while these start."""
-    if any("plain" in item.fixturenames for item in request.session.items):
+    items = request.session.items
+    if any("plain" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("plain")
     prefilling, decoding = running(prefill_config(model_dir)), running(decode_config(model_dir))
     async with prefilling as prefill, decoding as decode:

@@ -52,6 +52,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """a stop token, or a stop string found by the gateway"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens reached, or the context is full"""
+    FINISH_REASON_REPETITION: _FinishReason.ValueType  # 3
+    """the answer repeats itself, and the client asked to end it there"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -61,6 +63,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """a stop token, or a stop string found by the gateway"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the context is full"""
+FINISH_REASON_REPETITION: FinishReason.ValueType  # 3
+"""the answer repeats itself, and the client asked to end it there"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _KvFault:

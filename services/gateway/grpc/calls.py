@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import token_array
+from pdmesh.core.sampling.repetition import RepetitionRule, repetition_rule
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.calls import (
@@ -190,4 +191,9 @@ async def _sampling(
         stop_token_ids=stop_ids_of(params.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=params.include_stop_in_output,
         are_special_shown=params.show_special_tokens,
+        repetition=_repetition(params.repetition_detection),
     )
+
+
+def _repetition(asked: pb.RepetitionDetection) -> RepetitionRule | None:
+    return repetition_rule(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)

@@ -31,6 +31,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
+    FINISH_REASON_REPETITION,
     FINISH_REASON_STOP,
     FinishReason,
     StopReason,
@@ -50,6 +51,7 @@ _MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
 _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
     "stop": FINISH_REASON_STOP,
     "length": FINISH_REASON_LENGTH,
+    "repetition": FINISH_REASON_REPETITION,
 }
 
 
@@ -341,6 +343,8 @@ class _Writer:
 
 
 def _stop_reason(delta: TextDelta) -> StopReason | None:
+    if delta.finish_reason == "repetition":
+        return None
     match delta.stop_reason:
         case None:
             return None

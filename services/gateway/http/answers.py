@@ -78,10 +78,12 @@ class PromptTokenLogprob(Answer):
 
 # For each token of the prompt except the first, by token id.
 PromptLogprobsAnswer = list[dict[str, PromptTokenLogprob] | None]
-StopReasonAnswer = int | str | None  # a stop token or stop string; None: the model's own end token
+# What ended it beside the model's own end token, which is None: a stop token, a stop string, or
+# repetition_detected.
+StopReasonAnswer = int | str | None
 
 
-FinishReasonName = Literal["stop", "length"]
+FinishReasonName = Literal["stop", "length", "tool_calls", "repetition"]
 
 
 class ChatAnswerMessage(Answer):

@@ -270,7 +270,7 @@ def _echo(call: Call, index: int) -> str:
 def _logprob_writer(call: Call, generation: Generation) -> LogprobWriter:
     """The writer of a choice, whose text begins with the prompt if that is echoed."""
     before = () if call.spec.echoed else generation.prompt.tokens
-    return LogprobWriter(call.spec.tokenizer, before)
+    return LogprobWriter(call.spec.tokenizer, before, spells_ids=call.spec.spells_ids)
 
 
 def _logprobs(call: Call, writer: LogprobWriter, delta: TextDelta, *, has_echo: bool) -> Json:

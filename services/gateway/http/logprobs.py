@@ -29,10 +29,14 @@ class LogprobWriter:
     """Writes one choice's log probabilities, which come in pieces and in order.
 
     `prompt_ids`: the prompt that the choice's text continues. The prompt is not part of the text.
+    `spells_ids`: a token is spelt `token_id:5`, as in vLLM, and not as its text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, spells_ids: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._spells_ids = spells_ids
         self._is_first_of_text = not tokenizer.has_text(prompt_ids)
         self._characters = _utf8("replace")
         self._offset = 0  # the number of whole characters so far
@@ -64,7 +68,7 @@ class LogprobWriter:
         `top_logprobs` always include the drawn token, so there may be one more.
         """
         return {
-            "tokens": [_spelt(self._tokenizer.token_bytes(lp.token_id)) for lp in logprobs],
+            "tokens": [self._spelt(lp.token_id) for lp in logprobs],
             "token_logprobs": [max(lp.logprob, _LEAST) for lp in logprobs],
             "top_logprobs": [
                 self._top((lp.token_id, lp.logprob, lp.top_token_ids, lp.top_logprobs))
@@ -81,7 +85,7 @@ class LogprobWriter:
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))
         return {
-            "tokens": [_spelt(self._tokenizer.token_bytes(token_id)) for token_id in prompt_ids],
+            "tokens": [self._spelt(token_id) for token_id in prompt_ids],
             "token_logprobs": [*none, *(max(logprob, _LEAST) for _, logprob, _, _ in entries)],
             "top_logprobs": [*none, *map(self._top, entries)],
             "text_offset": [self._offset_in(token_id, echo) for token_id in prompt_ids],
@@ -89,7 +93,7 @@ class LogprobWriter:
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         own = self._tokenizer.token_bytes(token_id)
-        return {"token": _spelt(own), "logprob": max(logprob, _LEAST), "bytes": list(own)}
+        return {"token": self._spelt(token_id), "logprob": max(logprob, _LEAST), "bytes": list(own)}
 
     def _top(self, entry: _Entry) -> dict[str, float]:
         """The likeliest tokens by text.
@@ -97,10 +101,15 @@ class LogprobWriter:
         Of tokens with equal text the drawn one counts, else the likeliest.
         """
         token_id, logprob, top_ids, top_logprobs = entry
-        found = {_spelt(self._tokenizer.token_bytes(token_id)): max(logprob, _LEAST)}
+        found = {self._spelt(token_id): max(logprob, _LEAST)}
         for token_id, logprob in zip(top_ids, top_logprobs, strict=False):
-            found.setdefault(_spelt(self._tokenizer.token_bytes(token_id)), max(logprob, _LEAST))
+            found.setdefault(self._spelt(token_id), max(logprob, _LEAST))
         return found
+
+    def _spelt(self, token_id: int) -> str:
+        if self._spells_ids:
+            return f"token_id:{token_id}"
+        return _spelt(self._tokenizer.token_bytes(token_id))
 
     def _offset_of(self, token_id: int) -> int:
         """The offset at which the token begins in the text, in characters.

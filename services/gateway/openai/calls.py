@@ -10,6 +10,7 @@ from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.core.sampling.repetition import RepetitionRule, repetition_rule
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.chat_messages import messages_of
@@ -19,6 +20,7 @@ from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    RepetitionDetection,
     TokenizeRequest,
     checked_ids,
     is_echo_alone,
@@ -79,6 +81,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         field_of_max_tokens="max_completion_tokens"
         if request.max_completion_tokens
         else "max_tokens",
+        spells_ids=bool(request.return_tokens_as_token_ids),
         has_token_ids=bool(request.return_token_ids) and not is_hidden,
         parsing=parsing,
         tenant=tenant,
@@ -156,6 +159,7 @@ async def completion_spec(
         cache_salt=request.cache_salt,
         echoed=await _echoed(asked, prompts, request, model.tokenizer) if request.echo else (),
         is_echo_alone=is_echo_alone(request),
+        spells_ids=bool(request.return_tokens_as_token_ids),
         has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
     )
@@ -348,4 +352,11 @@ async def _sampling(
         stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=bool(request.include_stop_str_in_output),
         are_special_shown=request.skip_special_tokens is False,
+        repetition=_repetition(request.repetition_detection),
     )
+
+
+def _repetition(asked: RepetitionDetection | None) -> RepetitionRule | None:
+    if asked is None:
+        return None
+    return repetition_rule(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)

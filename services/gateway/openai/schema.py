@@ -62,6 +62,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
 
 
+class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
+    """As in vLLM. A `max_pattern_size` of 0 detects nothing, a `min_pattern_size` of 0 means 1."""
+
+    max_pattern_size: told.PatternSize = 0
+    min_pattern_size: told.PatternSize = 0
+    min_count: told.PatternCount = 0
+
+
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take: OpenAI's fields, then vLLM's, then three of pdmesh's own."""
 
@@ -101,9 +109,9 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprob_token_ids: _Anything = None
     thinking_token_budget: told.ThinkingBudget | None = None
     structured_outputs: StructuredOutputs | None = None
-    return_tokens_as_token_ids: _Anything = None
+    return_tokens_as_token_ids: bool | None = None
     return_token_offsets: _Anything = None
-    repetition_detection: _Anything = None
+    repetition_detection: RepetitionDetection | None = None
     watermarking: _Anything = None
     kv_transfer_params: _Anything = None
     ec_transfer_params: _Anything = None
@@ -193,9 +201,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "logprob_token_ids": ([],),
-    "return_tokens_as_token_ids": (False,),
     "return_token_offsets": (False,),
-    "repetition_detection": (),
     "watermarking": (False,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
@@ -234,6 +240,7 @@ _OF_MESSAGES: Final = (
 _NESTED_COMMON: Final[Mapping[str, type[msgspec.Struct]]] = {
     "stream_options": StreamOptions,
     "response_format": ResponseFormat,
+    "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
 }
 _NESTED: Final[Nested] = {

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from pdmesh.core.sampling.logit_shaping import MAX_ALLOWED, MAX_BIASES
+from pdmesh.core.sampling.repetition import MAX_COUNT, MAX_PATTERN
 from pdmesh.core.sampling.thinking_budget import MAX_BUDGET
 from pdmesh.services.gateway.request.bounds import (
     MAX_N,
@@ -57,6 +58,8 @@ Penalty = Annotated[float, between(-2, 2)]
 RepetitionPenalty = Annotated[float, above(0, MAX_BIAS)]
 MinTokens = Annotated[int, between(0, MAX_TOKENS)]
 ThinkingBudget = Annotated[int, between(-1, MAX_BUDGET)]
+PatternSize = Annotated[int, between(0, MAX_PATTERN)]
+PatternCount = Annotated[int, between(0, MAX_COUNT)]
 Truncation = Annotated[int, between(-1, MAX_TOKENS)]
 FewLogprobs = Annotated[int, between(0, 5)]
 Logprobs = Annotated[int, between(0, 20)]

@@ -132,6 +132,7 @@ class Generation:
             spec.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
             has_logprobs=sampling.num_logprobs is not None,
             default_text=shared.slos.default_text(spec.scenario),
+            repeated=sampling.repeated_end(end_ids, identity.max_tokens),
         )
         self._waiting_number: int | None = None  # its place in the waiting room
         self._is_queued = False  # it is counted in the scenario's queue
@@ -154,7 +155,7 @@ class Generation:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found in its text."""
+        """Whether a stop string was found in its text, or a repetition ended it."""
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.core.sampling.repetition import RepeatedEnd, RepetitionRule
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
@@ -36,6 +37,7 @@ class SamplingSpec:
     stop_token_ids: frozenset[int] = frozenset()  # in addition to the model's own
     is_stop_shown: bool = False
     are_special_shown: bool = False
+    repetition: RepetitionRule | None = None
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end an answer; `eos_token_ids` are the model's own."""
@@ -45,6 +47,11 @@ class SamplingSpec:
     def text_rules(self, end_ids: frozenset[int]) -> TextRules:
         min_tokens = self.shaping.min_tokens
         return TextRules(self.stop, min_tokens, self.is_stop_shown, self.are_special_shown, end_ids)
+
+    def repeated_end(self, end_ids: frozenset[int], max_tokens: int) -> RepeatedEnd | None:
+        if self.repetition is None:
+            return None
+        return RepeatedEnd(self.repetition, end_ids, self.shaping.min_tokens, max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class CallSpec:
     echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
     # The client asked for no token, so the one that is drawn is not shown.
     is_echo_alone: bool = False
+    spells_ids: bool = False  # log probabilities name tokens by their ids
     has_token_ids: bool = False  # the answer holds token ids beside its text
     parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE

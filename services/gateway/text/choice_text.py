@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from pdmesh.core.request.events import (
     Cancelled,
@@ -16,11 +16,13 @@ from pdmesh.core.request.events import (
     Fail,
     FinishReason,
 )
+from pdmesh.core.sampling.repetition import RepeatedEnd
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.text.text_stream import TextStream
 from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
-EndReason = FinishReason | Literal["tool_calls"]
+EndReason = FinishReason | Literal["tool_calls", "repetition"]
+_REPETITION: Final = "repetition_detected"  # as vLLM says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class TextDelta:
     """The output of one choice since the last delta.
 
     Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
-    string or stop token that ended the choice, unless that is the model's own end token. In a
-    delta, reasoning comes before text, and text before calls.
+    string or stop token that ended the choice, unless that is the model's own end token, or that
+    the choice repeats itself. In a delta, reasoning comes before text, and text before calls.
     """
 
     index: int
@@ -63,18 +65,28 @@ class TextDelta:
 
 
 class ChoiceText:
-    """`default_text` is the whole answer if no instance can begin one in time (S44)."""
+    """`default_text` is the whole answer if no instance can begin one in time (S44).
+
+    `repeated` ends an answer that repeats itself.
+    """
 
     __slots__ = (
-        "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_text",
-        "prompt_logprobs",
+        "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_repeated",
+        "_text", "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
-        self, index: int, text: TextStream, *, has_logprobs: bool, default_text: str | None
+        self,
+        index: int,
+        text: TextStream,
+        *,
+        has_logprobs: bool,
+        default_text: str | None,
+        repeated: RepeatedEnd | None = None,
     ) -> None:
         self._index = index
         self._text = text
+        self._repeated = repeated
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._default_text = default_text
         self.prompt_logprobs: PromptLogprobs | None = None  # until it is taken
@@ -88,12 +100,12 @@ class ChoiceText:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._text.is_stopped
+        """Whether a stop string was found, or a repetition that ends it."""
+        return self._text.is_stopped or (self._repeated is not None and self._repeated.is_found)
 
     def num_tokens(self, num_emitted: int) -> int:
-        """The number of tokens of the answer: tokens after a stop string do not count."""
-        return self._text.num_tokens if self._text.is_stopped else num_emitted
+        """The number of tokens of the answer: those after its end do not count."""
+        return self._text.num_tokens if self.is_stopped else num_emitted
 
     @property
     def num_taken(self) -> int:
@@ -114,6 +126,8 @@ class ChoiceText:
         end = len(emitted) if self._logprobs is None else min(len(emitted), len(self._logprobs))
         begin, self._num_taken = self._num_taken, end
         token_ids = emitted[begin:end]
+        if self._repeated is not None:
+            token_ids = self._repeated.feed(token_ids)
         text = self._text.feed(token_ids) if token_ids else ""
         if self._text.is_stopped:
             token_ids = token_ids[: self._text.num_tokens - begin]
@@ -142,6 +156,10 @@ class ChoiceText:
             stopped_by = self._text.stopped_by
             return replace(taken, is_last=True, finish_reason="stop", stop_reason=stopped_by)
         text = taken.text + self._text.finish()
+        if self.is_stopped:
+            return replace(
+                taken, text=text, is_last=True, finish_reason="repetition", stop_reason=_REPETITION
+            )
         if isinstance(outcome, Complete):
             reason = outcome.finish_reason
             return replace(

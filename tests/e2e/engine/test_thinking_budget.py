@@ -25,7 +25,6 @@ from tests.e2e.pair import Host, Pair, running
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),
@@ -105,6 +104,7 @@ async def test_a_budget_of_none_ends_the_reasoning_at_once(fusion: Host) -> None
     assert rest == tokens[1:]
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S1", "S49")
 async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[list[int]]) -> None:
     assert sum(drawn[:2] == list(MARKS.end) for drawn in expected[1::2]) > 1, "some are forced"
@@ -112,6 +112,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
     assert differences(expected, got) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S48")
 async def test_so_it_does_when_kv_is_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
@@ -120,12 +121,14 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(
     assert differences(expected, got) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S72")
 async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
     assert differences(expected, got) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, NUM_TOKENS - 2])
 async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
@@ -143,6 +146,7 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
+@pytest.mark.nightly
 async def test_one_that_forgets_what_was_drawn_draws_something_else(
     fusion: Host, expected: list[list[int]]
 ) -> None:

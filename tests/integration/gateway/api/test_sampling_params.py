@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from openai.types import Completion
 
 from pdmesh.v1 import inference_service_pb2 as pb
-from pdmesh.v1.common_pb2 import ROLE_DECODE
+from pdmesh.v1.common_pb2 import FINISH_REASON_REPETITION, ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
@@ -143,6 +143,72 @@ async def whole_text(
         text += chunk.choices[0].text
         reason = chunk.choices[0].finish_reason or reason
     return text, reason
+
+
+REPEATED: dict[str, Any] = {
+    "repetition_detection": {"max_pattern_size": 5, "min_pattern_size": 2, "min_count": 3}
+}
+
+
+def repeats_itself(mesh: GatewayMesh, text: str) -> None:
+    """Have all instances write `text`, and each decode die at its third token."""
+    script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
+    for instance in mesh.instances.values():
+        instance.script = script
+        instance.breaks_at = 3 if instance.role == ROLE_DECODE else None
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_repeats_itself_ends_there_through_a_death(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    repeats_itself(mesh, "aaaa abcabcabcabcabc")
+    found = await whole_text(client, stream, extra_body=REPEATED)
+    assert found == ("aaaa abcabcabc", "repetition")
+    repeats_itself(mesh, "aaaa abcabcabcabcabc")
+    asked = REPEATED | {"min_tokens": 16}
+    assert await whole_text(client, stream, extra_body=asked) == ("aaaa abcabcabcab", "repetition")
+    repeats_itself(mesh, "aaaa abcabcabc")
+    found = await whole_text(client, stream, stop="cabc", extra_body=REPEATED)
+    assert found == ("aaaa ab", "stop"), "the stop string is complete at the same token or before"
+    repeats_itself(mesh, "aaaa abcabcab")
+    assert await whole_text(client, stream, extra_body=REPEATED) == ("aaaa abcabcab", "stop")
+
+
+async def test_what_is_told_of_a_repetition_is_what_counts(mesh: GatewayMesh) -> None:
+    repeats_itself(mesh, "xyxyxyxyxy")
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 10, "return_token_ids": True}
+    async with httpx.AsyncClient(timeout=30) as http:
+        answer = (await http.post(f"{mesh.url}/v1/completions", json=body | REPEATED)).json()
+    (choice,) = answer["choices"]
+    assert (choice["stop_reason"], len(choice["token_ids"])) == ("repetition_detected", 6)
+    assert answer["usage"]["completion_tokens"] == 6
+    repeats_itself(mesh, "xyxyxyxyxy")
+    params = pb.GenerationParams(max_tokens=10)
+    params.repetition_detection.max_pattern_size = params.repetition_detection.min_count = 3
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+        stub = InferenceServiceStub(channel)
+        told = await stub.Generate(pb.GenerateRequest(model="tiny", text="abc", params=params))
+    assert (told.text, told.finish_reason) == ("xyxyxy", FINISH_REASON_REPETITION)
+    assert not told.HasField("stop_reason")
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"max_pattern_size": 257, "min_count": 2}, "max_pattern_size"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size"),
+        ({"max_pattern_size": 2, "min_count": 1}, "min_count"),
+        ({"max_pattern_size": 2.5}, "max_pattern_size"),
+    ],
+)
+async def test_a_repetition_that_cannot_be_detected_is_refused(
+    client: openai.AsyncOpenAI, asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await whole_text(client, False, extra_body={"repetition_detection": asked})
+    assert caught.value.param == f"repetition_detection.{field}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

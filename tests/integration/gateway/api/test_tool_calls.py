@@ -237,8 +237,9 @@ async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
 
 def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
     """What each leg since the last time was told of the reasoning's length."""
-    legs = [leg for i in mesh.instances.values() for leg in (*i.prefills, *i.starts)]
-    told = [leg.sampling.shaping.thinking_token_budget for leg in legs]
+    sampling = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]
+    sampling += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
+    told = [each.shaping.thinking_token_budget for each in sampling]
     for instance in mesh.instances.values():
         instance.prefills.clear()
         instance.starts.clear()

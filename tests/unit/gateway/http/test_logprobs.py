@@ -86,6 +86,16 @@ def test_parts_of_characters_do_not_hide_each_other() -> None:
     assert set(entry["top_logprobs"][0]) == {"bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"}
 
 
+def test_tokens_are_spelt_as_their_ids_if_that_is_asked_for() -> None:
+    writer = LogprobWriter(tokenizer("llama"), (), spells_ids=True)
+    entry = writer.completion([drawn(1, (2, -4.0), (3, -5.0))])
+    assert entry["tokens"] == ["token_id:1"]
+    assert list(entry["top_logprobs"][0]) == ["token_id:1", "token_id:2", "token_id:3"]
+    (told,) = writer.chat([drawn(1, (2, -4.0))])["content"]
+    assert (told["token"], told["top_logprobs"][0]["token"]) == ("token_id:1", "token_id:2")
+    assert bytes(told["bytes"]) == tokenizer("llama").token_bytes(1)
+
+
 def test_what_is_impossible_is_a_number_in_json() -> None:
     entry = LogprobWriter(tokenizer("llama"), ()).completion(
         [drawn(1, (2, float("-inf")), logprob=float("-inf"))]

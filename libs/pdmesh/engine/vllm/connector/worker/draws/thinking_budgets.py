@@ -81,7 +81,7 @@ class ThinkingBudgets:
         return logits
 
 
-class ReplayingHolder(ThinkingBudgetStateHolder):  # type: ignore[misc]  # vLLM is untyped
+class ReplayingHolder(ThinkingBudgetStateHolder):
     """vLLM's holder, for requests that begin with output."""
 
     def __init__(self, marks: ThinkingMarks, runner: Any) -> None:

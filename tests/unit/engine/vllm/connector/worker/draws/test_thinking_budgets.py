@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.v1.sample.thinking_budget_state")
 
 import torch
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
@@ -102,7 +102,8 @@ def test_requests_keep_their_budgets_as_the_batch_moves() -> None:
     short, long = params(0, MARKS[0]), params(9, MARKS[1])
     without: Any = sampling_params(Sampling(100), 100)
     budgets, thinking = ThinkingBudgets(RUNNER), [1]
-    added = ((0, without, thinking, []), (1, short, thinking, []), (2, long, thinking, []))
+    all_params = (without, short, long)
+    added: Any = [(at, each, thinking, list[int]()) for at, each in enumerate(all_params)]
     budgets.sync_batch(BatchUpdate(3, (), added, ()))
     outputs: list[list[int]] = [[], [], []]
     budgets.update_state(outputs, [[], [], []])
