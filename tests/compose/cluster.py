@@ -1,5 +1,5 @@
-"""The dev cluster of docker-compose.yml under a project name and host ports of its own, driven by
-the docker CLI.
+"""Runs the dev cluster of docker-compose.yml with the docker CLI, under its own project name and
+host ports.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def has_compose() -> bool:
 
 @contextmanager
 def engine(script: Path | None) -> Iterator[bool]:
-    """An engine for as long as the block runs: the one that answers, or what `script` starts, which
-    is stopped again.
+    """A container engine for the block: a running one, or one that `script` starts and stops.
 
-    Yields False where none can be had. `script up` and `script stop` must do what their names say.
+    Yields False if there is none. The script must take the arguments `up` and `stop`.
     """
     if engine_answers() and has_compose():
         yield True
@@ -52,7 +51,7 @@ def engine(script: Path | None) -> Iterator[bool]:
 
 
 class Cluster:
-    """A running dev cluster; leaving the block removes its containers, networks and volumes."""
+    """A running dev cluster. The end of the block removes its containers, networks and volumes."""
 
     def __init__(self, engine_kind: str = "sim") -> None:
         self.http_port, self.grpc_port = _free_ports(2)
@@ -78,31 +77,31 @@ class Cluster:
 
     @property
     def services(self) -> list[str]:
-        """The services whose containers stay up."""
+        """The services whose containers keep running."""
         return sorted(c["Service"] for c in self.containers())
 
     def containers(self) -> list[dict[str, Any]]:
-        """What `docker compose ps` shows, one dict per container that runs."""
+        """The output of `docker compose ps`: one dict for each running container."""
         lines = self.compose("ps", "--format", "json").splitlines()
         return [json.loads(line) for line in lines]
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What `docker inspect` shows of a service's container."""
+        """The output of `docker inspect` for a service's container."""
         container = self.compose("ps", "--all", "--quiet", service).strip()
         done = subprocess.run(["docker", "inspect", container], check=True, capture_output=True)
         found: list[dict[str, Any]] = json.loads(done.stdout)
         return found[0]
 
     def execute(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in a service's container. It is not an error here if the command fails."""
+        """Run a command in a service's container. Does not raise if the command fails."""
         return self._run("exec", "-T", service, *command)
 
     def kill_process(self, service: str) -> None:
-        """SIGKILL everything in the container but its init, as the kernel's OOM killer would."""
+        """SIGKILL all processes in the container except its init, as the OOM killer would."""
         self.execute(service, "sh", "-c", "kill -KILL -1")
 
     def wait_restarted(self, service: str, num_restarts: int, timeout_s: float) -> None:
-        """Until the engine has restarted the container and calls it healthy."""
+        """Wait until the engine has restarted the container and reports it healthy."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = self.inspect(service)
@@ -118,7 +117,7 @@ class Cluster:
         return self._run("logs", "--no-color", "--tail", "50", *services).stdout
 
     def compose(self, *arguments: str) -> str:
-        """Run `docker compose`; what it prints on stdout."""
+        """Run `docker compose`, and return its stdout."""
         done = self._run(*arguments)
         assert done.returncode == 0, f"docker compose {' '.join(arguments)}\n{done.stderr[-4000:]}"
         return done.stdout
@@ -131,7 +130,7 @@ class Cluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all are held at once so that they differ."""
+    """Free ports. All are bound at the same time, so that they differ."""
     with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in with_ports]
     for server in with_ports:

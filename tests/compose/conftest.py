@@ -1,4 +1,4 @@
-"""`make compose-test` runs these; they need a container engine, and build the image."""
+"""`make compose-test` runs these tests. They need a container engine, and build the image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.compose.cluster import Cluster, engine
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    script = os.environ.get("COMPOSE_ENGINE")  # starts an engine where none runs
+    script = os.environ.get("COMPOSE_ENGINE")  # starts an engine if none runs
     with engine(Path(script).absolute() if script else None) as is_there:
         if not is_there:
             refuse = pytest.fail if os.environ.get("CI") else pytest.skip

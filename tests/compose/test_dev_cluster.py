@@ -1,5 +1,5 @@
-"""The dev cluster as a user starts it: all six services in containers, asked through the gateway's
-two ports.
+"""The dev cluster as a user starts it: six services in containers, and clients on the gateway's two
+ports.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ SERVICES = [
 
 
 def ask(cluster: Cluster) -> str:
-    """By the official client, streamed.
-
-    Its own retries are off: the mesh must answer the first time.
-    """
+    """Ask with the official client, streamed and without retries: the first call must succeed."""
     with OpenAI(
         base_url=f"http://127.0.0.1:{cluster.http_port}/v1",
         api_key="unused",
@@ -53,7 +50,7 @@ def ask_grpc(cluster: Cluster) -> str:
 
 
 def kv_bytes_taken(cluster: Cluster, service: str) -> float:
-    """What a decode has pulled since it started, by its own metrics."""
+    """The KV bytes that a decode has pulled since its start, from its own metrics."""
     script = (
         "import urllib.request as r; "
         "print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
@@ -66,8 +63,9 @@ def kv_bytes_taken(cluster: Cluster, service: str) -> float:
 
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
-    """What the mesh says while it is whole; the sim engine's answer is a function of the prompt and
-    its KV.
+    """The answer of the whole mesh.
+
+    The sim engine's answer depends only on the prompt and its KV.
     """
     return ask(cluster)
 
@@ -82,7 +80,7 @@ def test_http_and_grpc_give_the_same_answer(cluster: Cluster, answer: str) -> No
     assert ask_grpc(cluster) == answer
 
 
-def test_kv_goes_from_container_to_container(cluster: Cluster, answer: str) -> None:
+def test_kv_moves_between_containers(cluster: Cluster, answer: str) -> None:
     assert answer
     assert sum(kv_bytes_taken(cluster, service) for service in ("decode-0", "decode-1")) > 0
 
@@ -100,7 +98,7 @@ def test_only_the_gateway_is_published_and_only_on_loopback(cluster: Cluster) ->
     }
 
 
-def test_no_container_but_the_gateway_has_a_way_out(cluster: Cluster) -> None:
+def test_only_the_gateways_container_can_reach_the_internet(cluster: Cluster) -> None:
     routes = {s: cluster.execute(s, "cat", "/proc/net/route").stdout for s in SERVERS + SERVICES}
     is_default = "\t00000000\t"  # destination 0.0.0.0
     assert [s for s, table in routes.items() if is_default in table.split("\n", 1)[1][:20]] == [
@@ -134,7 +132,7 @@ def test_a_container_has_no_privileges_and_writes_nothing_to_its_image(
         "redis",
     ],
 )
-def test_the_mesh_answers_while_a_process_is_dead_and_its_container_comes_back(
+def test_the_mesh_answers_while_a_dead_process_is_restarted(
     cluster: Cluster, answer: str, service: str
 ) -> None:
     num_restarts = cluster.inspect(service)["RestartCount"]

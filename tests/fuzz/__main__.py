@@ -1,6 +1,6 @@
-"""`make fuzz`: atheris drives one of `targets`.
+"""`make fuzz`: atheris runs one of `targets`.
 
-It is not among the development packages; arguments after the target's name are libFuzzer's.
+atheris is not a development package. Arguments after the target's name are for libFuzzer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ with atheris.instrument_imports(include=["pdmesh", "uvicorn.protocols"]):
     name = sys.argv.pop(1)
     target = targets.load(name)
 
-# Recursion and memory are libFuzzer's to find; 60 s without an end is a hang.
+# libFuzzer finds recursion and memory problems. An input that takes 60 s counts as a hang.
 sys.argv += [
     f"-max_len={target.max_len}",
     "-timeout=60",

@@ -1,5 +1,6 @@
-"""How much work an input may cost: so many times what an honest one of the longest length does, on
-this machine and under this instrumentation.
+"""Bounds the work for an input by a multiple of the work for the longest honest input.
+
+Both are measured on the same machine, under the same instrumentation.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ _TRIES: Final = 4
 
 
 class Budget:
-    """Feeds, and fails if an input costs more each time it is tried.
+    """Feeds inputs, and fails if every attempt with one input exceeds the bound.
 
-    CPU time of this thread: what else runs does not count.
+    It measures the CPU time of this thread, so other threads do not count.
     """
 
     def __init__(self, feed: Callable[[bytes], None], honest: bytes, most: int = MOST) -> None:
         self._feed = feed
-        feed(honest)  # what is made once
+        feed(honest)  # do one-time work first
         self.allowed_s = most * max(self._cost_s(honest) for _ in range(5))
 
     def __call__(self, data: bytes) -> None:

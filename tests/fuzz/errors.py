@@ -1,4 +1,4 @@
-"""What every error that a stranger is told must be."""
+"""Checks each error that an unknown client gets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Final
 
 from pdmesh.errors import MeshError
 
-_MOST_SAID: Final = 1000  # characters, whatever the stranger's own were
+_MOST_SAID: Final = 1000  # characters, however long the client's input was
 
 
 def check(error: MeshError) -> None:
     for said in (error.message, getattr(error, "field", None) or ""):
-        assert len(said) <= _MOST_SAID, "an error echoes a stranger's own text"
-        said.encode()  # it can be sent
+        assert len(said) <= _MOST_SAID, "an error echoes the client's own text"
+        said.encode()  # it must be encodable

@@ -1,9 +1,7 @@
-"""Any bytes that a gRPC call may carry, against the parser of the public API and of instances, and
-what validates what it parsed.
+"""Fuzzes the gRPC parsers of the public API and of instances, and the validation after them.
 
-`feed` raises only if a promise is broken: bytes are a message or InvalidRequest; a message is a
-request or a MeshError, which is short; and what is taken keeps within the bounds that the API
-states.
+`feed` raises only if a promise is broken. Bytes are a message or raise InvalidRequest. A message is
+a request or raises a short MeshError. An accepted request is within the bounds of the API.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from pdmesh.v1 import instance_service_pb2 as instance_pb
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.fuzz import errors
 
-MAX_LEN: Final = 131_072  # beyond what is parsed without a count of its fields
+MAX_LEN: Final = 131_072  # above this, the parser counts a message's fields
 _MAX_FIELDS: Final = 32_768
 _CAPACITY: Final = Capacity(
     works=frozenset({Work.PREFILL}),
@@ -40,12 +38,12 @@ _CAPACITY: Final = Capacity(
     landing_bytes=1 << 20,
     max_retrievals=4,
 )
-_MAX_TOKENS: Final = 1 << 20  # that any instance of the mesh below could take
+_MAX_TOKENS: Final = 1 << 20  # the context length of the mesh's instances
 
 
 @cache
 def _frontend() -> tuple[asyncio.AbstractEventLoop, Frontend]:
-    """A gateway with a tokenizer of its own and fake instances, for as long as the process."""
+    """A gateway with its own tokenizer and fake instances, which lives as long as the process."""
     loop = asyncio.new_event_loop()
     mesh = gateway_mesh(Path(tempfile.mkdtemp()))
     running = loop.run_until_complete(mesh.__aenter__())
@@ -53,11 +51,11 @@ def _frontend() -> tuple[asyncio.AbstractEventLoop, Frontend]:
     return loop, running.gateway.frontend
 
 
-_kept: list[Any] = []  # what is collected would end
+_kept: list[Any] = []  # references, because collected objects would end
 
 
 def close() -> None:
-    """For a test that goes on: what `feed` started ends."""
+    """End everything that `feed` started, for a test that continues."""
     while _kept:
         loop, _ = _frontend()
         loop.run_until_complete(_kept.pop().__aexit__(None, None, None))
@@ -66,7 +64,7 @@ def close() -> None:
 
 
 def feed(data: bytes) -> None:
-    """The first byte says which message."""
+    """Feed one input. Its first byte selects the message type."""
     if not data:
         return
     try:
@@ -81,7 +79,7 @@ def _parsed(message: Any, data: bytes) -> Any:
     except InvalidRequest as exc:
         text = f"not a valid {message.DESCRIPTOR.full_name}"
         is_short = exc.message == text or exc.message.endswith(f"more than {_MAX_FIELDS} fields")
-        assert is_short, "nobody is told how a parser puts it"
+        assert is_short, "an error quotes the parser's own message"
         raise
 
 
@@ -109,7 +107,7 @@ def _check(spec: Any) -> None:
 
 
 def _session(data: bytes) -> None:
-    """What an instance makes of a session's commands."""
+    """Parse the commands of a session as an instance does."""
     request = _parsed(instance_pb.SessionRequest, data)
     for command in request.commands:
         kind = command.WhichOneof("command")

@@ -1,8 +1,8 @@
-"""Any bytes that a connection may carry, in any pieces, against the gateway's HTTP framing.
+"""Fuzzes the gateway's HTTP framing with any bytes, in any pieces.
 
-`feed` raises only if a promise is broken: nothing but whole responses comes back, no more of them
-than requests and one refusal, the application sees no header that could be taken for two, and a
-connection that ends leaves nothing behind.
+`feed` raises only if a promise is broken. Only whole responses come back, at most one for each
+request and one refusal. The application sees no header that could be read as two. A connection that
+ends leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.httpd.guard import guarded
 
 MAX_LEN: Final = 16_384
 _MAX_HEADER_BYTES: Final = 1024
-_MOST_SAID: Final = 512  # bytes of a response
+_MOST_SAID: Final = 512  # the most bytes of a response
 _SHORTEST: Final = len(b"GET / HTTP/1.1\n\n")
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _STATUSES: Final = {
@@ -37,13 +37,13 @@ _STATUSES: Final = {
     b"501",
     b"505",
 }
-_HEAD: Final = 1  # bytes of an input before those of the connection: how large its pieces are
+_HEAD: Final = 1  # bytes at the beginning of an input: the size of its pieces
 
 Message = dict[str, Any]
 
 
 class _App:
-    """Reads each request whole and answers it."""
+    """An application that reads each whole request and answers it."""
 
     def __init__(self) -> None:
         self.scopes: list[dict[str, Any]] = []
@@ -69,8 +69,9 @@ class _App:
 
 
 class _Transport(asyncio.Transport):
-    """Takes everything; an end of it reaches the protocol at the loop's next turn, as a socket's
-    does.
+    """Accepts all output.
+
+    As with a socket, its end reaches the protocol at the loop's next turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,7 +125,7 @@ async def _feed(pieces: list[bytes]) -> None:
         app, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
     )
     config.load()
-    logging.disable()  # of what is refused
+    logging.disable()  # silences the logs of refusals
     bounds = Bounds(_MAX_HEADER_BYTES, 60.0, 10, 10)
     protocol: Any = guarded(bounds)
     transport = _Transport(loop)
@@ -141,7 +142,9 @@ async def _feed(pieces: list[bytes]) -> None:
     if not (transport.has_ended or transport.is_closing()):
         num_framing = sum(map(len, pieces)) - app.num_body
         allowed = len(app.scopes) * bounds.max_header_bytes + bounds.max_framing_bytes(app.num_body)
-        assert num_framing <= allowed + max(map(len, pieces)), "what is no body has a bound"
+        assert num_framing <= allowed + max(map(len, pieces)), (
+            "the bytes outside the body are bounded"
+        )
     transport.lose()
     if state.tasks:
         await asyncio.wait(state.tasks, timeout=60)
@@ -154,7 +157,7 @@ async def _feed(pieces: list[bytes]) -> None:
 
 def _check(app: _App, written: bytes, num_sent: int) -> None:
     num_asked = len(app.scopes)
-    assert num_asked * _SHORTEST <= num_sent, "a request that nobody sent"
+    assert num_asked * _SHORTEST <= num_sent, "a request that was not sent"
     assert app.num_body <= num_sent
     statuses = _STATUS.findall(written)
     assert written.startswith(b"HTTP/1.1 ") or not written
@@ -172,19 +175,21 @@ def _check(app: _App, written: bytes, num_sent: int) -> None:
             assert not set(b"\r\n\0: ") & set(name)
             assert not set(b"\r\n\0") & set(value)
             size += len(name) + len(value)
-        assert size <= _MAX_HEADER_BYTES + MAX_LEN * (size <= num_sent), "headers of nowhere"
+        assert size <= _MAX_HEADER_BYTES + MAX_LEN * (size <= num_sent), (
+            "headers that were not sent"
+        )
 
 
 _loop = asyncio.new_event_loop()
 
 
 def feed(data: bytes) -> None:
-    """The first byte says how large the pieces are in which the rest arrives; 0: all at once."""
+    """Feed one input. Its first byte is the size of the pieces of the rest; 0: one piece."""
     if len(data) <= _HEAD:
         return
     rest = data[_HEAD:]
     size = data[0] or len(rest)
-    size = max(size, len(rest) // 64)  # a turn of the loop each
+    size = max(size, len(rest) // 64)  # each piece takes a turn of the loop
     _loop.run_until_complete(_feed([rest[i : i + size] for i in range(0, len(rest), size)]))
 
 

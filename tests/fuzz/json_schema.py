@@ -1,7 +1,7 @@
-"""Any body that a client may send, against the OpenAI schema.
+"""Fuzzes the OpenAI schema with any body that a client may send.
 
-`feed` raises only if a promise is broken: a body is a request or InvalidRequest, what is said of it
-is short, and what is taken is what the standard parser sees in it.
+`feed` raises only if a promise is broken. A body is a request or raises a short InvalidRequest. An
+accepted body has the values that the standard library's parser finds in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VOCABULARY, _MAX_TOKENS = 1000, 64
 
 
 def feed(data: bytes) -> None:
-    """The first byte says at which endpoint."""
+    """Feed one input. Its first byte selects the endpoint."""
     if not data:
         return
     body = data[1:]
@@ -47,7 +47,7 @@ def feed(data: bytes) -> None:
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
-    assert len(found) == len(pairs), "a field given twice was taken"
+    assert len(found) == len(pairs), "a duplicate field was accepted"
     return found
 
 

@@ -1,7 +1,7 @@
-"""Any bytes a peer may send, against the KV wire and an agent that hears them.
+"""Fuzzes the parser of KV messages, and a KV agent that receives them.
 
 `feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in
-`make test`; with coverage as the guide:
+`make test`. To fuzz with coverage as the guide:
 
     make fuzz-kv_wire    # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
     python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
@@ -30,11 +30,11 @@ CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
 LAYOUT = KvLayout(2, 2, 16, "f")
 HASH = fingerprint_hash("f")
 MAX_LEN = 512
-LENGTH = 2  # bytes that say how long the next message of a sequence is
+LENGTH = 2  # bytes of the length before each message of a sequence
 
 
 def resealed(data: bytes) -> bytes:
-    """The same with a seal that fits, so that what lies behind the seal hears nonsense too."""
+    """The message with a correct checksum, so that bad content passes the checksum, too."""
     if len(data) < wire.BODY_AT:
         return data
     seal = wire.seal_of(memoryview(data))
@@ -42,7 +42,7 @@ def resealed(data: bytes) -> bytes:
 
 
 def feed_parser(data: bytes) -> None:
-    """A message or WireError; and what is a message says the same when it is encoded again."""
+    """Parse bytes to a message or WireError. A message must survive encoding and parsing again."""
     _feed_parser(data)
     _feed_parser(resealed(data))
 
@@ -56,7 +56,7 @@ def _feed_parser(data: bytes) -> None:
 
 
 class _Connection:
-    """A peer that takes everything and completes nothing, until its connection is aborted."""
+    """A peer that accepts all messages and completes nothing until its connection is aborted."""
 
     key = 1
 
@@ -135,9 +135,7 @@ async def _feed(messages: list[bytes]) -> None:
 
 
 def feed_agent(data: bytes) -> None:
-    """A sequence of messages, each behind its length: no exception, no broken invariant, nothing
-    left behind.
-    """
+    """Feed messages, each with its length before it: no exception, no broken invariant, no leak."""
     messages: list[bytes] = []
     while len(data) >= LENGTH:
         size = int.from_bytes(data[:LENGTH], "little")
@@ -147,13 +145,13 @@ def feed_agent(data: bytes) -> None:
 
 
 def feed(data: bytes) -> None:
-    """Both of them, the parser with the first message alone."""
+    """Feed both. The parser gets only the first message."""
     feed_parser(data[LENGTH:])
     feed_agent(data)
 
 
 def honest() -> bytes:
-    """As many messages as fit."""
+    """As many honest messages as fit into the longest input."""
     return (sequence(examples()) * MAX_LEN)[:MAX_LEN]
 
 
@@ -162,7 +160,7 @@ def sequence(messages: Sequence[bytes]) -> bytes:
 
 
 def examples() -> list[bytes]:
-    """One of each message, such as the agent above has an answer to."""
+    """One message of each kind, which the agent above can answer."""
     ranges = (wire.Range(0, 40, bytes(16)), wire.Range(40, 24, bytes(16)))
     messages: list[wire.Message] = [
         wire.Pull(1, "t", 1, 7, HASH),

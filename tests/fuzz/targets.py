@@ -1,9 +1,11 @@
-"""The targets of `make fuzz`: each is a module with what it feeds, an honest input of the longest
-length, and a seed corpus.
+"""The targets of `make fuzz`. Each is a module with `feed`, the longest honest input, and seeds.
 
-make fuzz                                  # all of them, a minute each; FUZZ_S=600 for ten minutes,
-FUZZ_TARGETS="json yaml" for some python -m tests.fuzz.targets TARGET...     # write the corpus of
-these anew (kv_wire has its own: python -m tests.fuzz.kv_wire)
+    make fuzz                                # all targets, one minute each
+    make fuzz FUZZ_S=600                     # ten minutes each
+    make fuzz FUZZ_TARGETS="json yaml"       # only these targets
+    python -m tests.fuzz.targets TARGET...   # write the corpus of these targets again
+
+`python -m tests.fuzz.kv_wire` writes the corpus of kv_wire.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Target:
 
 
 def load(name: str) -> Target:
-    """With a bound on the work that an input may cost."""
+    """Load a target, with a bound on the work that an input may cause."""
     module = import_module(MODULES[name])
     return Target(Budget(module.feed, module.honest()), module.MAX_LEN)
 

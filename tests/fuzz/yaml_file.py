@@ -1,7 +1,8 @@
-"""Any text that an operator may send, against the reader of the desired state.
+"""Fuzzes the reader of the desired state with any text that an operator may send.
 
-`feed` raises only if a promise is broken: a text is a desired state or InvalidRequest, which names
-a line and is short; what is read has no problem left, and the same text is read the same again.
+`feed` raises only if a promise is broken. A text is a desired state, or raises a short
+InvalidRequest that names a line. A desired state has no problems, and its text gives the same state
+when it is read again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def feed(data: bytes) -> None:
     except InvalidRequest as exc:
         errors.check(exc)
         return
-    assert not list(problems(desired)), "what is read is right"
+    assert not list(problems(desired)), "an accepted state has no problems"
     assert len(desired.groups) <= MAX_GROUPS
     for group in desired.groups.values():
         assert 0 <= group.prefill <= MAX_COUNT

@@ -1,9 +1,9 @@
-"""The group controller under any order of reports, losses, changes of mind and changes of leader.
+"""The group controller under any order of reports, losses, new desired states and new leaders.
 
-After every round: no group is given more than it wants, P and D of different revisions or groups
-never meet, no prefill takes requests of a group that cannot serve, nothing of ours goes below what
-a scenario must keep. When the faults stop, every group is what it shall be and nothing is left
-over.
+These invariants hold after every round. No group gets more instances than it wants. Prefills and
+decodes of different revisions or groups never connect. No prefill accepts requests in a group that
+cannot serve. The controller takes no scenario below its minimum. When the faults stop, every group
+matches the desired state, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
     def pass_time(self, seed: int, num: int) -> None:
-        """Everybody works for a while, in some order, with rounds in between."""
+        """All instances work for a while, in some order, with rounds in between."""
         order = random.Random(seed)
         for _ in range(num):
             self.round(None, 0.5)
@@ -125,12 +125,12 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(instance_id=ids)
     def start(self, instance_id: str) -> None:
-        """Anew, also while its predecessor's record stands: that process was replaced."""
+        """Start an instance again, even if the record of its replaced predecessor still exists."""
         self.world.start(instance_id)
 
     @rule(pick=st.integers(0, 19))
     def hear_late(self, pick: int) -> None:
-        """An assignment that was written long ago, or never, arrives."""
+        """Deliver an assignment that was written long ago, or never."""
         if pick < len(self.old_words):
             instance_id, assignment = self.old_words[pick]
             if instance_id in self.world.processes:
@@ -177,8 +177,9 @@ class GroupMachine(RuleBasedStateMachine):
         self._check_peers(after)
 
     def _check_entrance(self, round_: Round, instance_id: str) -> None:
-        """It may serve: each pair with one that stays is verified, and a prefill finds a decode
-        that serves already (S19).
+        """Check that an instance may begin to serve (S19).
+
+        All its pairs with instances that stay are verified. For a prefill, a decode already serves.
         """
         given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
         group = round_.observed.wanted.groups[given.role_spec.group_id]
@@ -193,9 +194,7 @@ class GroupMachine(RuleBasedStateMachine):
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
     def _check_floors(self, round_: Round, drained: list[str]) -> None:
-        """What is left of a role without those that we drain is no less than its floor, if it was
-        no less before.
-        """
+        """Check that the drains leave no role below its floor, unless it was below before."""
         left = Round(round_.observed)
         left.plan = {i: given for i, given in round_.plan.items() if i not in drained}
         for scenario in ("default", "other"):
@@ -205,7 +204,7 @@ class GroupMachine(RuleBasedStateMachine):
                 assert after[role] >= min(floor, before[role])
 
     def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
-        """Nobody is recruited beyond what is wanted."""
+        """Check that no more instances get a role than the groups want."""
         groups = self.world.observe().wanted.groups
         counts: Counter[tuple[str, str, str, str, str, Role]] = Counter()
         for instance_id, given in after.items():
@@ -276,7 +275,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 def _with_recovered(round_: Round, writes: list[GiveAssignment | ForgetAssignment]) -> Round:
-    """Those that serve by an assignment that the store has lost serve all the same."""
+    """Add the instances that still serve although the store has lost their assignments."""
     for write in writes:
         seen = round_.observed.seen.get(write.instance_id)
         if (

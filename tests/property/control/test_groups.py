@@ -16,8 +16,8 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 
 @pytest.mark.fault("F41")
-def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> None:
-    """They drain by themselves, longer than one that came to nothing may take."""
+def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
+    """They drain by themselves, for longer than a failed set-up may take."""
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     world.steps.clear()
@@ -37,8 +37,8 @@ def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> N
 
 @pytest.mark.fault("F11", "F13")
 @pytest.mark.parametrize("num_rounds", range(12))
-def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None:
-    """In whatever round the old one stops: no instance is assigned twice, none is left over."""
+def test_a_new_leader_continues_where_the_old_one_stopped(num_rounds: int) -> None:
+    """In whichever round the old leader stops, no instance is assigned twice or left over."""
     world = World(TWO_BY_TWO)
     for _ in range(num_rounds):
         world.now += 1
@@ -55,7 +55,7 @@ def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None
 
 
 def released(release: str, *counts: tuple[int, int]) -> Desired:
-    """Groups a, b... of one scenario, all of one revision."""
+    """A desired state with the groups a, b and so on, of one scenario and one revision."""
     groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
     return Desired(services={"default": Service(release=release)}, groups=groups)
 
@@ -70,9 +70,9 @@ def ready_of(world: World, revision: str) -> list[str]:
 
 
 @pytest.mark.req("S24")
-def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
-    """Three groups, and not one blank instance: the first one's leave, and the others carry its
-    traffic until its place is taken.
+def test_without_spare_instances_one_group_at_a_time_makes_room() -> None:
+    """There are three groups and no blank instance. The instances of the first group leave, and the
+    other groups carry its traffic until it is replaced.
     """
     world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
     world.settle()
@@ -99,8 +99,8 @@ def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() 
 def test_an_old_revision_leaves_only_if_that_makes_enough_room(
     num_spare: int, is_changed: bool
 ) -> None:
-    """Eight new ones are needed and four of the old ones may go: with three blank instances they
-    would go for nothing.
+    """Eight new instances are needed, and four old ones may leave. With three blank instances there
+    would still be too few, so none leaves.
     """
     world = World(released("1", (4, 4)), num=8 + num_spare)
     world.settle()

@@ -1,5 +1,6 @@
-"""One instance against any order of assignments, repeated, late and from former leaders, and of
-what becomes of its work.
+"""The life of one instance under any order of assignments and of the results of its work.
+
+Assignments may be repeated, late, or from former leaders.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PEERS = [
 
 
 class InstanceLifeMachine(RuleBasedStateMachine):
-    """The model: a world in which effects become work, and work may end in any order, or after it
-    is wanted no more.
+    """A world in which effects become work. Work may end in any order, even when it is no longer
+    needed.
     """
 
     @initialize(own=st.sampled_from([None, *ROLE_SPECS]))
@@ -64,7 +65,9 @@ class InstanceLifeMachine(RuleBasedStateMachine):
                 self.loads.append(role_spec)
                 self.is_loading = True
             case life.Verify(peer):
-                assert peer.role is Role.PREFILL, "no connection between equals (S25)"
+                assert peer.role is Role.PREFILL, (
+                    "no connection between instances of one role (S25)"
+                )
                 assert self.life.role_spec is not None
                 assert self.life.role_spec.role is Role.DECODE
                 assert peer.id not in self.asked, "one probe at a time"
@@ -74,7 +77,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
                 self.met.discard(peer.id)
             case life.AdmitRequests():
                 assert not self.is_admitting
-                assert not self.is_loading, "no request before the engine is there (S19)"
+                assert not self.is_loading, "no request before the engine has started (S19)"
                 self.is_admitting = True
             case life.RefuseRequests():
                 assert self.is_admitting
@@ -173,10 +176,10 @@ class InstanceLifeMachine(RuleBasedStateMachine):
         assert set(self.life.verified_peers) <= self.met
         assert not set(self.life.verified_peers) & set(self.life.failed_peers)
         if phase is Phase.DRAINED:
-            assert self.num_running == 0, "nothing is cut by being erased now (S22)"
+            assert self.num_running == 0, "the erase cuts no request (S22)"
         if self.life.assignment is None and self.own is None:
             assert phase is Phase.BLANK
-        assert len(self.loads) <= 1, "one role spec in its life"
+        assert len(self.loads) <= 1, "one role spec in an incarnation"
 
     @invariant()
     def it_goes_no_further_than_it_may(self) -> None:

@@ -1,7 +1,7 @@
-"""No request meets an instance of another model: not by a plan, nor by a gateway's own ranking.
+"""No request reaches an instance of another model, neither by a plan nor by a gateway's ranking.
 
-All instances here have one fingerprint, and models share groups and scenarios as they please: the
-model's name alone keeps them apart.
+All instances here have the same fingerprint, and models share groups and scenarios freely. So only
+the model's name keeps them apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def identities(kinds: Sequence[tuple[Role, str, str, str]]) -> list[Identity]:
 
 
 @given(FLEETS, ASKED, st.sets(st.integers(0, 15), max_size=6))
-def test_a_plan_names_instances_of_its_model_alone(
+def test_a_plan_names_only_instances_of_its_model(
     kinds: list[tuple[Role, str, str, str]], asked: tuple[str, str], excluded: set[int]
 ) -> None:
     model, scenario = asked
@@ -50,7 +50,7 @@ def test_a_plan_names_instances_of_its_model_alone(
     able = {
         i.instance_id for i in fleet if (i.model, i.scenario) == asked and i.instance_id not in out
     }
-    for turn in range(3):  # the second time from what the first one kept
+    for turn in range(3):  # later plans use what the first one kept
         plan = placement.plan(query, {}, float(turn))
         if isinstance(plan, NoPlan):
             assert not able
@@ -75,7 +75,7 @@ def test_plans_for_two_models_share_nothing(
 
 
 @given(FLEETS, ASKED)
-def test_a_gateways_own_ranking_names_instances_of_the_model_alone(
+def test_a_gateways_own_ranking_names_only_instances_of_the_model(
     kinds: list[tuple[Role, str, str, str]], asked: tuple[str, str]
 ) -> None:
     fleet = identities(kinds)

@@ -1,4 +1,4 @@
-"""Plans of one scenario, from schedules and by hand, in any order of moves that take any time."""
+"""Scheduled and manual plans of one scenario, whose moves take any time, in any order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""No request reaches an instance that is not READY: neither by the master's plan nor by a gateway's
-own ranking (S19).
-"""
+"""Only READY instances get requests, by the master's plans and by a gateway's own ranking (S19)."""
 
 from __future__ import annotations
 
@@ -72,13 +70,13 @@ class _View:
 
 
 @given(meshes())
-def test_a_gateway_names_only_ready_ones(records: dict[str, InstanceRecord]) -> None:
+def test_a_gateway_names_only_ready_instances(records: dict[str, InstanceRecord]) -> None:
     fleet = GatewayFleet(MeshView(_View(records)), "m", lambda: 0.0)
     prefills, decodes = fleet.least_loaded(Wanted("m"), "default", (), lambda i, n: 0)
     ready = {i for i, r in records.items() if r.phase == INSTANCE_PHASE_READY}
     roles = {i: records[i].role for i in ready}
     if any(c.is_local and roles[c.instance_id] != ROLE_FUSION for c in prefills):
-        assert decodes == [], "one role alone does both phases"
+        assert decodes == [], "a prefill does both phases if there is no decode"
         assert len({roles[c.instance_id] for c in prefills}) == 1
     else:
         assert {c.instance_id for c in prefills} == {
@@ -91,7 +89,9 @@ def test_a_gateway_names_only_ready_ones(records: dict[str, InstanceRecord]) -> 
 
 
 @given(meshes(), st.sampled_from(sorted(POLICIES)))
-def test_a_master_plans_only_ready_ones(records: dict[str, InstanceRecord], policy: str) -> None:
+def test_a_master_plans_only_ready_instances(
+    records: dict[str, InstanceRecord], policy: str
+) -> None:
     fleet = Fleet()
     for record in records.values():
         if (identity := identity_from(record)) is not None:
@@ -109,7 +109,9 @@ def test_a_master_plans_only_ready_ones(records: dict[str, InstanceRecord], poli
 
 @given(meshes())
 @pytest.mark.req("S13", "S24")
-def test_instances_of_different_revisions_are_no_pair(records: dict[str, InstanceRecord]) -> None:
+def test_instances_of_different_revisions_are_never_a_pair(
+    records: dict[str, InstanceRecord],
+) -> None:
     for one in records.values():
         for other in records.values():
             assert (pair_of(one) == pair_of(other)) == (one.revision == other.revision)

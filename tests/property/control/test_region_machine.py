@@ -1,9 +1,8 @@
-"""The group controller over two regions that are lost and return, in any order of everything else
-(S58).
+"""The group controller with two regions that are lost and return, and all other events (S58).
 
-At all times a group's KV stays in one region unless it spans them, and nobody is given a role
-outside the regions its group names. When the faults stop, each group is whole, in one region, and
-that is its home if it has one.
+At all times, a group's KV stays in one region unless the group spans regions, and no instance gets
+a role outside the regions of its group. When the faults stop, each group is whole and in one
+region, which is its home if it has one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ names = st.sampled_from(NAMES)
 
 
 class RegionMachine(GroupMachine):
-    """Its instances are of five in each region; the other rules' ids name nobody."""
+    """There are five instances in each region. The ids in the other rules match none of them."""
 
     @initialize(state=st.sampled_from(STATES))
     def begin(self, state: Desired) -> None:
@@ -73,7 +72,7 @@ class RegionMachine(GroupMachine):
 
     @rule(region=st.sampled_from(["eu", "us"]), order=st.permutations(range(5)))
     def lose_region(self, region: str, order: list[int]) -> None:
-        """Its leases end one after the other, with rounds in between."""
+        """The leases of a region end one after another, with rounds in between."""
         for i in order:
             self.kill(f"{region}-{i}")
             self.round(None, 0.5)
@@ -120,7 +119,7 @@ class RegionMachine(GroupMachine):
             own = [i for i, given in world.given.items() if given.role_spec.group_id == group_id]
             regions = {world.records[i].region for i in own}
             if group.spans_regions:
-                assert len(regions) == 2  # five in each, and six are wanted
+                assert len(regions) == 2  # each region has five instances, and six are wanted
             else:
                 assert len(regions) == 1, world.describe()
                 assert not group.region or regions == {group.region}, world.describe()

@@ -1,4 +1,4 @@
-"""Regions under larger worlds: which instances come and go while a region is lost or left (S58)."""
+"""Regions in larger worlds: which instances move while a region is lost or left (S58)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.req("S58")
 
 
 def world_of(text: str, **num: int) -> World:
-    """So many instances in each region: eu-0, us-0 and so on."""
+    """A world with `num` instances in each region: eu-0, us-0 and so on."""
     world = World(read(text), num=0)
     for region, count in num.items():
         for i in range(count):
@@ -43,9 +43,9 @@ def regions(world: World) -> set[str]:
     return {name.partition("-")[0] for role in roles for name in world.ready("chat", role)}
 
 
-def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
-    """Its leases end one after the other: the group first takes spares of the region, whose leases
-    end, too.
+def test_the_loss_of_a_region_counts_as_no_failed_set_up() -> None:
+    """The region's leases end one after another. So the group first takes spare instances of this
+    region, whose leases then end, too.
     """
     world = world_of(ANYWHERE, eu=12, us=4)
     world.settle()
@@ -62,7 +62,7 @@ def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
         assert world.now - began < 10, world.describe()
 
 
-def test_what_is_too_many_makes_room_though_others_wait_in_another_region() -> None:
+def test_surplus_instances_leave_even_if_blank_ones_wait_in_another_region() -> None:
     text = SINGLE + "regions: [eu, us]\ngroups:\n  chat: {COUNTS, region: eu}\n"
     world = world_of(text.replace("COUNTS", "prefill: 3, decode: 1"), eu=4, us=4)
     world.settle()
@@ -75,7 +75,7 @@ def test_what_is_too_many_makes_room_though_others_wait_in_another_region() -> N
     assert (world.counts(), regions(world)) == ({"chat": (1, 3, 0)}, {"us"}), world.describe()
 
 
-def test_an_upgrade_without_spare_instances_at_home_makes_room_there_alone() -> None:
+def test_an_upgrade_without_spare_instances_at_home_makes_room_only_there() -> None:
     text = HOME_AND_FAILOVER + "  other: {scenario: default, prefill: 2, decode: 2, region: eu}\n"
     world = world_of(SINGLE + text, eu=8, us=4)
     world.settle()

@@ -1,5 +1,6 @@
-"""Rolling upgrades over the real group controller and pure instances: one group at a time, all new
-or all old in the end (S24).
+"""Rolling upgrades with the real group controller and pure instances (S24).
+
+Groups are upgraded one at a time. In the end all groups are new, or all are old.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.fakes.upgrading_world import (
 
 
 @pytest.mark.req("S24", "S28")
-def test_a_way_back_waits_for_a_plan_that_moves_something_and_for_none_that_only_gathers() -> None:
+def test_a_rollback_waits_for_a_plan_that_moves_instances_but_not_for_one_that_gathers() -> None:
     world = settled()
     world.apply(released("2"))
     while "changing b" not in told(world):
@@ -50,9 +51,9 @@ def test_a_way_back_waits_for_a_plan_that_moves_something_and_for_none_that_only
 
 
 @pytest.mark.req("S24")
-def test_groups_that_the_bad_revision_has_broken_go_back_too() -> None:
-    """It proved itself in two groups, and then nothing of it can be loaded again: what they lost
-    stays lost until they go back.
+def test_groups_that_the_bad_revision_broke_are_rolled_back_too() -> None:
+    """The revision works in two groups, and then it can no longer be loaded. So lost instances are
+    not replaced until these groups are rolled back.
     """
     world = settled()
     world.apply(released("2"))
@@ -67,9 +68,9 @@ def test_groups_that_the_bad_revision_has_broken_go_back_too() -> None:
 
 
 @pytest.mark.req("S24")
-def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
-    """They go while the first group waits for its turn (a power cut), and come back: one group
-    tries it, and the rest stay.
+def test_a_revision_still_needs_its_trial_after_the_loss_of_all_instances() -> None:
+    """A power cut kills all instances before the first group is upgraded. When they come back, one
+    group tries the revision, and the others keep the old one.
     """
     world = settled(num_spare=0)
     world.busy = None
@@ -86,9 +87,9 @@ def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
 
 
 @pytest.mark.req("S24")
-def test_a_version_that_is_applied_while_nothing_serves_has_to_prove_itself_too() -> None:
-    """A power cut, and somebody who thinks that another release mends it: there is a revision that
-    served, and they go back to it.
+def test_a_version_applied_while_nothing_serves_needs_a_trial_too() -> None:
+    """After a power cut an operator applies another release, in the hope that it helps. The groups
+    are rolled back to the revision that served before.
     """
     world = settled(num_spare=0)
     for instance_id in sorted(world.processes):
@@ -101,9 +102,9 @@ def test_a_version_that_is_applied_while_nothing_serves_has_to_prove_itself_too(
 
 
 @pytest.mark.req("S24")
-def test_a_revision_that_cannot_be_set_up_again_does_not_keep_its_successor_out() -> None:
-    """Its files are gone, and one group has lost an instance: that group is not whole until it gets
-    what can be loaded.
+def test_a_revision_that_cannot_be_loaded_does_not_block_its_successor() -> None:
+    """The files of the old revision are gone, and one group has lost an instance. That group is not
+    whole until it gets a revision that can be loaded.
     """
     world = settled(num_spare=0)
     victim = world.ready("b", Role.DECODE)[0]
@@ -118,9 +119,9 @@ def test_a_revision_that_cannot_be_set_up_again_does_not_keep_its_successor_out(
 
 @pytest.mark.req("S24")
 @pytest.mark.fault("F1")
-def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lacks() -> None:
-    """Hardware goes while a bad revision is left: the group that cannot be whole keeps nobody on
-    the bad one.
+def test_a_rollback_with_too_few_instances_ends_and_reports_what_is_missing() -> None:
+    """Hardware is lost during a rollback. Even the group that cannot be whole keeps no instance on
+    the bad revision.
     """
     world = settled(2, num_spare=0)
     world.apply(released("2", 2))
@@ -135,7 +136,7 @@ def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lac
     assert "b (1 more blank instance needed, or a smaller group)" in report.detail
     play(world, 900)
     report = world.upgrading.reports["chat"]
-    assert report.state == "went back"  # other scenarios need not wait for it
+    assert report.state == "went back"  # other scenarios need not wait for this one
     assert "not whole yet: " in report.detail
     assert world.desired == released("1", 2)
     world.start("i-6")
@@ -145,8 +146,8 @@ def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lac
 
 @pytest.mark.req("S24", "S31")
 def test_without_spares_a_smaller_group_leaves_a_bad_revision_if_its_scenario_allows_it() -> None:
-    """The way out where no hardware will come: an operator says that one of a role is enough for a
-    while.
+    """If no hardware will come, an operator can reduce the scenario's minimum to one instance of
+    each role.
     """
     world = settled(2, num_spare=0)
     world.apply(released("2", 2))
@@ -166,7 +167,7 @@ def test_without_spares_a_smaller_group_leaves_a_bad_revision_if_its_scenario_al
 
 
 @pytest.mark.req("S24")
-def test_a_version_before_that_is_not_kept_any_more_is_named() -> None:
+def test_the_report_names_a_previous_version_that_is_no_longer_kept() -> None:
     world = settled()
     world.lost_versions = frozenset({1})
     world.apply(released("2"))
@@ -181,9 +182,9 @@ def test_a_version_before_that_is_not_kept_any_more_is_named() -> None:
 
 
 @pytest.mark.req("S24")
-def test_what_an_operator_changed_besides_is_not_taken_back() -> None:
-    """Groups go back by themselves; the desired state is left to people if more than one version
-    asked for something.
+def test_other_changes_of_an_operator_are_not_rolled_back() -> None:
+    """The groups are rolled back automatically. If several versions changed something, operators
+    must repair the desired state themselves.
     """
     world = settled()
     world.apply(released("2"))
@@ -202,7 +203,7 @@ def test_what_an_operator_changed_besides_is_not_taken_back() -> None:
 
 
 @pytest.mark.req("S24")
-def test_what_went_back_can_be_tried_again_and_is_judged_anew() -> None:
+def test_a_rolled_back_revision_can_be_tried_again() -> None:
     world = settled()
     world.apply(released("2"))
     play(world, 60, sick=NEW)
@@ -213,7 +214,7 @@ def test_what_went_back_can_be_tried_again_and_is_judged_anew() -> None:
 
 
 @pytest.mark.req("S24")
-def test_a_third_revision_takes_over_from_where_the_second_one_is() -> None:
+def test_a_third_revision_takes_over_from_a_half_finished_second_one() -> None:
     world = settled()
     world.apply(released("2"))
     while "changing b" not in told(world):
@@ -234,7 +235,7 @@ def test_a_third_revision_takes_over_from_where_the_second_one_is() -> None:
     kills=st.sets(st.integers(0, 60), max_size=2),
     canary=st.sampled_from([0.0, 0.2]),
 )
-def test_whatever_happens_it_ends_in_all_new_or_all_old(
+def test_every_upgrade_ends_with_all_groups_new_or_all_old(
     num_groups: int,
     num_spare: int,
     wrong: str,
@@ -243,9 +244,9 @@ def test_whatever_happens_it_ends_in_all_new_or_all_old(
     kills: set[int],
     canary: float,
 ) -> None:
-    """Leaders change and instances die meanwhile; those come back blank.
+    """Leaders change, and instances die and come back blank, while the upgrade runs.
 
-    A sick revision ends nowhere, and a well one everywhere.
+    In the end no group has a bad revision, and every group has a good one.
     """
     world = settled(num_groups, num_spare)
     world.apply(released("2", num_groups), canary_share=canary)
@@ -262,7 +263,8 @@ def test_whatever_happens_it_ends_in_all_new_or_all_old(
     if canary and num_spare:
         promote(world)
     elif canary and not world.upgrades["chat"].is_idle:
-        world.apply(released("1", num_groups))  # it waits for blank instances that never come
+        # The upgrade waits for blank instances that never come.
+        world.apply(released("1", num_groups))
     for _ in range(100):
         if is_at(world, OLD) or is_at(world, NEW):
             break
@@ -278,7 +280,7 @@ def test_whatever_happens_it_ends_in_all_new_or_all_old(
 
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("is_sick", [True, False])
-def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) -> None:
+def test_a_canary_is_rolled_back_if_it_is_bad_or_an_operator_orders_it(is_sick: bool) -> None:
     world = settled()
     world.apply(released("2"), canary_share=0.1)
     play(world, 30)
@@ -291,7 +293,7 @@ def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) 
 
 
 @pytest.mark.req("S24")
-def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
+def test_a_canary_serves_besides_the_groups_until_it_is_promoted() -> None:
     world = settled()
     world.apply(released("2"), canary_share=0.25)
     play(world, 60)
@@ -305,9 +307,7 @@ def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
 
 
 @pytest.mark.req("S24")
-def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in_the_first() -> (
-    None
-):
+def test_a_revision_that_fails_in_the_second_group_is_removed_from_the_first() -> None:
     world = settled()
     world.apply(released("2"))
     while "proved a" not in told(world):

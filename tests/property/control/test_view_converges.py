@@ -1,7 +1,7 @@
-"""What the master makes of load reports does not depend on the order in which they came, nor on how
-often (F22).
+"""The master's view of loads does not depend on the order or the repetition of load reports (F22).
 
-Blocks are in test_prefix_index.py; records and verdicts come from a store that numbers its writes.
+test_prefix_index.py tests this for blocks. Records and verdicts need no such test, because their
+store numbers its writes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Recorder(MemoryBus):
 
 
 def messages_of(told: Sequence[Report]) -> list[Message]:
-    """As the instances publish them, numbered; the last word of each is that it is idle."""
+    """The reports as numbered messages. The last message of each instance says that it is idle."""
     bus = Recorder()
     publishers = {name: EventPublisher(bus, name, 1) for name in NAMES}
 
@@ -88,7 +88,7 @@ def messages_of(told: Sequence[Report]) -> list[Message]:
 
 
 class Master:
-    """The fleet and what feeds it, with some requests planned before any report comes."""
+    """The fleet and its feed. Some requests are planned before any report arrives."""
 
     def __init__(self) -> None:
         self.fleet, self.now = Fleet(), 0.0
@@ -132,7 +132,7 @@ def test_any_order_of_load_reports_with_repetitions_gives_the_same_view(
     in_order.hear(messages)
     many = messages * times
     rng.shuffle(many)
-    # What is told again every second comes last, as it would.
+    # Instances repeat their last report every second, so these repetitions come last.
     shuffled.hear([*many, *messages_after(messages)])
     assert shuffled.view() == in_order.view()
 
@@ -140,8 +140,8 @@ def test_any_order_of_load_reports_with_repetitions_gives_the_same_view(
 @pytest.mark.fault("F20", "F22")
 @settings(max_examples=40, deadline=None)
 @given(reports, st.randoms(use_true_random=False))
-def test_lost_reports_are_made_good_by_the_next_one(told: list[Report], rng: random.Random) -> None:
-    """Of a prompt whose end nobody named there used to be a backlog for two minutes."""
+def test_the_next_report_makes_up_for_lost_reports(told: list[Report], rng: random.Random) -> None:
+    """A prompt whose end was never reported used to count as backlog for two minutes."""
     messages = messages_of(told)
     in_order, lossy = Master(), Master()
     in_order.hear(messages)
@@ -151,9 +151,7 @@ def test_lost_reports_are_made_good_by_the_next_one(told: list[Report], rng: ran
 
 
 def messages_after(messages: Sequence[Message]) -> Sequence[Message]:
-    """The last report of each instance once more, under the next number, as LoadPublisher repeats
-    it.
-    """
+    """The last report of each instance again, with the next number, as LoadPublisher repeats it."""
     again = []
     for message in messages[-len(NAMES) :]:
         event = InstanceLoad.FromString(message.data)

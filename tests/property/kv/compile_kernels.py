@@ -1,6 +1,6 @@
-"""Compiles the device kernels for a GPU that need not be there; prints the size of each program.
+"""Compiles the device kernels for a GPU, even without one, and prints the size of each program.
 
-For test_device_ops.
+test_device_ops.py runs it.
 """
 
 from __future__ import annotations

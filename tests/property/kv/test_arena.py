@@ -20,7 +20,7 @@ SIZE = 1 << 16
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Against a model that marks every byte."""
+    """Checks the arena against a model that marks every byte."""
 
     ranges = Bundle("ranges")
 
@@ -28,7 +28,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, align: int) -> None:
         self.align = align
         self.arena = ArenaAllocator(SIZE, align)
-        self.owner: list[int | None] = [None] * (SIZE // align)  # of each aligned unit
+        self.owner: list[int | None] = [None] * (SIZE // align)  # the owner of each aligned unit
 
     @rule(target=ranges, length=st.integers(1, SIZE + 1))
     def reserve(self, length: int) -> ArenaRange:

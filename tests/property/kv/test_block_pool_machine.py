@@ -8,13 +8,14 @@ NUM_BLOCKS = 12
 
 
 def chain(family: int, length: int) -> list[bytes]:
-    """Hashes of a prompt's blocks; prompts of one family share their prefix."""
+    """The hashes of a prompt's blocks. Prompts of one family share their prefix."""
     return [bytes([family, n]) * 8 for n in range(length)]
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Prompts come, find their prefix, store their blocks and leave; a mirror follows the events
-    alone.
+    """Prompts come, find their prefix, store their blocks and leave.
+
+    A mirror of the pool sees only the events.
     """
 
     def __init__(self) -> None:

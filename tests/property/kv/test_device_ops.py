@@ -1,5 +1,5 @@
-"""The device operators' arithmetic, program by program on arrays; and the kernels themselves where
-Triton is.
+"""The arithmetic of the device operators on arrays, and the kernels themselves if Triton is
+installed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Bytes = npt.NDArray[np.uint8]
 NUM_LAYERS, NUM_BLOCKS = 3, 6
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is made
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this when a kernel is made
 
 
 @st.composite
 def caches(draw: st.DrawFn) -> HeadBlocks:
-    """One layer's cache: of known layouts in any order of memory, or opaque."""
+    """The cache of one layer: opaque, or with a known layout in any memory order."""
     if draw(st.booleans()):
         return opaque_blocks(NUM_BLOCKS, draw(st.sampled_from((8, 20, 7, 4096, 20_000))))
     axes, order = draw(
@@ -69,7 +69,7 @@ def cache_bytes(where: HeadBlocks) -> int:
 def by_runs(
     memory: list[Bytes], ids: list[int], where: HeadBlocks, layers: range, heads: range
 ) -> Bytes:
-    """What gather should give, by the definition of a head's block."""
+    """The expected result of a gather, by the definition of a head's block."""
     parts = [
         memory[layer][start : start + where.run_bytes]
         for layer in layers
@@ -93,7 +93,7 @@ def on_arrays(
     heads: range,
     is_gather: bool,
 ) -> None:
-    """The kernel, written for arrays: the same programs with the same two functions."""
+    """The kernel on arrays: the same programs, with the same two functions."""
     plan = word_plan(where)
     kind = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}[plan.word_bytes]
     words_of_buffer = buffer.view(kind)
@@ -120,7 +120,7 @@ some_ids = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=4, uniq
 
 @pytest.mark.req("S50", "S57")
 @given(caches(), some_ids, st.integers(0, 99), st.data())
-def test_the_programs_move_each_byte_of_the_heads_asked_for(
+def test_the_programs_move_each_byte_of_the_requested_heads(
     where: HeadBlocks, ids: list[int], seed: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, where.heads.count - 1))
@@ -149,7 +149,7 @@ def test_the_programs_move_each_byte_of_the_heads_asked_for(
 @pytest.mark.req("S50")
 @settings(deadline=None, max_examples=25)
 @given(caches(), some_ids, st.integers(0, 99), st.booleans())
-def test_the_kernels_do_what_the_arithmetic_says(
+def test_the_kernels_match_the_arithmetic(
     where: HeadBlocks, ids: list[int], seed: int, is_part: bool
 ) -> None:
     import torch
@@ -175,7 +175,7 @@ def test_the_kernels_do_what_the_arithmetic_says(
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it compiles without a GPU")
 @pytest.mark.req("S50")
 def test_the_kernels_compile_for_a_gpu() -> None:
-    """The interpreter accepts what the compiler refuses, so this is more than the test above."""
+    """The interpreter accepts code that the compiler refuses, so the test above is not enough."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.property.kv.compile_kernels"],
@@ -189,7 +189,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
 
 
 class OneStream:
-    """A stream or an event of a device whose work is done when it is queued."""
+    """Stands in for a stream or an event of a device that does all work at once."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -214,10 +214,7 @@ class OneStream:
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fits the scratch buffer at once.
-
-    Streams are stood in for: only a GPU shows what overlaps.
-    """
+    """The scratch buffer has any size. Stand-ins replace streams: only a GPU shows overlaps."""
     import torch
 
     from pdmesh.engine.vllm.connector.worker.caches import PagedCaches

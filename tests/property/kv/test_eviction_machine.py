@@ -1,4 +1,4 @@
-"""A pool's bookkeeping against a model of it, in any order of calls."""
+"""The bookkeeping of a pool against a model, for any order of calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ owners = st.sampled_from([b"a", b"b"])
 
 
 class PoolBookMachine(RuleBasedStateMachine):
-    """`memory` has what a shell would write; a pinned block must be found there, whatever else
-    happens.
+    """`memory` has the bytes that a shell would write.
+
+    A pinned block must always be found there.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class PoolBookMachine(RuleBasedStateMachine):
         assert slot not in [self.book.slot(n) for n in self.book.names()]
         self.writing[name] = slot
         self.memory.pop(slot, None)
-        assert name not in self.book, "found only when it is written"
+        assert name not in self.book, "a block is found only after it is written"
 
     @rule()
     def what_is_kept_is_told(self) -> None:
@@ -68,7 +69,9 @@ class PoolBookMachine(RuleBasedStateMachine):
     def a_pin_is_given_back(self, which: int, is_use: bool) -> None:
         if self.pins:
             name = self.pins.pop(which % len(self.pins))
-            assert self.memory[self.book.slot(name)] == name, "its bytes stayed while it was pinned"
+            assert self.memory[self.book.slot(name)] == name, (
+                "the bytes of a pinned block do not change"
+            )
             self.book.unpin(name, is_use)
 
     @rule(name=names)

@@ -1,9 +1,9 @@
 """A rank's loads: ranges, copies, late writes, cancellations and first tokens in any order.
 
-The model is the truth about memory: which blocks a request still holds, which copies into them are
-under way, and which landing ranges the network may still write. The engine hears that a pull was
-cancelled before the KV agent does; so ranges may be delivered after the end, and writes land later
-still.
+The model knows the truth about memory: which blocks each request holds, which copies into them are
+running, and which landing ranges the network may still write. The engine learns of a cancelled pull
+before the KV agent does. So ranges may be delivered after the end of a pull, and writes may land
+even later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Load:
     is_pulling: bool = False  # as far as the engine knows
     is_cancel_asked: bool = False
     has_deliverer: bool = False  # the agent may deliver ranges
-    writable: set[int] = field(default_factory=set)  # offsets that a write may reach
+    writable: set[int] = field(default_factory=set)  # offsets that a late write may still reach
     num_copying: int = 0
     has_token: bool = False
     is_cancelled: bool = False
@@ -86,7 +86,7 @@ class IncomingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, is_soon=st.booleans())
     def first_token(self, pick: int, is_soon: bool) -> None:
-        if is_soon:  # of the load that starts next
+        if is_soon:  # the token 1 of the next load
             self.tokens.add(len(self.loads))
             self.tell(events.FirstTokenKnown(len(self.loads)))
         elif self.loads:
@@ -107,7 +107,9 @@ class IncomingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(load.has_deliverer for load in self.loads.values()))
     @rule(pick=PICK)
     def verified(self, pick: int) -> None:
-        """Also of a pull that the engine has given up: the agent has not heard of it."""
+        """Deliver a range, even of a pull that the engine has given up: the agent may not know
+        yet.
+        """
         delivering = [leg for leg, load in self.loads.items() if load.has_deliverer]
         self.tell(events.RangeVerified(delivering[pick % len(delivering)]))
 
@@ -127,7 +129,10 @@ class IncomingMachine(RuleBasedStateMachine):
         self.end_pull(leg, is_success, num_ours)
 
     def end_pull(self, leg: int, is_success: bool, num_ours: int) -> None:
-        """All ranges of one that succeeded were delivered. After a failure some pieces are ours."""
+        """End a pull.
+
+        A successful one has delivered all ranges; after a failure we have some pieces.
+        """
         load = self.loads[leg]
         load.is_pulling = False
         ours = load.landings if is_success else load.landings[:num_ours]
@@ -141,7 +146,10 @@ class IncomingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(load.writable for load in self.loads.values()))
     @rule(pick=PICK)
     def landing_freed(self, pick: int) -> None:
-        """The agent knows that no late write can land. It may say so before the pull ends here."""
+        """Free a landing: no late write is possible.
+
+        This may come before the engine's end of the pull.
+        """
         written = [(leg, at) for leg, load in self.loads.items() for at in sorted(load.writable)]
         leg, offset = written[pick % len(written)]
         load = self.loads[leg]
@@ -175,7 +183,7 @@ class IncomingMachine(RuleBasedStateMachine):
             case events.StartPull(_, awaits_prefill):
                 assert not load.ended_as
                 assert not load.is_cancelled
-                assert not load.has_deliverer, "it was started before"
+                assert not load.has_deliverer, "the load was started before"
                 assert awaits_prefill == (not load.has_token)
                 load.is_pulling = load.has_deliverer = True
                 load.keeps_lease = False
@@ -199,7 +207,7 @@ class IncomingMachine(RuleBasedStateMachine):
                 assert load.has_blocks
                 assert not load.is_cancelled
                 assert (effect.failure is None) == load.succeeded
-                assert not load.num_copying, "told before all of it was in its blocks"
+                assert not load.num_copying, "reported before all its bytes were in the blocks"
                 load.num_reports += 1
             case events.CompleteLoad() | events.ReleaseBlocks():
                 self.settle(load, isinstance(effect, events.CompleteLoad))
@@ -210,7 +218,7 @@ class IncomingMachine(RuleBasedStateMachine):
                 load.num_freed += 1
 
     def settle(self, load: Load, is_complete: bool) -> None:
-        assert load.holds_blocks, "blocks are given back once"
+        assert load.holds_blocks, "blocks are given back only once"
         assert not load.num_copying, "a copy writes into them"
         assert not load.is_pulling, "the pull may still deliver"
         if is_complete:
@@ -228,7 +236,7 @@ class IncomingMachine(RuleBasedStateMachine):
             assert load.num_freed <= 1
 
     def teardown(self) -> None:
-        """Whatever happened, all ends once everything under way has ended."""
+        """Everything ends once all running operations have ended."""
         while any(
             load.num_copying or load.is_pulling or load.writable for load in self.loads.values()
         ):
@@ -237,12 +245,12 @@ class IncomingMachine(RuleBasedStateMachine):
         for leg, load in self.loads.items():
             load.has_token = True
             self.tell(events.FirstTokenKnown(leg))
-            assert load.num_freed == 1, "its landing is never free"
-            assert load.ended_as or not load.has_blocks, "its blocks are never given back"
+            assert load.num_freed == 1, "its landing was never freed"
+            assert load.ended_as or not load.has_blocks, "its blocks were never given back"
             if load.has_blocks and not load.is_cancelled:
-                assert load.num_reports == 1, "what became of it is never said"
+                assert load.num_reports == 1, "its outcome was never reported"
         assert not self.blocks.num_waiting
-        assert not self.blocks._loads, "nothing is remembered of what is over"
+        assert not self.blocks._loads, "ended loads are forgotten"
 
     def end_all(self, leg: int, load: Load) -> None:
         while load.num_copying:

@@ -1,6 +1,4 @@
-"""A copy of the index while the bus loses, repeats and reorders, and while workers and the copy
-itself restart (S101).
-"""
+"""A copy of the index under lost, repeated and reordered messages, and under restarts (S101)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ some = st.lists(st.sampled_from(BLOCKS), max_size=4)
 
 
 class Worker:
-    """What one instance holds, and how it numbers what it says."""
+    """The blocks of one instance, and the numbers of its messages."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation, self.sequence = name, incarnation, 0
@@ -35,7 +33,7 @@ class Worker:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Deltas lie in `bag` until taken out in any order; what stays there to the end was lost."""
+    """`bag` has the deltas, which arrive in any order. Deltas that remain in it are lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.bag)
     @rule(which=st.integers(0, 1000), keeps=st.booleans())
     def delta_arrives(self, which: int, keeps: bool) -> None:
-        """Kept, it arrives again."""
+        """Deliver a delta; with `keeps` it can arrive again."""
         position = which % len(self.bag)
         delta = self.bag[position] if keeps else self.bag.pop(position)
         if self._is_present(delta.instance_id, delta.incarnation):
@@ -87,7 +85,7 @@ class IndexMachine(RuleBasedStateMachine):
     def worker_restarts(self, name: str) -> None:
         worker = self.workers[name] = Worker(name, self.workers[name].incarnation + 1)
         known = self.copy.version(name)
-        if known is not None and known[0] != worker.incarnation:  # its record tells
+        if known is not None and known[0] != worker.incarnation:  # its record shows the restart
             self.copy.remove_instance(name)
 
     @rule()
@@ -106,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert self.copy.blocks(name, tier) == worker.held[tier]
 
     def teardown(self) -> None:
-        """One snapshot of each that is not up to date is enough, whatever happened before."""
+        """One snapshot of each outdated worker is enough, whatever happened before."""
         for name, worker in self.workers.items():
             if self.copy.version(name) != (worker.incarnation, worker.sequence):
                 held = (worker.held[tier] for tier in TIERS)
@@ -131,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
         return lengths
 
     def _is_present(self, name: str, incarnation: int) -> bool:
-        """The feed listens to what the registry knows."""
+        """The registry knows this incarnation, so the feed accepts its messages."""
         return self.workers[name].incarnation == incarnation
 
 

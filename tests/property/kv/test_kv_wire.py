@@ -1,4 +1,4 @@
-"""The KV wire: what is said is heard, and nothing else is believed."""
+"""The KV wire: every message survives encoding, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def encoded(message: wire.Message) -> bytes:
 
 
 @given(messages)
-def test_what_is_encoded_is_parsed(message: wire.Message) -> None:
+def test_an_encoded_message_is_parsed_unchanged(message: wire.Message) -> None:
     assert wire.parse(memoryview(encoded(message))) == message
 
 
@@ -59,14 +59,14 @@ def test_what_is_encoded_is_parsed(message: wire.Message) -> None:
 @given(st.binary(max_size=400))
 @example(b"")
 @example(b"PDKV")
-def test_any_bytes_are_a_message_or_the_typed_error(data: bytes) -> None:
+def test_any_bytes_are_a_message_or_raise_the_typed_error(data: bytes) -> None:
     with contextlib.suppress(wire.WireError):
         wire.parse(memoryview(data))
 
 
 @pytest.mark.fault("F34", "F25")
 @given(messages, st.data())
-def test_a_damaged_message_is_a_message_or_the_typed_error(
+def test_a_corrupted_message_is_a_message_or_raises_the_typed_error(
     message: wire.Message, data: st.DataObject
 ) -> None:
     raw = bytearray(encoded(message))
@@ -82,9 +82,9 @@ def test_a_damaged_message_is_a_message_or_the_typed_error(
 @pytest.mark.fault("F34")
 @settings(deadline=None, max_examples=40)
 @given(messages)
-def test_no_message_with_one_bit_changed_is_believed(message: wire.Message) -> None:
-    """But for inline bytes: each range of them has a checksum in META, and the source is to blame
-    for them.
+def test_no_message_with_one_flipped_bit_is_accepted(message: wire.Message) -> None:
+    """Inline bytes are an exception: META has a checksum for each range of them, so that their
+    corruption counts against the source.
     """
     raw = bytearray(encoded(message))
     inline = message.inline if isinstance(message, wire.Meta) else None
@@ -98,7 +98,7 @@ def test_no_message_with_one_bit_changed_is_believed(message: wire.Message) -> N
 
 @pytest.mark.fault("F25")
 @given(messages)
-def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
+def test_a_truncated_message_is_refused(message: wire.Message) -> None:
     raw = memoryview(encoded(message))
     for end in range(0, len(raw), max(1, len(raw) // 40)):
         with pytest.raises(wire.WireError):

@@ -1,6 +1,4 @@
-"""Full and partial blocks under any order of requests: nobody's tokens are ever overwritten by
-somebody else.
-"""
+"""Full and partial blocks under any order of requests: no request overwrites another's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from pdmesh.engine.sim.block_pool import BlockPool
 
 NUM_BLOCKS, SIZE = 10, 8
 ROOT = b"r" * 16
-words = st.lists(st.integers(1, 2), max_size=9)  # few tokens, so that conversations meet and part
+# Few different tokens, so that conversations share prefixes.
+words = st.lists(st.integers(1, 2), max_size=9)
 
 
 @dataclass
@@ -29,8 +28,8 @@ class Conversation:
 
 
 class TailMachine(RuleBasedStateMachine):
-    """Prompts come, claim what is held of them, write the rest into `memory` some time later, keep
-    it and leave.
+    """Prompts come, claim the blocks that are held for them, later write the rest into `memory`,
+    keep it, and leave.
     """
 
     sampling = PartialSampling(start=4, step=2)
@@ -45,7 +44,7 @@ class TailMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30), cut=st.sampled_from([0, 0, 0, 1, 2, 5, 11]), more=words)
     def a_prompt_comes(self, which: int, cut: int, more: list[int]) -> None:
-        """It continues, or parts from, one that was there before."""
+        """A prompt comes that continues an earlier one, or shares its beginning."""
         earlier = self.known[which % len(self.known)]
         tokens = [*earlier[: len(earlier) - cut % (len(earlier) + 1)], *more][: 3 * SIZE] or [1]
         hashes = block_hashes(ROOT, tokens, SIZE)
@@ -81,8 +80,7 @@ class TailMachine(RuleBasedStateMachine):
         hashes = block_hashes(ROOT, one.tokens, SIZE)
         for block, name in zip(one.blocks, hashes, strict=False):
             self.pool.store(block, name)
-        # As the sim engine does it: full blocks that can have no names but their own are not asked
-        # about.
+        # As in the sim engine: full blocks that can only have their own names are not looked up.
         first = 0 if self.sampling.start < SIZE else len(one.tokens) // SIZE
         for index, block in enumerate(one.blocks[first:], first):
             data = tokens_to_bytes(one.tokens[index * SIZE : (index + 1) * SIZE])
@@ -91,7 +89,7 @@ class TailMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 20))
     def a_prompt_leaves(self, which: int) -> None:
-        """Computed or given up."""
+        """A prompt leaves, computed or given up."""
         if self.running:
             self.pool.release(self.running.pop(which % len(self.running)).blocks)
 
@@ -119,7 +117,7 @@ class TailMachine(RuleBasedStateMachine):
 
 
 class WholeTailMachine(TailMachine):
-    """Blocks shorter than `start`: one name each, at their number of tokens."""
+    """Blocks shorter than `start` have one name each, at their full number of tokens."""
 
     sampling = PartialSampling(start=208, step=4)
 
@@ -128,13 +126,13 @@ TestTails = pytest.mark.req("S103", "S104")(TailMachine.TestCase)
 TestWholeTails = pytest.mark.req("S103", "S104")(WholeTailMachine.TestCase)
 for _case in (TestTails, TestWholeTails):
     _case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-del _case  # pytest would run it once more
+del _case  # otherwise pytest would run it twice
 
 
 def pool_with(
     tokens: list[int], sampling: PartialSampling = TailMachine.sampling
 ) -> tuple[BlockPool, int]:
-    """A pool that keeps one block with these tokens, of nobody now."""
+    """A pool that keeps one block with these tokens, which no request uses."""
     pool = BlockPool(4, SIZE, sampling)
     [block] = pool.allocate(1)
     pool.keep_partial(block, ROOT, b"", tokens_to_bytes(tokens))
@@ -143,7 +141,7 @@ def pool_with(
 
 
 @pytest.mark.req("S104")
-def test_of_two_that_continue_one_partial_block_the_second_gets_a_copy() -> None:
+def test_if_two_requests_continue_one_partial_block_the_second_gets_a_copy() -> None:
     pool, block = pool_with([1, 2, 3, 4])
     data = tokens_to_bytes([1, 2, 3, 4, 5])
     first, second = pool.claim_partial(ROOT, b"", data), pool.claim_partial(ROOT, b"", data)
@@ -155,7 +153,7 @@ def test_of_two_that_continue_one_partial_block_the_second_gets_a_copy() -> None
 
 
 @pytest.mark.req("S103", "S104")
-def test_the_most_tokens_at_a_sampled_position_are_found_and_copied_where_it_parts() -> None:
+def test_the_longest_match_at_a_sampled_position_is_copied_if_the_rest_differs() -> None:
     pool, block = pool_with([1, 2, 3, 4, 5, 6, 7])  # named at 4 and 6
     tail = pool.claim_partial(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 5, 6, 9]))
     assert tail is not None
@@ -171,7 +169,7 @@ def test_the_most_tokens_at_a_sampled_position_are_found_and_copied_where_it_par
 
 
 @pytest.mark.req("S104")
-def test_a_partial_block_that_fills_up_is_shared_and_its_old_names_go() -> None:
+def test_a_partial_block_that_fills_up_is_shared_and_loses_its_old_names() -> None:
     pool, block = pool_with([1, 2, 3, 4], PartialSampling(start=208, step=4))
     stored, _ = pool.take_changes()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -188,7 +186,7 @@ def test_a_partial_block_that_fills_up_is_shared_and_its_old_names_go() -> None:
 
 
 @pytest.mark.req("S104")
-def test_a_block_that_became_full_is_no_more_to_be_appended_to() -> None:
+def test_no_request_appends_to_a_block_that_became_full() -> None:
     pool, block = pool_with([1, 2, 3, 4], PartialSampling(start=208, step=4))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     assert pool.claim_partial(ROOT, b"", tokens_to_bytes(tokens[:6])) is not None
@@ -199,7 +197,7 @@ def test_a_block_that_became_full_is_no_more_to_be_appended_to() -> None:
 
 
 @pytest.mark.req("S104")
-def test_who_gives_up_leaves_the_partial_block_as_it_was() -> None:
+def test_a_request_that_gives_up_leaves_the_partial_block_unchanged() -> None:
     pool, block = pool_with([1, 2, 3, 4])
     data = tokens_to_bytes([1, 2, 3, 4, 5])
     assert pool.claim_partial(ROOT, b"", data) is not None

@@ -1,6 +1,4 @@
-"""The index against brute force: any order of deltas, lost and repeated ones, snapshots,
-restarts.
-"""
+"""The index against brute force: reordered, lost and repeated deltas, snapshots, restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ change = st.tuples(st.sampled_from(INSTANCES), st.booleans(), blocks, blocks)
 
 
 class Worker:
-    """An instance's true cache, and the deltas it published."""
+    """An instance's true cache, and the deltas that it published."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
@@ -66,7 +64,7 @@ def make_workers(changes: list[tuple[str, bool, list[bytes], list[bytes]]]) -> l
 @pytest.mark.req("S98", "S102")
 @pytest.mark.fault("F22")
 @given(st.lists(change, max_size=30), st.randoms(use_true_random=False))
-def test_any_order_with_repetitions_converges(
+def test_deltas_in_any_order_with_repetitions_converge(
     changes: list[tuple[str, bool, list[bytes], list[bytes]]], rng: random.Random
 ) -> None:
     workers, index = make_workers(changes), PrefixIndex()
@@ -83,10 +81,10 @@ def test_any_order_with_repetitions_converges(
 @pytest.mark.fault("F22")
 @settings(max_examples=200, deadline=None)
 @given(st.lists(change, max_size=30), st.randoms(use_true_random=False))
-def test_lost_deltas_are_noticed_and_a_snapshot_repairs_them(
+def test_lost_deltas_are_detected_and_a_snapshot_repairs_the_index(
     changes: list[tuple[str, bool, list[bytes], list[bytes]]], rng: random.Random
 ) -> None:
-    """The snapshot is of some moment; deltas before and after it come in any order around it."""
+    """Deltas from before and after the snapshot arrive in any order around it."""
     workers, index = make_workers(changes), PrefixIndex()
     for worker in workers:
         moment = rng.randint(0, len(worker.deltas))
@@ -124,7 +122,8 @@ def test_late_deltas_of_an_earlier_incarnation_change_nothing(
             assert index.apply(delta) is DeltaOutcome.STALE
         late_snapshot = index.load_snapshot(worker.name, 7, 99, BLOCKS)
         assert late_snapshot is (DeltaOutcome.STALE if worker.deltas else DeltaOutcome.APPLIED)
-        if not worker.deltas:  # the index never heard of incarnation 7; nothing says which is newer
+        # The index does not know incarnation 7, so it cannot tell which is newer.
+        if not worker.deltas:
             index.remove_instance(worker.name)
             index.apply(
                 IndexDelta(worker.name, 8, 1, (), tuple(new[INSTANCES.index(worker.name)].cache))

@@ -1,4 +1,4 @@
-"""The way from paged blocks into the contiguous buffer, and out again."""
+"""Gathers paged blocks into a contiguous buffer, and scatters them again."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ layouts = st.builds(
     num_blocks=st.integers(1, 24),
     data=st.data(),
 )
-def test_what_was_gathered_scatters_back(
+def test_gathered_blocks_scatter_back(
     num_layers: int, block_bytes: int, num_blocks: int, data: st.DataObject
 ) -> None:
-    """From random blocks of one cache into other random blocks of another."""
+    """The blocks go from random places of one cache to other random places of another."""
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     used = data.draw(st.integers(0, num_blocks))
@@ -56,7 +56,7 @@ def test_what_was_gathered_scatters_back(
     for source, target, old in zip(sources, targets, before, strict=True):
         assert (target[target_ids] == source[source_ids]).all()
         others = [i for i in range(num_blocks) if i not in target_ids]
-        assert (target[others] == old[others]).all(), "a block that was not named changed"
+        assert (target[others] == old[others]).all(), "a block outside the request changed"
 
 
 @pytest.mark.req("S50")
@@ -71,9 +71,7 @@ def test_what_was_gathered_scatters_back(
 def test_parts_of_a_buffer_scatter_as_the_whole_does(
     num_layers: int, num_words: int, first: int, cuts: set[int], used: int, is_run: bool
 ) -> None:
-    """Whatever whole blocks a part begins and ends with, in consecutive blocks of the cache and in
-    others.
-    """
+    """A part may begin and end at any block, and the cache's blocks may be consecutive or not."""
     block_bytes, rng = num_words * 8, np.random.default_rng(first)
     ids = list(range(first, first + used)) if is_run else rng.permutation(31)[:used].tolist()
     whole = [np.zeros((31, block_bytes), np.uint8) for _ in range(num_layers)]

@@ -1,11 +1,10 @@
-"""Sender and receiver together over a network that delays, repeats, reorders and loses, in any
-interleaving.
+"""Sender and receiver with a network that delays, repeats, reorders and loses messages.
 
-The model is the truth about bytes: an engine that has not said otherwise writes its ticket's range,
-a part that has been announced and not sent reads it, and a posted receive that has not completed
-may still write its landing range. Each side learns of a lost connection in its own time; what it
-believes before that must be safe anyway. Either side may crash and come back: the sender under its
-next incarnation, the receiver without any memory of its pulls.
+The model knows the truth about memory. An engine may write its ticket's range until it reports the
+end. A part that is announced and not yet sent reads that range. A posted receive may write its
+landing range until it completes. Each side learns of a lost connection at its own time, and must be
+safe before that, too. Either side may crash and come back: the sender with its next incarnation,
+the receiver without any memory of its pulls.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ LAYOUT = KvLayout(num_layers=3, num_blocks=2, block_bytes=10)
 LEASE_S, DEADLINE_S, STALL_S = 10.0, 2.0, 1.5
 MAX_INLINE = 10  # bytes
 NAMES = st.sampled_from("aaab")
-RARELY = st.sampled_from([False] * 7 + [True])  # what ends everything must not always be first
+RARELY = st.sampled_from([False] * 7 + [True])  # events that end everything must be rare
 DECODES = st.sampled_from([1, 1, 1, 2])
 CHUNKS = st.sampled_from([10, 20, 40, 1000])
 
 
 @dataclass
 class Link:
-    """One connection. Each side loses it once, by its own abort or when the news arrives."""
+    """One connection. Each side loses it once: by its own abort, or when it learns of the loss."""
 
     key: int
     to_sender: list[wire.Message] = field(default_factory=list)
@@ -47,8 +46,10 @@ class Link:
     is_dead_at_sender: bool = False
     is_dead_at_receiver: bool = False
     is_retired: bool = False  # no new pull begins on it
-    sends: list[tuple[int, str]] = field(default_factory=list)  # pull, ticket read right now
-    posted: set[tuple[int, int]] = field(default_factory=set)  # pull, part to be written
+    # (pull, ticket) of the reads that run now.
+    sends: list[tuple[int, str]] = field(default_factory=list)
+    # (pull, part) of the receives that may still write.
+    posted: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -89,7 +90,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.links: list[Link] = []
         self.tickets: dict[str, Ticket] = {}
         self.pulls: dict[int, Pull] = {}
-        self.num_forgotten = 0  # pulls of a receiver that crashed
+        self.num_forgotten = 0  # the number of pulls that a crashed receiver forgot
         self.checking: set[tuple[int, int]] = set()
         self.aborts: list[tuple[Link, str]] = []
 
@@ -119,12 +120,12 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def release(self, name: str) -> None:
         if name in self.tickets:
-            self.tickets[name].is_written = True  # that is what a release says
+            self.tickets[name].is_written = True  # a release means that the engine no longer writes
         self.at_sender(tx.Released(name))
 
     @rule(name=NAMES, happens=RARELY)
     def serving_fails(self, name: str, happens: bool) -> None:
-        """Its checksums cannot be made. Its engine may still write."""
+        """The checksums of a ticket cannot be computed. Its engine may still write."""
         if happens:
             self.at_sender(tx.ServingFailed(name))
 
@@ -203,7 +204,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(happens=RARELY)
     def the_sender_crashes(self, happens: bool) -> None:
-        """Its memory is gone, and with it every reader of it. Peers learn later, or never."""
+        """The sender's memory and all its readers are gone. Peers learn this later, or never."""
         if not happens:
             return
         self.incarnation += 1
@@ -237,9 +238,7 @@ class TransferMachine(RuleBasedStateMachine):
     def things_take_their_course(
         self, data: st.DataObject, num_steps: int, is_intact: bool
     ) -> None:
-        """As they do when nothing goes wrong: single rules alone rarely get to the end of a
-        pull.
-        """
+        """Run without faults for a while: single rules rarely reach the end of a pull."""
         self.go_on(data.draw(st.sampled_from(self.links)), num_steps, is_intact)
 
     @rule(
@@ -263,7 +262,9 @@ class TransferMachine(RuleBasedStateMachine):
         decode: int,
         other_link: bool,
     ) -> None:
-        """A prefill that gets as far as `num_layers`, and the decode that pulls meanwhile."""
+        """Start a prefill that computes `num_layers`, and the decode that pulls at the same
+        time.
+        """
         if name not in self.tickets:
             self.open(name, 1, chunk, False)
         attempt = self.tickets[name].attempt
@@ -359,7 +360,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @staticmethod
     def take(data: st.DataObject, queue: list[wire.Message], twice: bool) -> wire.Message:
-        """Mostly the first, sometimes one out of turn; sometimes it comes again later."""
+        """Take the next message, or sometimes a later one. Sometimes it stays for a repetition."""
         at = data.draw(st.sampled_from([0, 0, 0, len(queue) - 1]))
         return queue[at] if twice else queue.pop(at)
 
@@ -395,7 +396,7 @@ class TransferMachine(RuleBasedStateMachine):
     def lose(self, link: Link, who: str) -> None:
         if who == "sender" and not link.is_dead_at_sender:
             link.is_dead_at_sender = True
-            link.sends.clear()  # the transport's promise: nothing reads after this
+            link.sends.clear()  # the transport guarantees that nothing reads after this
             self.at_sender(tx.PeerLost(link.key))
         if who == "receiver" and not link.is_dead_at_receiver:
             link.is_dead_at_receiver = True
@@ -425,7 +426,7 @@ class TransferMachine(RuleBasedStateMachine):
         ticket = self.tickets[effect.ticket_id]
         assert pull.is_fetch or pull.attempt == ticket.attempt, "another attempt's bytes"
         assert pull.incarnation == self.incarnation, "another life's bytes"
-        assert effect.part.end_layer <= ticket.num_ready, "bytes that are not there yet"
+        assert effect.part.end_layer <= ticket.num_ready, "bytes that are not computed yet"
         assert not link.is_dead_at_sender
         is_inline = effect.part.length <= MAX_INLINE
         if not is_inline:
@@ -453,7 +454,7 @@ class TransferMachine(RuleBasedStateMachine):
                     takers[pull.decode].add(pull.link.key)
             assert any(
                 len(takers[p.decode]) >= p.num_takers for p in pulls if p.outcome == "complete"
-            ), "closed before all of one decode took it"
+            ), "closed before all ranks of one decode took it"
 
     # -- the receiver's effects -------------------------------------------------------------------
 
@@ -487,7 +488,7 @@ class TransferMachine(RuleBasedStateMachine):
                 pull.link.to_sender.append(wire.Ack(pull_id, is_taken))
             case rx.TellSilent():
                 assert not pull.is_silent, "told twice"
-                assert not pull.outcome, "told of one that is over"
+                assert not pull.outcome, "reported for a pull that is over"
                 assert self.now >= pull.asked_at + SILENT_S
                 pull.is_silent = True
             case rx.RenewLease():
@@ -514,18 +515,18 @@ class TransferMachine(RuleBasedStateMachine):
                 assert not pull.has_left, "told nobody"
                 pull.outcome = "failed"
             case rx.FreeLanding():
-                assert pull.outcome == "failed" or pull.has_left, "freed under the caller"
+                assert pull.outcome == "failed" or pull.has_left, "freed while the caller uses it"
                 self.end(pull, pull_id, pull.outcome or "left")
 
     def end(self, pull: Pull, pull_id: int, outcome: str) -> None:
-        assert pull_id not in {p for p, _ in pull.link.posted}, "let go while a write is possible"
-        assert pull_id not in {p for p, _ in self.checking}, "let go while it is read"
-        assert not pull.is_landing_free, "let go twice"
+        assert pull_id not in {p for p, _ in pull.link.posted}, "freed while a write is possible"
+        assert pull_id not in {p for p, _ in self.checking}, "freed while it is read"
+        assert not pull.is_landing_free, "freed twice"
         pull.is_landing_free = True
         pull.outcome = outcome
 
     def settle(self) -> None:
-        """A side's own abort tells it of the loss before anything else can happen to it."""
+        """Report each side's own abort to it before anything else happens."""
         while self.aborts:
             self.lose(*self.aborts.pop())
 
@@ -539,12 +540,10 @@ class TransferMachine(RuleBasedStateMachine):
             is_over = all(p.is_landing_free for p in self.pulls.values() if p.link is link)
             assert not (link.is_retired and is_over and self.receiver.is_idle) or (
                 link.is_dead_at_receiver
-            ), "nobody would ever close it"
+            ), "this connection would never be closed"
 
     def teardown(self) -> None:
-        """Whatever happened: once the engines have ended what they write, time alone brings
-        everything back.
-        """
+        """Whatever happened, everything is freed after some time, once the engines stop writing."""
         for part in sorted(self.checking):
             self.checking.remove(part)
             self.at_receiver(rx.PartChecked(*part, True))

@@ -1,5 +1,6 @@
-"""vLLM's caches on real tensors in the layouts of its kernels, CPU and GPU alike: gathered and
-scattered by head or whole.
+"""vLLM's caches as real tensors, in the layouts of its CPU and GPU kernels.
+
+They are gathered and scattered by head or as whole blocks.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "float32")
 
 
 class Rank:
-    """The caches of one rank, filled with its heads of the whole model's KV, or empty."""
+    """The caches of one rank: empty, or filled with its heads of the model's KV."""
 
     def __init__(self, layout: tuple[str, str], dtype: str, num_heads: int) -> None:
         axes, order = layout
         counts = {"k": 2, "b": NUM_BLOCKS, "h": num_heads, "n": TOKENS}
         kind = getattr(torch, dtype)
-        # int8 is scaled per token and head, in fp32 behind the numbers of K and of V: they travel
-        # along.
+        # int8 has a scale for each token and head, in fp32 after the numbers of K and of V. The
+        # scales are moved, too.
         self.content = HEAD_DIM + (SCALE_BYTES // 2 if dtype == "int8" else 0)
         counts["c"] = self.content if "k" in axes else 2 * self.content
         self.axes, self.item = axes, kind.itemsize
@@ -55,7 +56,7 @@ class Rank:
         self.caches: PagedCaches = paged_caches(self.tensors, found, NUM_BLOCKS)
 
     def bytes_of(self, layer: int, block: int, head: int) -> Any:
-        """[K or V, token, bytes] of a head's block, by torch's own indexing."""
+        """The bytes of a head's block as [K or V, token, bytes], by torch's own indexing."""
         tensor = self.tensors[f"layer.{layer}"].view(torch.uint8)
         index: list[Any] = [slice(None)] * len(self.axes)
         index[self.axes.index("b")], index[self.axes.index("h")] = block, head
@@ -130,7 +131,7 @@ def test_each_destination_rank_gets_its_heads_bit_for_bit(
 @pytest.mark.req("S50")
 @given(st.sampled_from(LAYOUTS[2:]), st.sampled_from(DTYPES), st.integers(0, 999))
 def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int) -> None:
-    """What a CPU's caches are taken for, whatever is inside."""
+    """The caches of a CPU are handled as opaque blocks, whatever they contain."""
     if layout[1][0] != "b":
         layout = LAYOUTS[3]
     rank = Rank(layout, dtype, 2)
@@ -166,7 +167,7 @@ def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int
 def test_parts_scatter_as_the_whole_does(
     layout: tuple[str, str], is_opaque: bool, cuts: set[int], seed: int
 ) -> None:
-    """Wherever between two blocks of a head the parts begin and end."""
+    """Parts may begin and end between any two blocks of a head."""
     if is_opaque and layout[1][0] != "b":
         layout = LAYOUTS[3]
     num_heads, ids = 3, [4, 1, 2]
@@ -188,7 +189,7 @@ def test_parts_scatter_as_the_whole_does(
         caches[1].scatter_part(data[a:b], a, ids)
     for name, tensor in whole.tensors.items():
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
-    if not is_opaque:  # a piece of some heads, in parts
+    if not is_opaque:  # a part of a piece with some of the heads
         some = np.random.default_rng(seed + 1).integers(0, 256, data.size // 3 * 2, np.uint8)
         caches[0].scatter(some, ids, lambda: None, (1, 2))
         for a, b in pairwise(e for e in (*edges[:-1], some.size) if e <= some.size):
@@ -209,7 +210,7 @@ def test_parts_scatter_as_the_whole_does(
 def test_a_shapes_bytes_are_those_of_real_caches(
     num_heads: int, num_ranks: int, dtype: str, layout: tuple[str, str]
 ) -> None:
-    """MHA and GQA differ by the number of kv heads alone; scales beside the numbers count."""
+    """MHA and GQA differ only in the number of KV heads. Scales count as bytes, too."""
     scales = SCALE_BYTES if dtype == "int8" else 0
     named = {"float8_e4m3fn": "fp8_e4m3"}.get(dtype, dtype)
     mine = heads_of(num_heads, num_ranks, 0).count
@@ -220,7 +221,7 @@ def test_a_shapes_bytes_are_those_of_real_caches(
     assert real == share.kv_bytes(NUM_BLOCKS * TOKENS, TOKENS)
 
 
-def test_two_layouts_of_one_travel_order_may_meet_and_others_may_not() -> None:
+def test_two_layouts_are_compatible_only_if_their_bytes_have_the_same_order() -> None:
     one = Rank(("kbnhc", "kbnhc"), "float16", 4)
     assert Rank(("bknhc", "bknhc"), "float16", 2).block == one.block
     assert Rank(("kbnhc", "kbhnc"), "float16", 1).block == one.block

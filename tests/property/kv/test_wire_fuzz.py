@@ -1,5 +1,6 @@
-"""The fuzz targets of `tests/fuzz`, with random and with half-right input; `make fuzz` goes on from
-here for as long as one likes.
+"""The KV targets of `tests/fuzz`, with random and with nearly valid input.
+
+`make fuzz` runs them for longer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ known = st.sampled_from(examples())
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A message with some bytes changed and, maybe, an end cut off."""
+    """A message with some changed bytes, which may also be truncated."""
     raw = bytearray(draw(known))
     for _ in range(draw(st.integers(0, 3))):
         raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
@@ -24,20 +25,20 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @pytest.mark.fault("F25", "F34")
 @given(st.one_of(damaged(), st.binary(max_size=200)))
-def test_what_is_a_message_says_the_same_again(data: bytes) -> None:
+def test_a_message_survives_encoding_and_parsing(data: bytes) -> None:
     feed_parser(data)
 
 
 @pytest.mark.fault("F25", "F34")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(known, damaged()), max_size=8))
-def test_no_sequence_of_messages_breaks_an_agent_or_leaves_anything_behind(
+def test_no_sequence_of_messages_breaks_an_agent_or_leaks(
     messages: list[bytes],
 ) -> None:
     feed_agent(sequence(messages))
 
 
-def test_the_corpus_is_read_without_a_finding() -> None:
+def test_the_corpus_has_no_findings() -> None:
     seeds = sorted(CORPUS.iterdir())
     assert len(seeds) > 10
     for seed in seeds:

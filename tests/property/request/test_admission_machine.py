@@ -27,7 +27,7 @@ CAPACITY = Capacity(
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Any order of asks, results, aborts and late frees, each of them possibly repeated."""
+    """Offers, results, aborts and late frees in any order, each possibly repeated."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""The targets of `make fuzz` (the KV wire has test_kv_fuzz.py): their seeds, and what differs from
-them by a few bytes, keep every promise.
+"""The targets of `make fuzz`: their seeds, and inputs close to a seed, keep every promise.
+
+test_wire_fuzz.py tests the target for the KV wire.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _ended() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_seed_corpus_is_the_modules_own_and_is_read_without_a_finding(name: str) -> None:
+def test_the_seed_corpus_is_up_to_date_and_has_no_findings(name: str) -> None:
     module = import_module(targets.MODULES[name])
     seeds = {path.name: path.read_bytes() for path in (targets.CORPUS / name).iterdir()}
     assert seeds == module.seeds(), f"python -m tests.fuzz.targets {name}"
@@ -39,9 +40,7 @@ def test_the_seed_corpus_is_the_modules_own_and_is_read_without_a_finding(name: 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_differs_from_a_seed_by_a_few_bytes_breaks_no_promise(
-    name: str, data: st.DataObject
-) -> None:
+def test_an_input_close_to_a_seed_breaks_no_promise(name: str, data: st.DataObject) -> None:
     module = import_module(targets.MODULES[name])
     raw = bytearray(data.draw(st.sampled_from(sorted(module.seeds().values()))))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -51,7 +50,7 @@ def test_what_differs_from_a_seed_by_a_few_bytes_breaks_no_promise(
     module.feed(bytes(raw))
 
 
-def test_the_budget_allows_an_honest_input_and_no_thousand_times_as_much() -> None:
+def test_the_budget_allows_an_honest_input_but_not_a_thousand_times_as_much() -> None:
     def work(data: bytes) -> None:
         for _ in range(1000 * len(data)):
             pass

@@ -1,5 +1,5 @@
-"""Any order of events, late and repeated ones included: the request ends once, and nothing is lost,
-doubled or leaked.
+"""Events in any order, even late and repeated ones: a request ends once, and no token or resource
+is lost, doubled or leaked.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ FUSION = Candidate("f0", 1, "g/fp", is_local=True)
 
 @dataclass
 class Leg:
-    """What the far side believes."""
+    """A leg as its instance sees it."""
 
     key: int
     to: Candidate
     is_decode: bool
-    # tokens after the prompt that it knows; the next one it draws is token number `num_known`
+    # the answer's tokens that it knows; the next one that it draws has the number `num_known`
     num_known: int
     num_left: int
-    is_open: bool = True  # sent, and neither ended, aborted nor lost
+    is_open: bool = True  # sent, and not yet ended, aborted or lost
     has_first: bool = False
     ticket_id: str = ""
     is_accepted: bool = False
-    knows_first: bool = True  # a decode that was started early waits to be told token 1
+    knows_first: bool = True  # an early decode waits for token 1
 
 
 class RequestMachine(RuleBasedStateMachine):
@@ -90,7 +90,7 @@ class RequestMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 100.0
         self.legs: dict[int, Leg] = {}
-        self.tickets: dict[str, str] = {}  # open, taken, released, lost
+        self.tickets: dict[str, str] = {}  # each is open, taken, released or lost
         self.plan: AskPlan | None = None
         self.shown: list[int] = []
         self.outcomes: list[Effect] = []
@@ -128,7 +128,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.request.check_invariants()
 
     def apply(self, effect: Effect) -> None:
-        """Of ForgetLeg nothing follows for the far side."""
+        """Apply an effect. ForgetLeg has no consequence for the instance."""
         match effect:
             case AskPlan():
                 self.plan = effect
@@ -177,12 +177,12 @@ class RequestMachine(RuleBasedStateMachine):
         self.legs[leg.key] = leg
 
     def end_ticket(self, key: int, how: str) -> None:
-        """Of the prefill leg `key`; one that was taken stays so."""
+        """End the ticket of the prefill leg `key`, unless it was taken."""
         if self.tickets.get(f"t{key}") == "open":
             self.tickets[f"t{key}"] = how
 
     def pick(self, data: st.DataObject) -> Leg | None:
-        """Any leg there ever was: the far side may be late."""
+        """Pick any leg, even an ended one: its instance may be late."""
         if not self.legs:
             return None
         recent = sorted(self.legs, reverse=True)
@@ -199,9 +199,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 6))
     def all_goes_well_for_a_while(self, data: st.DataObject, num_steps: int) -> None:
-        """What random rules alone would seldom reach: the usual order of events, some way
-        into it.
-        """
+        """Run some of the usual order of events, which random rules alone would rarely reach."""
         for _ in range(num_steps):
             self.take_usual_step(data)
 
@@ -239,7 +237,7 @@ class RequestMachine(RuleBasedStateMachine):
             self.accept(leg, data.draw(st.booleans()))
 
     def accept(self, leg: Leg, is_per_layer: bool) -> None:
-        """A prefill that hands on layer by layer opens its ticket with that."""
+        """Accept a leg. A prefill in per-layer mode opens its ticket with the acceptance."""
         leg.is_accepted = True
         ticket_id = f"t{leg.key}"
         can_open = leg.is_open and not (leg.is_decode or leg.to.is_local or leg.has_first)
@@ -270,7 +268,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ago_s=st.sampled_from([0.0, 0.4, 7.0]), num=st.integers(0, 40))
     def an_engine_works(self, data: st.DataObject, ago_s: float, num: int) -> None:
-        """On this leg or on others; of an abandoned leg's engine, too."""
+        """The engine of a leg, even of an abandoned one, works on this leg or on others."""
         self.num_computed += num
         if leg := self.pick(data):
             at = self.now - ago_s
@@ -290,7 +288,8 @@ class RequestMachine(RuleBasedStateMachine):
         token, leg.num_known = leg.num_known, leg.num_known + 1
         if leg.num_left == 0 or (is_stop and token == 3):
             leg.is_open = False
-            self.end_ticket(leg.key, "released")  # opened for nothing: the prefill closes it
+            # The ticket was not needed, so the prefill closes it.
+            self.end_ticket(leg.key, "released")
             self.feed(FirstToken(leg.key, token, "stop" if leg.num_left else "length"))
         elif leg.to.is_local:
             self.feed(FirstToken(leg.key, token))
@@ -303,7 +302,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), stage=st.sampled_from(list(KvStage)))
     def kv_comes_further(self, data: st.DataObject, stage: KvStage) -> None:
-        """Of any leg, in any order: the far side may be late, or wrong."""
+        """Any leg reports KV progress in any order: its instance may be late, or wrong."""
         leg = self.pick(data)
         if leg and leg.is_decode:
             leg.is_accepted = leg.is_accepted or leg.is_open
@@ -323,7 +322,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 3), hot=st.booleans())
     def tokens_are_drawn(self, data: st.DataObject, num: int, hot: bool) -> None:
-        """By abandoned legs too: a frozen decode that wakes up goes on where it was."""
+        """Abandoned legs draw tokens, too: a frozen decode that wakes up continues where it was."""
         leg = self.pick(data)
         if leg is None or leg.num_left == 0 or not (leg.is_decode or leg.has_first):
             return
@@ -365,8 +364,8 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
     def an_instance_dies(self, instance: Candidate) -> None:
-        """Its sessions break: every leg on it that the gateway still knows is lost, tickets with
-        it.
+        """Break the sessions of an instance: its legs that the gateway knows and its tickets are
+        lost.
         """
         self.kill(instance)
 
@@ -440,7 +439,9 @@ class RequestMachine(RuleBasedStateMachine):
             assert self.now < self.request.wake_at <= 160.0 or self.request.wake_at <= self.now
 
     def teardown(self) -> None:
-        """Left alone it ends within its deadline, whatever it was doing."""
+        """Without further events, the request ends within its deadline, in whichever state it
+        was.
+        """
         if not hasattr(self, "request"):
             return
         for _ in range(200):
@@ -449,7 +450,7 @@ class RequestMachine(RuleBasedStateMachine):
             self.now = max(self.now, self.request.wake_at)
             self.feed(Tick())
         assert len(self.outcomes) == 1
-        assert self.ended_at <= 160.0 + 6.0, "the deadline, and how late a tick may come here"
+        assert self.ended_at <= 160.0 + 6.0, "the deadline plus the longest delay of a tick"
         self.nothing_is_held_after_the_end()
 
 

@@ -1,5 +1,5 @@
-"""Whatever gateways come, go and die: together they grant no more than a limit, and each that is
-asked gets a part of it.
+"""Gateways come, go and die. Together they never grant more than a limit, and each gateway with
+calls gets a part of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Gateway:
     tenant: Tenant
     store: Store
     tenants: Tenants = field(default_factory=lambda: Tenants(num_parts))
-    charges: list[Charge | None] = field(default_factory=list)  # of open calls
+    charges: list[Charge | None] = field(default_factory=list)  # the charges of open calls
 
     def __post_init__(self) -> None:
         self.parts = TenantParts(self.name, self.tenants)
@@ -74,7 +74,7 @@ class Gateway:
         self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
 
     def charge(self, num_tokens: int, clock: Clock) -> Charge | LimitRefused:
-        """A call that finds too few asks once, with what is known here."""
+        """Charge a call. If that is refused, ask the other gateways once."""
         found = self.try_charge(num_tokens, clock)
         if isinstance(found, LimitRefused) and found.num_lacking:
             with self.parts.waiting(self.tenant, num_tokens):
@@ -93,7 +93,7 @@ class Gateway:
 
 
 class PartsMachine(RuleBasedStateMachine):
-    """Gateways that see the ledger late, and write when they like."""
+    """Gateways that see the ledger late, and write it at any time."""
 
     @initialize(
         concurrent=st.integers(1, 6), requests=st.integers(1, 5), quota=st.integers(100, 2000)
@@ -133,7 +133,7 @@ class PartsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.gateways) > 1)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """An orderly end: its calls have ended, and it hands everything over."""
+        """Stop a gateway in order: its calls have ended, and it hands over everything."""
         gateway = self.draw(data)
         while gateway.charges:
             self.close(gateway, 0)
@@ -149,7 +149,7 @@ class PartsMachine(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         gateway = self.draw(data)
         gateway.look(self.clock)
-        gateway.settle(self.clock)  # as it does each second
+        gateway.settle(self.clock)  # as it does every second
         self.gateways.remove(gateway)
         self.tell_who_lives()
 
@@ -200,8 +200,8 @@ class PartsMachine(RuleBasedStateMachine):
 
     @rule()
     def everybody_asks(self) -> None:
-        """A fair use stays possible: within seconds each gateway gets in, unless calls that are
-        open take it all.
+        """Check fairness: each gateway gets a part within seconds, unless open calls use the whole
+        limit.
         """
         if any(g.charges for g in self.gateways):
             return
@@ -246,10 +246,10 @@ TestPartsMachine.settings = settings(max_examples=150, stateful_step_count=50, d
 
 
 @given(num_gateways=st.integers(1, 7), concurrent=st.integers(1, 40))
-def test_a_limit_is_granted_once_whatever_the_number_of_gateways(
+def test_a_limit_is_granted_only_once_for_any_number_of_gateways(
     num_gateways: int, concurrent: int
 ) -> None:
-    """Four over three gateways were six."""
+    """A limit of four once became six with three gateways."""
     tenant = Tenant("acme", TenantLimits(max_concurrent=concurrent))
     store, clock = Store(), Clock(5.0, 5.0, 0)
     fleet = [Gateway(f"g{i}", tenant, store) for i in range(num_gateways)]
@@ -297,8 +297,8 @@ def test_an_idle_gateway_leaves_the_whole_limit_to_a_busy_one() -> None:
     assert [g.enter(Clock(now, now, 0)) for g in fleet[:1] * 5] == [True] * 4 + [False]
 
 
-def test_what_a_gateway_used_of_the_day_is_known_when_it_has_gone() -> None:
-    """A quota of 100: 60 granted by one that left, 30 by one that died; the last grants 10."""
+def test_the_tokens_that_a_gateway_used_stay_counted_after_its_end() -> None:
+    """Of a quota of 100, one gateway grants 60 and leaves, one grants 30 and dies; 10 are left."""
     tenant = Tenant("acme", TenantLimits(tokens_per_day=100))
     store, clock = Store(), Clock(5.0, 5.0, 1)
     left, died, last = (Gateway(name, tenant, store) for name in ("left", "died", "last"))
@@ -320,7 +320,7 @@ def test_what_a_gateway_used_of_the_day_is_known_when_it_has_gone() -> None:
 
 @dataclass
 class Fleet:
-    """Three gateways with one quota; one at most goes in mid-day, in order or not."""
+    """Three gateways with one quota. At most one stops or dies during the day."""
 
     tenant: Tenant
     gateways: list[Gateway]
@@ -337,13 +337,13 @@ class Fleet:
             gateway.parts.alive = [g.name for g in self.gateways]
 
     def settle(self) -> None:
-        """What each does within a second."""
+        """Do what each gateway does within a second."""
         for gateway in self.gateways:
             gateway.look(self.clock)
             gateway.settle(self.clock)
 
     def call(self, gateway: Gateway, num_tokens: int, num_used: int) -> LimitRefused | None:
-        """It waits, as calls do, while others may give something up."""
+        """Make a call, which waits while other gateways may hand something over."""
         if gateway.tenants.enter(self.tenant, self.clock.now) is None:
             gateway.tenants.leave(self.tenant)
         with gateway.parts.waiting(self.tenant, num_tokens):
@@ -365,7 +365,7 @@ class Fleet:
         return None
 
     def exhaust(self, quota: int, routing: list[int]) -> None:
-        """Until each has refused: sizes that come to no quota, then single tokens."""
+        """Make calls until every gateway refuses: odd sizes first, then single tokens."""
         refused: set[str] = set()
         for step in count():
             place = routing[step % len(routing)] if step < 40 * len(routing) else step
@@ -401,15 +401,15 @@ class Fleet:
     is_limited_otherwise=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_quota_is_granted_to_the_last_token_wherever_calls_go(
+def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
     quota: int,
     calls: list[tuple[int, int, int, bool]],
     goes: tuple[int, bool] | None,
     routing: list[int],
     is_limited_otherwise: bool,
 ) -> None:
-    """One that leaves gives back what it did not grant; one that dies takes it along, and no more
-    than that.
+    """A gateway that leaves gives back the tokens that it did not grant. If it dies, these tokens
+    are lost, but no others.
     """
     limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
     tenant, store = Tenant("acme", limits), Store()
@@ -417,7 +417,7 @@ def test_a_quota_is_granted_to_the_last_token_wherever_calls_go(
     fleet.tell_who_lives()
     if is_limited_otherwise:
         fleet.now += 1.0
-        for gateway in fleet.gateways * 3:  # each has a part
+        for gateway in fleet.gateways * 3:  # each gateway gets a part
             gateway.look(fleet.clock)
             gateway.ask(fleet.clock)
             if gateway.enter(fleet.clock):
@@ -440,22 +440,22 @@ def test_a_quota_is_granted_to_the_last_token_wherever_calls_go(
     for gateway in fleet.gateways:
         found = fleet.call(gateway, 1, 1)
         assert found is not None
-        assert found.limit is Limit.QUOTA, "all of them know that it is used up"
+        assert found.limit is Limit.QUOTA, "every gateway knows that the quota is used up"
         gateway.tenants.check_invariants()
 
 
-def test_one_that_dies_takes_a_small_share_of_the_day_along() -> None:
+def test_a_gateway_that_dies_loses_only_a_small_part_of_the_quota() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
     fleet.tell_who_lives()
     for _ in range(20):
-        fleet.call(fleet.gateways[0], 20_000, 1_000)  # gets most of what it paid back
+        fleet.call(fleet.gateways[0], 20_000, 1_000)  # gets most of what it was charged back
     fleet.settle()
     fleet.go(fleet.gateways[0], in_order=False)
     assert 0 < fleet.lost <= 100_000 / 32
 
 
-def test_a_gateway_without_calls_holds_nothing_of_the_day() -> None:
+def test_a_gateway_without_calls_holds_no_tokens_of_the_quota() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
     fleet.tell_who_lives()
@@ -467,7 +467,7 @@ def test_a_gateway_without_calls_holds_nothing_of_the_day() -> None:
 
 
 def test_a_write_without_an_answer_grants_nothing_twice() -> None:
-    """It may be taken late: until that is known, what was to be given up is granted nowhere."""
+    """The write may arrive late. Until its result is known, no gateway grants the tokens in it."""
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
     giver, taker = (Gateway(name, tenant, store) for name in ("giver", "taker"))
     giver.parts.alive = taker.parts.alive = ("giver", "taker")
@@ -488,7 +488,7 @@ def test_a_write_without_an_answer_grants_nothing_twice() -> None:
         assert lost is not None
         assert isinstance(giver.try_charge(1, clock), LimitRefused)
         giver.look(clock)
-        assert isinstance(giver.try_charge(1, clock), LimitRefused), "though the ledger says it may"
+        assert isinstance(giver.try_charge(1, clock), LimitRefused), "although the ledger allows it"
         store.put(lost, store.revision)  # late
         taker.look(clock)
         assert isinstance(taker.try_charge(3100, clock), Charge)
@@ -496,7 +496,7 @@ def test_a_write_without_an_answer_grants_nothing_twice() -> None:
     assert isinstance(giver.try_charge(1, clock), LimitRefused)
 
 
-def test_a_quota_that_shrinks_is_kept_from_then_on() -> None:
+def test_a_reduced_quota_applies_from_then_on() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
     fleet.tell_who_lives()

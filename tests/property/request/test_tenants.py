@@ -1,5 +1,5 @@
-"""Whatever the order of calls: no tenant gets more than its limits, none pays for what it did not
-use, and all of it comes back.
+"""For any order of calls, no tenant exceeds its limits or pays for unused tokens, and all
+reservations are returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.core.tenancy.limits import (
 
 LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, tokens_per_day=2000)
 NAMES = ("acme", "beta")
-DAY_S = 500.0  # a short one, so that a run sees several
+DAY_S = 500.0  # a short day, so that a run has several
 
 
 class TenantMachine(RuleBasedStateMachine):
@@ -97,7 +97,7 @@ class TenantMachine(RuleBasedStateMachine):
             for i, first in enumerate(times):
                 assert len(times) - i <= 4 + 4 * (self.now - first) + 1e-3
             total = sum(num for _, num in self.used[name])
-            # One bucket, what flowed in, and one call that a full bucket let go into debt.
+            # One bucket, all refills, and one call that takes a full bucket into debt.
             assert total <= 600 + 10 * self.now + 900
             day, _, num_today = self.tenants.today(name, self.day)
             assert num_today == self.paid[name].get(day, 0)

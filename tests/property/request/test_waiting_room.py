@@ -1,4 +1,4 @@
-"""The waiting room is bounded, calls by priority, turn and deadline, and forgets whoever left."""
+"""The waiting room is bounded, keeps its order, and forgets requests that left."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Waiter:
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """Checked against a plain list of who waits."""
+    """Checks the room against a plain list of the waiting requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self.room: WaitingRoom[int] = WaitingRoom(MAX)
-        self.waiting: dict[int, Waiter] = {}  # by our own number
+        self.waiting: dict[int, Waiter] = {}  # by the test's own number
         self.places: dict[int, int] = {}
         self.made = 0
 
@@ -125,7 +125,7 @@ TestRoomMachine.settings = settings(max_examples=100, stateful_step_count=40, de
 @pytest.mark.req("S44")
 @given(weights=st.lists(st.integers(1, 5), min_size=2, max_size=4))
 def test_tenants_are_called_in_proportion_to_their_weights(weights: list[int]) -> None:
-    """Whatever their deadlines: a tenant cannot get ahead by asking for short ones."""
+    """Deadlines do not matter, so short deadlines do not help a tenant to get ahead."""
     room: WaitingRoom[str] = WaitingRoom(4096)
     for index, weight in enumerate(weights):
         for i in range(200):
