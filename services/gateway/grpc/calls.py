@@ -47,7 +47,7 @@ async def generate_spec(
 ) -> CallSpec:
     """Raises MeshError."""
     model = await _served_model(request, frontend, tenant)
-    sampling = await _sampling(request.params, model, frontend)
+    sampling = await _sampling(request.params, model, frontend, tenant)
     match request.WhichOneof("prompt"):
         case "text":
             check_text(text=request.text)
@@ -73,7 +73,7 @@ async def generate_spec(
 async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
     """Raises MeshError."""
     model = await _served_model(request, frontend, tenant)
-    sampling = await _sampling(request.params, model, frontend)
+    sampling = await _sampling(request.params, model, frontend, tenant)
     if not 0 < len(request.messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
     for index, message in enumerate(request.messages):
@@ -141,7 +141,7 @@ def _truncated(tokens: array[int], params: pb.GenerationParams) -> array[int]:
 
 
 async def _sampling(
-    params: pb.GenerationParams, model: ServedModel, frontend: Frontend
+    params: pb.GenerationParams, model: ServedModel, frontend: Frontend, tenant: Tenant
 ) -> SamplingSpec:
     tokenizer, defaults = model.tokenizer, model.tokenizer.defaults
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
@@ -187,7 +187,7 @@ async def _sampling(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
         shaping=shaping,
-        constraint=await constraint_of(form, model, frontend),
+        constraint=await constraint_of(form, model, frontend, tenant),
         stop_token_ids=stop_ids_of(params.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=params.include_stop_in_output,
         are_special_shown=params.show_special_tokens,

@@ -235,7 +235,8 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_chat(body, self._intake.ignored(exchange))
-            spec = await chat_spec(request, self._frontend, permit.tenant)
+            with exchange.watched():
+                spec = await chat_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)
         finally:
             permit.leave()
@@ -245,7 +246,8 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_completion(body, self._intake.ignored(exchange))
-            spec = await completion_spec(request, self._frontend, permit.tenant)
+            with exchange.watched():
+                spec = await completion_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)
         finally:
             permit.leave()

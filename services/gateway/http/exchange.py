@@ -6,10 +6,11 @@ it (F28).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -33,6 +34,9 @@ _JSON = (b"content-type", b"application/json")
 
 class Connection(Protocol):
     """The client's connection, which reports its end."""
+
+    @property
+    def is_gone(self) -> bool: ...
 
     def watch(self, on_gone: Callable[[], None]) -> None: ...
 
@@ -163,6 +167,30 @@ class HttpExchange:
         with contextlib.suppress(OSError):
             body = self.errors.body(error, self.request_id)
             await self.json(body, error.http_status, headers)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """If the client leaves, this task's work in here ends with ClientDisconnected."""
+        if self.connection.is_gone:
+            raise ClientDisconnected
+        task = asyncio.current_task()
+        assert task is not None
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            task.cancel()
+
+        self.connection.watch(leave)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if has_left and not task.uncancel():
+                raise ClientDisconnected from None
+            raise
+        finally:
+            self.connection.unwatch()
 
     def cut(self) -> None:
         """Give up on a client that does not read: its writer resumes and finds the client gone."""

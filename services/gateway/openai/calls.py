@@ -55,7 +55,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     max_tokens = request.max_completion_tokens or request.max_tokens
     has_special = bool(request.add_special_tokens)
     tokens = await chat_tokens(conversation_of(request), model, add_special_tokens=has_special)
-    sampling = await _sampling(request, max_tokens, num_logprobs, model, frontend)
+    sampling = await _sampling(request, max_tokens, num_logprobs, model, frontend, tenant)
     check_shaping(frontend, model.name, sampling.shaping)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
@@ -63,7 +63,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     constrained = tokens_to_bytes(prompt) if has_form else b""
     parsing = await parsing_of(request, model, frontend.shared.parsers, constrained)
     if parsing is not None:
-        sampling = await _parsed_sampling(sampling, parsing, request, model, frontend)
+        sampling = await _parsed_sampling(sampling, parsing, request, model, frontend, tenant)
     is_hidden = parsing is not None and request.include_reasoning is False
     if is_hidden:  # anything else about the tokens would reveal the reasoning
         sampling = replace(sampling, num_logprobs=None)
@@ -94,6 +94,7 @@ async def _parsed_sampling(
     request: ChatCompletionRequest,
     model: ServedModel,
     frontend: Frontend,
+    tenant: Tenant,
 ) -> SamplingSpec:
     """`sampling` with the parsers' needs. Tool calls with a form exclude another form.
 
@@ -104,7 +105,7 @@ async def _parsed_sampling(
         if constraint is not None and request.tool_choice in (None, "auto"):
             message = "response_format is not supported with tools whose calls must have a form"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="response_format")
-        constraint = await constraint_of(parsing.calls, model, frontend)
+        constraint = await constraint_of(parsing.calls, model, frontend, tenant)
     if constraint is not None and parsing.begins_after:
         constraint = replace(constraint, begins_after=parsing.begins_after)
     shows = sampling.are_special_shown or parsing.shows_special
@@ -137,7 +138,7 @@ async def completion_spec(
         for p in asked
     ]
     max_tokens = 1 if is_echo_alone(request) else request.max_tokens
-    sampling = await _sampling(request, max_tokens, request.logprobs, model, frontend)
+    sampling = await _sampling(request, max_tokens, request.logprobs, model, frontend, tenant)
     check_shaping(frontend, model.name, sampling.shaping)
     num_prompt_logprobs = sampling.num_prompt_logprobs
     if num_prompt_logprobs is None and request.echo:
@@ -321,6 +322,7 @@ async def _sampling(
     num_logprobs: int | None,
     model: ServedModel,
     frontend: Frontend,
+    tenant: Tenant,
 ) -> SamplingSpec:
     tokenizer, defaults = model.tokenizer, model.tokenizer.defaults
     asked = AskedShaping(
@@ -347,7 +349,10 @@ async def _sampling(
         num_prompt_logprobs=None if request.stream else request.prompt_logprobs,
         shaping=await shaping_of(asked, tokenizer, max_tokens),
         constraint=await constraint_of(
-            asked_over_http(request.response_format, request.structured_outputs), model, frontend
+            asked_over_http(request.response_format, request.structured_outputs),
+            model,
+            frontend,
+            tenant,
         ),
         stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
         is_stop_shown=bool(request.include_stop_str_in_output),

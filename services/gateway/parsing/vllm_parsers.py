@@ -50,6 +50,8 @@ class ModelParsers:
 
     def __init__(self, load: LoadParsers) -> None:
         inner = HfTokenizer.from_str(load.tokenizer)
+        inner.no_truncation()
+        inner.no_padding()
         self._decoders = {
             shown: Detokenizer(inner, are_special_shown=shown) for shown in (False, True)
         }

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.request.frontend import Frontend
@@ -89,7 +90,7 @@ def asked_over_grpc(asked: pb.StructuredOutput) -> AskedGrammar:
 
 
 async def constraint_of(
-    asked: AskedGrammar | None, model: ServedModel, frontend: Frontend
+    asked: AskedGrammar | None, model: ServedModel, frontend: Frontend, tenant: Tenant
 ) -> Constraint | None:
     """Raises InvalidRequest with the field, or Overloaded."""
     if asked is None:
@@ -99,7 +100,7 @@ async def constraint_of(
     if not frontend.shared.fleet.supports_constraints(model.name):
         message = f"{asked.field} is not supported by this model's engine"
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=asked.field)
-    grammar = await frontend.shared.grammars.grammar(asked, model.tokenizer)
+    grammar = await frontend.shared.grammars.grammar(asked, model.tokenizer, tenant)
     return Constraint(grammar)
 
 

@@ -59,6 +59,7 @@ from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
 from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
 from pdmesh.services.gateway.text.grammar_checks import GrammarChecks
+from pdmesh.services.gateway.text.grammar_process import GrammarProcess
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool
 from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
@@ -91,7 +92,7 @@ class Collaborators:
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # for a scenario
     parsers: AnswerParsers
-    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
 
 
 class Generation:

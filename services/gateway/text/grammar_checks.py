@@ -1,58 +1,88 @@
-"""Compiles grammars in a separate process, before a request takes a slot anywhere.
+"""Has grammars compiled in a separate process, before a request takes a slot anywhere.
 
-The process starts with the first grammar. If a grammar kills it, it is replaced: that grammar and
-later ones that equal it get a 400. Equal grammars are compiled once.
+One is compiled at a time, and the tenants take turns, as in the waiting room. Equal grammars are
+compiled once, and share their verdict. A check that no client waits for any more is not begun; one
+that has begun goes on, since its time is bounded and a new process would take longer.
+
+If a grammar kills the process, that grammar and later ones that equal it get a 400. One that is not
+certain to have done it, because others were compiled before it, is compiled again by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
-import signal
-import sys
 from collections import OrderedDict
-from typing import Final
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import msgspec
 import structlog
 
+from pdmesh.core.request.waiting_room import Claim, WaitingRoom
 from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.engine.grammars.asked import AskedGrammar
-from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
-from pdmesh.errors import InvalidRequest, Overloaded
+from pdmesh.engine.grammars.checker import Check, Checked
+from pdmesh.errors import InvalidRequest, MeshError, Overloaded
+from pdmesh.services.gateway.text.grammar_process import CheckInterrupted, KilledByGrammar
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-# For a process that neither answers nor ends; its CPU time is bounded more tightly.
-_ANSWER_S: Final = 60.0
 _MAX_WAITING: Final = 64
 _MAX_KEPT: Final = 1024
 _MAX_KEPT_BYTES: Final = 8 << 20
 _TOO_COMPLEX: Final = Checked(refusal="it takes too much time or memory to compile")
-_MODULE: Final = "pdmesh.engine.grammars.checker"
-_BY_A_GRAMMAR: Final = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
+_PROCESS: Final = "process"  # what all of them wait for
 log = structlog.get_logger(__name__)
 
 
+class Checker(Protocol):
+    """`GrammarProcess`."""
+
+    def key(self, tokenizer: Tokenizer) -> int: ...
+
+    async def check(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Check:
+    name: bytes
+    asked: AskedGrammar
+    tokenizer: Tokenizer
+    has_begun: bool = False
+    places: dict[str, _Place] = field(default_factory=dict)  # by tenant
+
+
+@dataclass(slots=True)
+class _Place:
+    """A tenant's place in the room for a check. `number`: what leaves the room."""
+
+    check: _Check
+    tenant: str
+    done: asyncio.Future[Checked]
+    number: int = 0
+    num_waiting: int = 0  # requests
+
+
 class GrammarChecks:
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
-        self._loaded: set[int] = set()  # keys of the vocabularies that the process has
-        self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
-        self._new_keys = itertools.count(1)
-        self._turn = asyncio.Lock()
-        self._checks: dict[bytes, asyncio.Task[Checked]] = {}
+    def __init__(self, checker: Checker) -> None:
+        self._checker = checker
+        self._room: WaitingRoom[_Place] = WaitingRoom(_MAX_WAITING)
+        self._order = itertools.count()
+        self._checks: dict[bytes, _Check] = {}
+        self._work: asyncio.Task[None] | None = None
         self._kept: OrderedDict[bytes, Checked] = OrderedDict()
         self._num_bytes = 0
 
-    async def grammar(self, asked: AskedGrammar, tokenizer: Tokenizer) -> str:
-        """The grammar in the form for engines. Raises InvalidRequest with the field, Overloaded."""
+    async def grammar(self, asked: AskedGrammar, tokenizer: Tokenizer, tenant: Tenant) -> str:
+        """As engines take it. Raises InvalidRequest with the field, or Overloaded."""
         if len(asked.text) > MAX_GRAMMAR_BYTES // 2:
             message = f"{asked.field} has more than {MAX_GRAMMAR_BYTES // 2} characters"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
-        checked = await self._checked(asked, tokenizer)
+        checked = await self._checked(asked, tokenizer, tenant)
         if checked.refusal:
             message = f"{asked.field} cannot be compiled: {checked.refusal}"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
@@ -62,91 +92,106 @@ class GrammarChecks:
         return checked.grammar
 
     async def close(self) -> None:
-        checks = list(self._checks.values())
-        for check in checks:
-            check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
-        await self._end()
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        for check in self._checks.values():
+            for place in check.places.values():
+                place.done.cancel()
+        await self._checker.close()
 
-    async def _checked(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked:
-        key = self._keys.setdefault(tokenizer, 0) or next(self._new_keys)
-        self._keys[tokenizer] = key
-        body = msgspec.json.encode(Check(key, asked))
+    # --- those that wait -------------------------------------------------------------------------
+
+    async def _checked(self, asked: AskedGrammar, tokenizer: Tokenizer, tenant: Tenant) -> Checked:
+        body = msgspec.json.encode(Check(self._checker.key(tokenizer), asked))
         name = hashlib.blake2b(body, digest_size=16).digest()
         if (kept := self._kept.get(name)) is not None:
             self._kept.move_to_end(name)
             return kept
-        if (check := self._checks.get(name)) is None:
-            if len(self._checks) >= _MAX_WAITING:
-                raise Overloaded("too many grammars wait to be compiled")
-            work = self._in_turn(name, key, body, tokenizer)
-            check = asyncio.create_task(work, name="grammar-check")
-            self._checks[name] = check
-            check.add_done_callback(lambda _: self._checks.pop(name, None))
-        return await asyncio.shield(check)  # other requests may also wait for it
+        check = self._checks.get(name) or _Check(name, asked, tokenizer)
+        place = check.places.get(tenant.name) or self._joined(check, tenant)
+        place.num_waiting += 1
+        try:
+            return await asyncio.shield(place.done)  # others may wait for it, too
+        finally:
+            place.num_waiting -= 1
+            if not place.num_waiting and not check.has_begun and not place.done.done():
+                self._room.leave(place.number)
+                self._forget(place)
 
-    async def _in_turn(self, name: bytes, key: int, body: bytes, tokenizer: Tokenizer) -> Checked:
-        async with self._turn:
-            checked = await self._ask(key, body, tokenizer)
-            if checked.is_unknown:  # the process has dropped this vocabulary for later ones
-                self._loaded.discard(key)
-                checked = await self._ask(key, body, tokenizer)
+    def _joined(self, check: _Check, tenant: Tenant) -> _Place:
+        """Raises Overloaded."""
+        place = _Place(check, tenant.name, asyncio.get_running_loop().create_future())
+        if not check.has_begun:
+            claim = Claim(tenant.name, tenant.weight, tenant.priority)
+            joined = self._room.join(place, (_PROCESS,), next(self._order), claim)
+            if joined is None:
+                raise _overloaded()
+            place.number = joined.number
+            if (evicted := joined.evicted) is not None:
+                self._forget(evicted)
+                _fail(evicted, _overloaded())
+        check.places[tenant.name] = place
+        self._checks[check.name] = check
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._run(), name="grammar-checks")
+        return place
+
+    def _forget(self, place: _Place) -> None:
+        del place.check.places[place.tenant]
+        if not place.check.places:
+            del self._checks[place.check.name]
+
+    # --- the one that is compiled ----------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while called := self._room.call(_PROCESS, 1):
+            check = called[0].check
+            check.has_begun = True
+            for place in check.places.values():
+                self._room.leave(place.number)
+            await self._end(check)
+
+    async def _end(self, check: _Check) -> None:
+        error: Exception | None = None
+        try:
+            checked = await self._verdict(check)
+            self._keep(check.name, checked)
+        except CheckInterrupted:
+            error = Overloaded("the check of a grammar was interrupted")
+        except Exception as exc:
+            log.exception("grammar_check.bug")
+            error = exc
+        del self._checks[check.name]
+        for place in check.places.values():
+            if error is not None:
+                _fail(place, error)
+            else:
+                place.done.set_result(checked)
+
+    async def _verdict(self, check: _Check) -> Checked:
+        """Raises CheckInterrupted."""
+        try:
+            return await self._checker.check(check.asked, check.tokenizer)
+        except KilledByGrammar as exc:
+            if exc.is_certain:
+                return _TOO_COMPLEX
+        try:
+            return await self._checker.check(check.asked, check.tokenizer)
+        except KilledByGrammar:
+            return _TOO_COMPLEX
+
+    def _keep(self, name: bytes, checked: Checked) -> None:
         self._kept[name] = checked
         self._num_bytes += len(checked.grammar)
         while self._num_bytes > _MAX_KEPT_BYTES or len(self._kept) > _MAX_KEPT:
             self._num_bytes -= len(self._kept.popitem(last=False)[1].grammar)
-        return checked
-
-    async def _ask(self, key: int, body: bytes, tokenizer: Tokenizer) -> Checked:
-        process = self._process
-        if process is None or process.returncode is not None:
-            process = await self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                if key not in self._loaded:
-                    load = await asyncio.to_thread(_load, key, tokenizer)
-                    process.stdin.write(FRAME.pack(len(load)) + load)
-                    self._loaded.add(key)
-                process.stdin.write(FRAME.pack(len(body)) + body)
-                await process.stdin.drain()
-                (size,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
-                answer = await process.stdout.readexactly(size)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
-            if isinstance(exc, TimeoutError):
-                process.kill()
-            code = await process.wait()
-            log.warning("grammar_check.ended", returncode=code)
-            if code in _BY_A_GRAMMAR or isinstance(exc, TimeoutError):
-                return _TOO_COMPLEX
-            raise Overloaded("the check of a grammar was interrupted") from None
-        except asyncio.CancelledError:
-            await self._end()  # else its answer would be read as that of the next request
-            raise
-        return msgspec.json.decode(answer, type=Checked)
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        self._loaded.clear()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            _MODULE,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return self._process
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
-def _load(key: int, tokenizer: Tokenizer) -> bytes:
-    eos = tokenizer.eos_token_id
-    end = min(tokenizer.eos_token_ids, default=-1) if eos is None else eos
-    load = LoadVocabulary(key, tokenizer.to_json(), tokenizer.vocab_size, end)
-    return msgspec.json.encode(load)
+def _overloaded() -> MeshError:
+    return Overloaded("too many grammars wait to be compiled")
+
+
+def _fail(place: _Place, error: Exception) -> None:
+    place.done.set_exception(error)
+    place.done.exception()  # its waiters may all have left

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class ModelFacts:
 
     Token ids are below `vocab_size`. `eos_token_ids` end an answer unless they are ignored.
     `vocabulary` is a digest of the assignment of ids to tokens; empty if that is not known.
+    `packed` is the compressed tokenizer.json, which takes a small part of the tokenizer's memory.
     """
 
     eos_token_ids: frozenset[int]
@@ -65,6 +67,7 @@ class ModelFacts:
     vocabulary: str = ""
     eos_token_id: int | None = None  # the tokenizer's own, one of `eos_token_ids`
     marks: AnswerMarks = field(default_factory=AnswerMarks)
+    packed: bytes = b""
 
 
 class Tokenizer:
@@ -86,6 +89,7 @@ class Tokenizer:
         self._decoder = Detokenizer(inner)
         self._template = template
         self.marks = facts.marks
+        self._packed = facts.packed
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
         self._lanes = lanes or EncodingLanes(1)
 
@@ -101,7 +105,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """Raises BadModelDir with a cause that an operator can act on."""
         try:
-            inner = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
+            text = (model_dir / "tokenizer.json").read_bytes()
+            inner = HfTokenizer.from_buffer(text)
         except Exception as exc:  # the library raises bare Exception
             raise BadModelDir(f"no usable tokenizer.json in {model_dir}: {exc}") from exc
         inner.no_truncation()
@@ -125,12 +130,17 @@ class Tokenizer:
             sources.get(WITH_TOOLS) or sources.get(DEFAULT, ""),
             special,
         )
-        facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks)
+        packed = zlib.compress(text, 1)  # other threads run meanwhile
+        facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks, packed)
         return cls(inner, template, facts, lanes)
 
     def to_json(self) -> str:
-        """The content of its tokenizer.json, which may have many megabytes."""
-        return self._inner.to_str()
+        """Its tokenizer.json, which may have many megabytes.
+
+        The library would write it anew, and hold the interpreter's lock for a tenth of a second for
+        each megabyte: no event loop runs meanwhile, whichever thread asks.
+        """
+        return zlib.decompress(self._packed).decode() if self._packed else self._inner.to_str()
 
     @property
     def has_chat_template(self) -> bool:

@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import struct
@@ -27,10 +28,10 @@ _MAX_MEMORY: Final = 2 << 30  # of address space
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
-    """A vocabulary that checks refer to by `key`. This frame has no answer."""
+    """A vocabulary that checks refer to by `key`. An empty answer says that it was read."""
 
     key: int
-    tokenizer: str  # the text of tokenizer.json
+    tokenizer: msgspec.Raw  # tokenizer.json
     vocab_size: int
     eos_token: int
 
@@ -66,23 +67,28 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             compilers[frame.key] = _compiler(frame)
             if len(compilers) > MAX_VOCABULARIES:
                 compilers.popitem(last=False)
-            continue
-        checked = Checked(is_unknown=True)
-        if (compiler := compilers.get(frame.key)) is not None:
+            checked = Checked()
+        elif (compiler := compilers.get(frame.key)) is not None:
             compilers.move_to_end(frame.key)
             checked = _checked(compiler, frame.asked)
+        else:
+            checked = Checked(is_unknown=True)
         body = msgspec.json.encode(checked)
         answers.write(FRAME.pack(len(body)) + body)
         answers.flush()
 
 
 def _compiler(load: LoadVocabulary) -> GrammarCompiler:
-    return GrammarCompiler(lambda: vocabulary_of(load.tokenizer, load.vocab_size, load.eos_token))
+    text = bytes(load.tokenizer).decode()
+    compiler = GrammarCompiler(lambda: vocabulary_of(text, load.vocab_size, load.eos_token))
+    with contextlib.suppress(ValueError):  # each check says so
+        _ = compiler.vocabulary
+    return compiler
 
 
 def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
     try:
-        _ = compiler.vocabulary  # the client's limits do not cover the loading of the vocabulary
+        _ = compiler.vocabulary
     except ValueError:
         return Checked(refusal="this model's tokenizer is of another kind")
     try:
@@ -92,7 +98,7 @@ def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)
     except MemoryError:
-        return Checked(refusal="it takes too much memory")
+        os.abort()  # as the compiler itself does: grammars before it may hold the memory
     finally:
         _unbound_cpu()
     return Checked(grammar=grammar)

@@ -77,7 +77,8 @@ class MessagesPaths:
             translated = await self._chat_of(request, permit.tenant)
             with translated.naming():
                 check_chat(translated.chat)
-                spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
+                with exchange.watched():
+                    spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
                 await answer(
                     exchange,
                     spec,

@@ -133,7 +133,8 @@ class ResponsesPaths:
             translated = chat_of(request, previous)
             with translated.naming():
                 check_chat(translated.chat)
-                spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
+                with exchange.watched():
+                    spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
                 if request.background:

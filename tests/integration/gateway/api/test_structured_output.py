@@ -12,10 +12,15 @@ import openai
 import pytest
 
 from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.checker import Checked
+from pdmesh.services.gateway.text.grammar_checks import GrammarChecks
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh
+from tests.support.waiting import until
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -65,7 +70,7 @@ async def test_a_request_without_one_carries_none_and_starts_no_process(
         model="tiny", prompt="abc", max_tokens=4, extra_body={"response_format": {"type": "text"}}
     )
     assert set(sent(mesh)) == {""}
-    assert mesh.gateway.frontend.shared.grammars._process is None
+    assert mesh.gateway.frontend.shared.grammars._work is None
 
 
 @pytest.mark.parametrize(
@@ -187,3 +192,63 @@ async def test_hostile_forms_hold_up_no_client_without_one(
             num_served += 1
         assert num_served > 3
         assert [answer.status_code for answer in await asyncio.gather(*hostile)] == [400] * 3
+
+
+class HeldChecker:
+    """Compiles nothing before it is let."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_free = asyncio.Event()
+
+    def key(self, tokenizer: Tokenizer) -> int:
+        return 1
+
+    async def check(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked:
+        self.asked.append(asked.text)
+        await self.is_free.wait()
+        return Checked(grammar="{}")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+async def test_a_client_that_leaves_takes_its_form_with_it(mesh: GatewayMesh, path: str) -> None:
+    """It waits for its turn to be compiled; nobody would read the verdict."""
+    checker = HeldChecker()
+    mesh.gateway.frontend.shared.grammars = grammars = GrammarChecks(checker)
+
+    def body(name: str) -> dict[str, Any]:
+        schema = {"type": "object", "title": name}
+        chat = [{"role": "user", "content": "x"}]
+        match path:
+            case "completions":
+                return {"prompt": "x", **json_schema(schema)}
+            case "chat/completions":
+                return {"messages": chat, **json_schema(schema)}
+            case "responses":
+                form = {"type": "json_schema", "name": "x", "schema": schema}
+                return {"input": "x", "text": {"format": form}}
+            case _:
+                form = {"format": {"type": "json_schema", "schema": schema}}
+                return {"messages": chat, "output_config": form}
+
+    async def ask(http: httpx.AsyncClient, name: str) -> httpx.Response:
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        asked = {"model": "tiny", limit: 2, **body(name)}
+        return await http.post(f"{mesh.url}/v1/{path}", json=asked, timeout=120)
+
+    async with httpx.AsyncClient() as http:
+        first = asyncio.create_task(ask(http, "first"))
+        await until(lambda: checker.asked)
+        async with httpx.AsyncClient() as leaving:
+            second = asyncio.create_task(ask(leaving, "second"))
+            await until(lambda: len(grammars._room) == 1)
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+        await until(lambda: not len(grammars._room))
+        checker.is_free.set()
+        assert (await first).status_code == 200
+    assert len(checker.asked) == 1
+    assert mesh.gateway.frontend.num_calls == 0

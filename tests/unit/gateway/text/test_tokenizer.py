@@ -92,3 +92,14 @@ def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path, named: object
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     others = set(named) if isinstance(named, list) else {named}
     assert Tokenizer.load(tmp_path, max_chars=100).eos_token_ids == {EOS} | others
+
+
+def test_its_json_is_that_of_its_file(tmp_path: Path) -> None:
+    """The library would write it anew, with the interpreter's lock held."""
+    directory = write_tiny_model(tmp_path)
+    path = directory / "tokenizer.json"
+    text = json.dumps(json.loads(path.read_text()), indent=7)
+    path.write_text(text)
+    tokenizer = Tokenizer.load(directory, max_chars=1000)
+    path.unlink()
+    assert tokenizer.to_json() == text

@@ -1,0 +1,133 @@
+"""The process that compiles grammars: it starts with the first one, and is replaced if it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import msgspec
+import structlog
+
+from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
+from pdmesh.services.gateway.text.tokenizer import Tokenizer
+
+# For a process that neither answers nor ends; its CPU time is bounded more tightly.
+_ANSWER_S: Final = 60.0
+_MODULE: Final = "pdmesh.engine.grammars.checker"
+_BY_A_GRAMMAR: Final = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
+log = structlog.get_logger(__name__)
+
+
+class CheckInterrupted(Exception):
+    """The process ended, and no grammar is known to have ended it."""
+
+
+class KilledByGrammar(Exception):
+    """The process ended as it does by a grammar.
+
+    `is_certain`: by this one. Else one before it may have left the process without memory.
+    """
+
+    def __init__(self, *, is_certain: bool) -> None:
+        super().__init__("a grammar ended the process")
+        self.is_certain = is_certain
+
+
+class GrammarProcess:
+    """One check at a time."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._num_checked = 0  # by this process
+        self._loaded: set[int] = set()  # keys of vocabularies that it was given
+        self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
+        self._new_keys = itertools.count(1)
+
+    def key(self, tokenizer: Tokenizer) -> int:
+        """A number that names the tokenizer while it lives."""
+        if (key := self._keys.get(tokenizer)) is None:
+            key = self._keys[tokenizer] = next(self._new_keys)
+        return key
+
+    async def check(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked:
+        """Raises CheckInterrupted, KilledByGrammar."""
+        try:
+            checked = await self._checked(asked, tokenizer)
+            if checked.is_unknown:  # the process has had more vocabularies since
+                self._loaded.discard(self.key(tokenizer))
+                checked = await self._checked(asked, tokenizer)
+        except asyncio.CancelledError:
+            await self.close()  # else its answer would be taken for the next one's
+            raise
+        self._num_checked += 1
+        return checked
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _checked(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._start()
+        key = self.key(tokenizer)
+        if key not in self._loaded:
+            await _answer(process, await asyncio.to_thread(_load, key, tokenizer))
+            self._loaded.add(key)
+        try:
+            answer = await _answer(process, msgspec.json.encode(Check(key, asked)))
+        except CheckInterrupted:
+            code = process.returncode
+            if code not in _BY_A_GRAMMAR:
+                raise
+            # The limit of CPU time is that of one check.
+            is_certain = code == -signal.SIGXCPU or not self._num_checked
+            raise KilledByGrammar(is_certain=is_certain) from None
+        return msgspec.json.decode(answer, type=Checked)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._loaded.clear()
+        self._num_checked = 0
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return self._process
+
+
+async def _answer(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
+    """Raises CheckInterrupted once the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            process.stdin.write(FRAME.pack(len(frame)))
+            process.stdin.write(frame)
+            await process.stdin.drain()
+            (size,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
+            return await process.stdout.readexactly(size)
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
+        if isinstance(exc, TimeoutError):
+            process.kill()
+        code = await process.wait()
+        log.warning("grammar_check.ended", returncode=code)
+        raise CheckInterrupted from None
+
+
+def _load(key: int, tokenizer: Tokenizer) -> bytes:
+    eos = tokenizer.eos_token_id
+    end = min(tokenizer.eos_token_ids, default=-1) if eos is None else eos
+    text = msgspec.Raw(tokenizer.to_json().encode())
+    return msgspec.json.encode(LoadVocabulary(key, text, tokenizer.vocab_size, end))
