@@ -172,6 +172,12 @@ class EngineFailed(MeshError):
     is_retryable = True
 
 
+class ConstraintUnsatisfiable(MeshError):
+    """What was asked of an answer's form, beside the request's other fields, allows no token."""
+
+    grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "CONSTRAINT_UNSATISFIABLE"
+
+
 class AdapterUnusable(MeshError):
     """A LoRA adapter cannot be loaded: its files, or the model, are not what they should be."""
 

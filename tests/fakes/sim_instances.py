@@ -28,7 +28,7 @@ from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.transport.base import KvTransport
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
-from pdmesh.services.gateway.request.leg_commands import constraint_to_proto
+from pdmesh.services.gateway.request.leg_commands import constraint_to_proto, shaping_to_proto
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.memory_bus import MemoryBus
@@ -322,6 +322,7 @@ class TestSession:
             ignore_eos=sampling.ignore_eos,
             num_drawn=sampling.num_drawn,
             constraint=constraint_to_proto(sampling.constraint),
+            shaping=shaping_to_proto(sampling.shaping),
         )
         return {
             "prompt_token_ids": tokens_to_bytes(prompt),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.grammars.compiler import GrammarCompiler
 from pdmesh.engine.grammars.guide import Guide
-from pdmesh.engine.sim.constraints.draws import guided_vocabulary
+from pdmesh.engine.sim.constraints.draws import LimitedGuide, guided_vocabulary
 from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary
 from pdmesh.engine.sim.model import MASK, SimModel, SimParams, draw_key, mix
 from pdmesh.engine.sim.vocabulary import EOS_ID
@@ -36,7 +36,10 @@ def sim_reference(
     digest = num_tokens = 0
     tokens: list[int] = []
     constraint = sampling.constraint
-    guide = None if constraint is None else Guide.after(constraint, _compiler, ())
+    guide = None
+    if constraint is not None:
+        allowed = sampling.shaping.allowed_token_ids
+        guide = LimitedGuide(Guide.after(constraint, _compiler, ()), allowed)
     pending = list(prompt)
     while True:
         for token in pending:

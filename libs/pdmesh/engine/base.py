@@ -26,6 +26,7 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.errors import ConstraintUnsatisfiable
 from pdmesh.kv.tiers.report import TierReport
 
 
@@ -239,6 +240,15 @@ class Failed:
     message: str
     is_retryable: bool = True
     cause: str = ""
+
+
+def constraint_failed(leg: int) -> Failed:
+    """No engine can go on with the answer: the constraint does not compile, or allows no token.
+
+    The message does not quote the grammar, which a client wrote.
+    """
+    message = "the constraint cannot be compiled, or allows no token any more"
+    return Failed(leg, ConstraintUnsatisfiable.default_reason, message, is_retryable=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ async def constraint_of(
         message = f"{asked.field} is not supported by this model's engine"
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=asked.field)
     grammar = await frontend.shared.grammars.grammar(asked, model.tokenizer, tenant)
-    return Constraint(grammar)
+    return Constraint(grammar, asked_by=asked.field)
 
 
 def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:

@@ -48,7 +48,7 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
-from pdmesh.errors import MeshError, Overloaded
+from pdmesh.errors import ConstraintUnsatisfiable, MeshError, Overloaded
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec
@@ -199,12 +199,25 @@ class Generation:
             is_empty = not self.core.emitted
             return self._text.last(
                 taken,
-                self.core.outcome,
+                self._told(self.core.outcome),
                 self.error,
                 is_empty=is_empty,
                 stop_token=self._stop_token(),
             )
         return taken if taken.text or taken.token_ids else None
+
+    def _told(
+        self, outcome: Complete | Fail | Cancelled | None
+    ) -> Complete | Fail | Cancelled | None:
+        """As the client is told: an instance does not know by which field a constraint came."""
+        constraint = self._spec.sampling.constraint
+        if constraint is None or not isinstance(outcome, Fail):
+            return outcome
+        if not isinstance(outcome.error, ConstraintUnsatisfiable):
+            return outcome
+        field = constraint.asked_by
+        message = f"{field}: with the other fields of the request, it allows no token"
+        return Fail(ConstraintUnsatisfiable(message, field=field))
 
     def _stop_token(self) -> int | None:
         """The stop token that ended it, if that is not the tokenizer's own end token (as in

@@ -23,6 +23,7 @@ from pdmesh.core.ratio.scenario_stats import (
     slots_by_role,
 )
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.errors import BY_REASON, InvalidRequest, MeshError
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.telemetry import metrics, names
@@ -44,6 +45,7 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
 
     scenario: str = ""
     outcome: str = ""
+    reason: str = ""
     prefill_id: str = ""
     usage: _Usage = msgspec.field(default_factory=_Usage)
     queue_ms: float = 0.0
@@ -54,6 +56,11 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
 
 
 _decoder = msgspec.json.Decoder(RequestFinishedJson)
+
+
+def is_by_client(reason: str) -> bool:
+    """Whether a request failed for what its client wrote: no other ratio would have answered it."""
+    return BY_REASON.get(reason, MeshError).http_status == InvalidRequest.http_status
 
 
 class ScenarioFeed:
@@ -95,7 +102,7 @@ class ScenarioFeed:
             return
         scenario = event.scenario or DEFAULT_SCENARIO
         self._scenarios.unanswered(scenario, time.monotonic())
-        if event.outcome == "failed":
+        if event.outcome == "failed" and not is_by_client(event.reason):
             self._windows.failed(scenario)
 
     def _observe(self) -> None:

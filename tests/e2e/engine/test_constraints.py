@@ -19,7 +19,10 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from pdmesh.core.instance.speculation import Speculation
-from pdmesh.engine.base import Sampling
+from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.core.sampling.logit_shaping import LogitShaping
+from pdmesh.engine.base import Failed, KvReceived, Sampling, TicketOpened, constraint_failed
+from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
 from tests.e2e.engine.test_seeded_sampling import locally
@@ -201,3 +204,35 @@ async def test_one_that_forgets_what_was_drawn_draws_something_else(
     replayed, rest, _ = after_death(expected, 5)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[:NUM_PROMPTS], 12)
     assert len(differences(rest[:NUM_PROMPTS], got)) > NUM_PROMPTS // 2
+
+
+ANY_TEXT = Constraint(grammar_of(AskedGrammar(GrammarKind.REGEX, r"(.|\n)*")))
+UNLIKE_ALL = LogitShaping(allowed_token_ids=(1,))  # a special token, which is no text
+IMPOSSIBLE = {
+    "no token that is allowed": Sampling(8, shaping=UNLIKE_ALL, constraint=ANY_TEXT),
+    "no grammar": Sampling(8, constraint=Constraint('start: "a" nothing')),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+async def test_what_no_engine_can_keep_to_fails_for_good_wherever_it_shows(
+    pair: Pair, name: str
+) -> None:
+    """So the gateway does not ask others for it, one after the other."""
+    prompt, impossible = CASES[0].prompt, IMPOSSIBLE[name]
+
+    async def failure(host: Host, leg: int) -> Failed:
+        while not isinstance(output := await host.next_output(leg), Failed):
+            assert isinstance(output, TicketOpened | KvReceived), output
+        del host.legs[leg]
+        return output
+
+    for is_per_layer in (False, True):
+        leg = await pair.start_prefill(prompt, impossible, is_per_layer=is_per_layer)
+        assert await failure(pair.prefill, leg) == constraint_failed(leg)
+    first = await pair.prefilled(prompt, Sampling(8, constraint=ANY_TEXT))
+    assert first.ticket is not None
+    leg = await pair.start_decode(prompt, first.token, first.ticket, impossible)
+    assert await failure(pair.decode, leg) == constraint_failed(leg)
+    await pair.prefill.until_idle()
+    await pair.decode.until_idle()

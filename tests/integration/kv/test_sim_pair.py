@@ -18,6 +18,7 @@ import pytest
 
 from pdmesh import failpoints
 from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
@@ -110,13 +111,24 @@ async def test_a_constrained_answer_goes_on_the_same_after_a_death_at_any_token(
                 assert got == whole[num_drawn:], num_drawn
 
 
-async def test_a_constraint_that_does_not_compile_ends_its_leg_and_gives_all_back() -> None:
+UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # the padding, which no grammar allows
+
+
+@pytest.mark.parametrize(
+    ("grammar", "shaping"), [('start: "a" nothing', UNSHAPED), ('start: "a"', UNLIKE_ALL)]
+)
+async def test_a_constraint_that_no_engine_can_keep_ends_its_leg_and_gives_all_back(
+    grammar: str, shaping: LogitShaping
+) -> None:
+    """It is no sign against the instance: a client can ask for it as often as it likes."""
     async with pair() as (p, d, to_p, to_d):
-        sampling = Sampling(9, constraint=Constraint('start: "a" nothing'))
+        sampling = Sampling(9, shaping=shaping, constraint=Constraint(grammar))
         leg = await to_p.prefill(prompt_of(100), sampling)
         await leg.until("failed")
-        assert not leg.last("failed").is_retryable
+        failed = leg.last("failed")
+        assert (failed.reason, failed.is_retryable) == ("CONSTRAINT_UNSATISFIABLE", False)
         await until(lambda: p.host.num_running == 0)
+        assert (p.host.vitals.num_ended, p.host.vitals.num_failed) == (1, 0)
         assert d.host.num_running == 0
         await check(p, to_p, to_d, prompt_of(100), Sampling(max_tokens=5))
 

@@ -310,6 +310,38 @@ async def test_operators_see_a_finished_request_as_readable_json(
     await bus.close()
 
 
+@pytest.mark.req("S37")
+@pytest.mark.fault("F39")
+async def test_a_form_that_allows_no_token_is_the_clients_error_at_once(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    """No choice of it is tried anywhere else: the budget for retries is the other clients', too."""
+    bus = await NatsBus.connect(mesh.nats_url, "test-form")
+    seen: list[RequestFinished] = []
+    errors: list[Message] = []
+
+    async def take(message: Message) -> None:
+        seen.append(decode_event(message, RequestFinished))
+
+    async def take_error(message: Message) -> None:
+        errors.append(message)
+
+    await bus.subscribe(subjects.request_finished(), take)
+    await bus.subscribe(subjects.error_reported("*"), take_error)
+    form = {"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [0]}
+    body = {"model": "default", "prompt": prompt_of(30), "max_tokens": 5, "n": 16, **form}
+    for _ in range(3):
+        answer = await client.post(f"{mesh.http_url}/v1/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "structured_outputs.choice")
+        assert error["code"] == "constraint_unsatisfiable"
+    await until(lambda: len(seen) == 3)
+    assert [event.num_migrations for event in seen] == [0, 0, 0]
+    assert not errors, "nor is it an error of an instance"
+    await bus.close()
+    await until(lambda: _nothing_held(mesh))
+
+
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:

@@ -7,7 +7,7 @@ an answer first passes its matcher the tokens that other engines drew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.errors import InvalidRequest
@@ -21,11 +21,13 @@ class Constraint:
     """`grammar` is in llguidance's form. The gateway has checked it.
 
     The grammar begins after the token ids `begins_after`, which end the reasoning. If they are
-    empty, it begins with the first token of the answer.
+    empty, it begins with the first token of the answer. `asked_by` is the client's field, which
+    only gateways know.
     """
 
     grammar: str
     begins_after: tuple[int, ...] = ()
+    asked_by: str = field(default="constraint", compare=False)
 
     def check(self) -> None:
         """Raises InvalidRequest with the field."""

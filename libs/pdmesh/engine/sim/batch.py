@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.base import FinishReason
-from pdmesh.engine.grammars.guide import Guide
-from pdmesh.engine.sim.constraints.draws import guided_vocabulary
+from pdmesh.engine.sim.constraints.draws import LimitedGuide, guided_vocabulary
 from pdmesh.engine.sim.model import MASK, SimModel, Words, mix, mix_words
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed
@@ -41,7 +40,7 @@ class Running:
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # to draw before a stop token may end it
-    guide: Guide | None = None  # it has taken `last`
+    guide: LimitedGuide | None = None  # it has taken `last`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class DecodeBatch:
         self._legs: list[int] = []
         self._column_of: dict[int, int] = {}
         self._stops: dict[int, frozenset[int]] = {}  # of legs that have stop tokens besides EOS
-        self._guides: dict[int, Guide] = {}
+        self._guides: dict[int, LimitedGuide] = {}
         self._snapshot: tuple[int, ...] = ()
 
     def __len__(self) -> int:

@@ -37,6 +37,7 @@ from pdmesh.engine.base import (
     TicketClosed,
     TicketOpened,
     TokenBatch,
+    constraint_failed,
 )
 from pdmesh.engine.sim.adapter_lane import AdapterLane
 from pdmesh.engine.sim.batch import DecodeBatch, Running
@@ -177,12 +178,12 @@ class SimEngine:
                 self._begin(job)
                 return
             self._unguided[job.leg] = job
-            self._guides.prepare(job.leg, constraint, _drawn(job.prompt, job.sampling))
+            self._guides.prepare(job.leg, job.sampling, _drawn(job.prompt, job.sampling))
             self._guides.when_ready(job.leg, lambda: self._begin(self._unguided.pop(job.leg)))
             return
         if constraint is not None:
             drawn = _drawn(job.prompt, job.sampling, num_to_come=1)
-            self._guides.prepare(job.leg, constraint, drawn)
+            self._guides.prepare(job.leg, job.sampling, drawn)
         self._retriever.begin(job)
         if (token := self._adapters.first_token(job.leg)) is not None:
             self._retriever.join(job.leg, token)
@@ -390,7 +391,7 @@ class SimEngine:
             self._emit(Finished(leg, reason))
         for leg in step.failed:
             self._leave(leg)
-            self._emit(_constraint_failed(leg))
+            self._emit(constraint_failed(leg))
 
     def _complete(self, prompt: PromptUnderWay) -> None:
         """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
@@ -416,7 +417,7 @@ class SimEngine:
             except EngineFailed:
                 self._pool.release(blocks)
                 self._give_up(job)
-                self._emit(_constraint_failed(job.leg))
+                self._emit(constraint_failed(job.leg))
                 return
         reason = self._first_finish(job, token)
         ticket = None
@@ -466,15 +467,15 @@ class SimEngine:
         if (held := self._held.pop(leg, None)) is not None:
             self._pool.release(held.blocks)
         self._retriever.abort(leg)
-        self._emit(_constraint_failed(leg))
+        self._emit(constraint_failed(leg))
 
     def _join(self, got: Retrieved) -> None:
         job, sampling = got.job, got.job.sampling
         key = draw_key(sampling, self._random.getrandbits(64))
         guide = self._guides.take(job.leg)
-        if guide is not None and not guide.accept([got.first_token]):
+        if guide is not None and not guide.guide.accept([got.first_token]):
             self._pool.release(got.blocks)
-            self._emit(_constraint_failed(job.leg))
+            self._emit(constraint_failed(job.leg))
             return
         running = Running(
             job.leg,
@@ -551,9 +552,3 @@ def _drawn(prompt: array[int], sampling: Sampling, num_to_come: int = 0) -> arra
     """The tokens of the answer in the prompt; `num_to_come` more were drawn."""
     num = sampling.num_drawn - num_to_come
     return prompt[-num:] if num > 0 else array("I")
-
-
-def _constraint_failed(leg: int) -> Failed:
-    """Without the compiler's words, which quote what a client wrote."""
-    message = "the constraint cannot be compiled, or allows no token any more"
-    return Failed(leg, EngineFailed.default_reason, message, is_retryable=False)

@@ -25,7 +25,7 @@ from pdmesh.core.instance.admission import (
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
 from pdmesh.engine.base import ArenaRange, DecodeJob, Engine, Failed, PrefillJob, hands_on
-from pdmesh.errors import InvalidRequest, KvTransferFailed
+from pdmesh.errors import AdapterUnusable, InvalidRequest, KvTransferFailed
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
 from pdmesh.instance.legs.load_book import LoadBook
@@ -250,9 +250,10 @@ class LegLife:
         if failure.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1, {names.ATTR_REASON: failure.cause})
             self.sources.failed(leg.source, failure.cause, leg.request_id)
-        self.sources.on_error(failure.reason, failure.message, leg.request_id)
+        if failure.is_retryable:
+            self.sources.on_error(failure.reason, failure.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, failure))
-        self.close(leg, "failed")
+        self.close(leg, "failed" if _is_of_instance(failure) else "refused")
 
     def close(self, leg: Leg, outcome: str) -> None:
         """The leg's last event was sent. A prefill that staged no KV is released at once."""
@@ -300,6 +301,14 @@ class LegLife:
     def check_invariants(self) -> None:
         self.admission.check_invariants()
         self.sources.check_invariants()
+
+
+def _is_of_instance(failure: Failed) -> bool:
+    """Whether a failure is a sign of a bad instance.
+
+    Clients cause the others at will: their requests would fail on every instance.
+    """
+    return failure.is_retryable and failure.reason != AdapterUnusable.default_reason
 
 
 def _source_of(m: Prefill | Start) -> KvSource | None:

@@ -28,8 +28,9 @@ from pdmesh.engine.base import (
     Output,
     Prefilled,
     PrefillJob,
+    constraint_failed,
 )
-from pdmesh.instance.legs.host import InstanceHost
+from pdmesh.instance.legs.host import HostReports, InstanceHost
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
 
@@ -162,3 +163,26 @@ def test_a_tickets_secret_comes_from_outside_where_a_run_must_repeat() -> None:
     engine, numbers = EndedEngine(Failed(1, "", "")), itertools.count(7)
     host = make_host(engine, new_secret=lambda: f"s{next(numbers)}")
     assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.parametrize(
+    ("end", "num_failed", "errors"),
+    [
+        (Failed(1, "ENGINE_FAILED", "it broke"), 1, ["ENGINE_FAILED"]),
+        (constraint_failed(1), 0, []),
+        (Failed(1, "ADAPTER_UNUSABLE", "no such folder"), 0, ["ADAPTER_UNUSABLE"]),
+    ],
+)
+async def test_what_clients_can_make_fail_at_will_is_no_sign_against_the_instance(
+    end: Failed, num_failed: int, errors: list[str]
+) -> None:
+    told: list[str] = []
+    reports = HostReports(on_error=lambda reason, message, request_id: told.append(reason))
+    engine = cast(Engine, EndedEngine(end))
+    host = InstanceHost(engine, Admission(capacity()), time.monotonic, reports=reports)
+    host.apply(host.open("gateway-0"), [prefill(5)])
+    await host.run()
+    assert (host.vitals.num_ended, host.vitals.num_failed) == (1, num_failed)
+    assert told == errors
+    assert host.admission.num_slots_used == 0

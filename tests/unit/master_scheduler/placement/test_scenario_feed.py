@@ -11,6 +11,7 @@ from pdmesh.net.event_json import to_json
 from pdmesh.services.master_scheduler.placement.scenario_feed import (
     RequestFinishedJson,
     finished_of,
+    is_by_client,
 )
 from pdmesh.v1.common_pb2 import Usage
 
@@ -37,3 +38,14 @@ def test_every_number_arrives() -> None:
 def test_what_is_zero_is_not_written() -> None:
     read = msgspec.json.decode(to_json(RequestFinished()), type=RequestFinishedJson)
     assert finished_of(read).num_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "by_client"),
+    [("CONSTRAINT_UNSATISFIABLE", True), ("OVERLOADED", False), ("ENGINE_FAILED", False),
+     ("UNKNOWN", False)],
+)  # fmt: skip
+def test_what_a_client_wrote_says_nothing_about_a_ratio(reason: str, by_client: bool) -> None:
+    assert is_by_client(reason) == by_client
+    read = msgspec.json.decode(to_json(RequestFinished(reason=reason)), type=RequestFinishedJson)
+    assert read.reason == reason

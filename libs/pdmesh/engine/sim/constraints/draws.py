@@ -6,6 +6,7 @@ to an end sooner or later. The same digest, key and constraint draw the same tok
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -22,6 +23,14 @@ Flags = npt.NDArray[np.bool_]
 _CLOSERS: Final = (b'"', b"}", b"]", b">", b")")
 
 
+@dataclass(frozen=True, slots=True)
+class LimitedGuide:
+    """A guide, and the tokens that may be drawn at all; empty: any."""
+
+    guide: Guide
+    allowed_token_ids: tuple[int, ...] = ()
+
+
 class GuidedVocabulary:
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = [b"" for _ in SPECIALS] + vocabulary.tokens
@@ -31,18 +40,25 @@ class GuidedVocabulary:
         self._words[vocabulary.drawable] = True
         self._visible = np.array([bool(token.strip()) for token in tokens])
 
-    def draw_next(self, guide: Guide, free: int, seed: int, may_end: bool) -> int:
+    def draw_next(self, limited: LimitedGuide, free: int, seed: int, may_end: bool) -> int:
         """The next token, which the guide then has taken: `free` if any token may come.
 
         Raises EngineFailed if the constraint cannot go on.
         """
-        token = free if guide.is_free else self._draw(guide, mix(seed & MASK), may_end)
+        guide = limited.guide
+        token = free if guide.is_free else self._draw(limited, mix(seed & MASK), may_end)
         guide.accept([token])
         return token
 
-    def _draw(self, guide: Guide, drawn: int, may_end: bool) -> int:
+    def _draw(self, limited: LimitedGuide, drawn: int, may_end: bool) -> int:
         """Each of the preferences has its share of the draws, so that strings and lists end."""
-        allowed = self._allowed(guide)
+        allowed = self._allowed(limited.guide)
+        if limited.allowed_token_ids:
+            others = np.ones(self._size, np.bool_)
+            others[[i for i in limited.allowed_token_ids if i < self._size]] = False
+            allowed[others] = False
+        if not allowed.any():
+            raise EngineFailed("the answer's constraint allows no token")
         if not may_end and allowed.sum() > 1:
             allowed[EOS_ID] = False
         share, drawn = drawn & 3, drawn >> 8

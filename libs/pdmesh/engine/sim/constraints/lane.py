@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from pdmesh.core.sampling.constraint import Constraint
+from pdmesh.engine.base import Sampling
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.guide import Guide
+from pdmesh.engine.sim.constraints.draws import LimitedGuide
 from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary
 from pdmesh.net.tasks import watched
 
@@ -23,14 +24,14 @@ class GuideLane:
         self._compiler = GrammarCompiler(sim_vocabulary)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._then: dict[int, Callable[[], None]] = {}
-        self._guides: dict[int, Guide] = {}
+        self._guides: dict[int, LimitedGuide] = {}
 
     def __len__(self) -> int:
         return len(self._tasks) + len(self._guides)
 
-    def prepare(self, leg: int, constraint: Constraint, drawn: Sequence[int]) -> None:
-        """`drawn`: the answer so far."""
-        work = self._prepare(leg, constraint, drawn)
+    def prepare(self, leg: int, sampling: Sampling, drawn: Sequence[int]) -> None:
+        """`sampling` has a constraint. `drawn`: the answer so far."""
+        work = self._prepare(leg, sampling, drawn)
         self._tasks[leg] = watched(work, f"guide-{leg}", self._die)
 
     def when_ready(self, leg: int, then: Callable[[], None]) -> None:
@@ -40,7 +41,7 @@ class GuideLane:
         else:
             then()
 
-    def take(self, leg: int) -> Guide | None:
+    def take(self, leg: int) -> LimitedGuide | None:
         """None for a leg without a constraint."""
         return self._guides.pop(leg, None)
 
@@ -50,7 +51,9 @@ class GuideLane:
         self._then.pop(leg, None)
         self._guides.pop(leg, None)
 
-    async def _prepare(self, leg: int, constraint: Constraint, drawn: Sequence[int]) -> None:
+    async def _prepare(self, leg: int, sampling: Sampling, drawn: Sequence[int]) -> None:
+        constraint = sampling.constraint
+        assert constraint is not None
         try:
             guide = await asyncio.to_thread(Guide.after, constraint, self._compiler, drawn)
         except GrammarRefused:
@@ -58,7 +61,7 @@ class GuideLane:
             self._then.pop(leg, None)
             self._refuse(leg)
             return
-        self._guides[leg] = guide
+        self._guides[leg] = LimitedGuide(guide, sampling.shaping.allowed_token_ids)
         del self._tasks[leg]
         if (then := self._then.pop(leg, None)) is not None:
             then()

@@ -20,13 +20,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
-from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn
+from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import keep_thinking_budgets
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
+from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self._tiers.finished(request.request_id)
         if request.kv_transfer_params and request.kv_transfer_params.get("is_early"):
             self._early.drop(request.kv_transfer_params["leg"])
-        return False, None
+        return False, {CONSTRAINT_FAILED: True} if has_failed(request) else None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """First tokens come with, or before, the report that their requests' KV is there."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.engine.base import FinishReason, Output, PromptLogprobs, TokenLogprob
+from pdmesh.engine.base import (
+    Failed,
+    FinishReason,
+    Output,
+    PromptLogprobs,
+    TokenLogprob,
+    constraint_failed,
+)
 from pdmesh.engine.vllm.messages import (
     Arrived,
     PullFailed,
@@ -17,11 +24,15 @@ from pdmesh.engine.vllm.messages import (
     Staged,
     StageFailed,
 )
+from pdmesh.errors import EngineFailed
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """vLLM drew tokens for a leg; if `error` is set, it failed the request instead."""
+    """vLLM drew tokens for a leg; if `is_error` is set, it failed the request instead.
+
+    `is_constraint_error`: it did so since the request's constraint allows nothing any more.
+    """
 
     leg: int
     token_ids: Sequence[int]
@@ -29,6 +40,7 @@ class Drawn:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     is_error: bool = False
+    is_constraint_error: bool = False
     prompt_logprobs: PromptLogprobs | None = None  # with the first token
 
 
@@ -44,6 +56,13 @@ class CancelRequest:
     """Effect: tell vLLM that the leg is over."""
 
     leg: int
+
+
+def failure_of(drawn: Drawn) -> Failed:
+    """What the host is told of a request that vLLM failed."""
+    if drawn.is_constraint_error:
+        return constraint_failed(drawn.leg)
+    return Failed(drawn.leg, EngineFailed.default_reason, "vLLM failed the request")
 
 
 Effect = Output | ReleaseAtRanks | CancelRequest

@@ -37,6 +37,7 @@ from pdmesh.engine.vllm.host.job_facts import (
     Fact,
     Landing,
     ReleaseAtRanks,
+    failure_of,
 )
 from pdmesh.engine.vllm.host.per_layer import PerLayerPrefills
 from pdmesh.engine.vllm.host.whole import WholePrefills
@@ -226,7 +227,7 @@ class Jobs:
         tokens, logprobs, finish = drawn.token_ids, drawn.logprobs, drawn.finish_reason
         if drawn.is_error:
             del self._local[leg]
-            return [Failed(leg, "ENGINE_FAILED", "vLLM failed the request")]
+            return [failure_of(drawn)]
         if not local.has_first and tokens:
             local.has_first = True
             ends = finish if len(tokens) == 1 else None
@@ -244,11 +245,13 @@ class Jobs:
         return [*effects, *_tokens(leg, tokens, logprobs, finish)]
 
     def _on_decoded(self, taking: _Taking, drawn: Drawn) -> list[Effect]:
+        has_kv = len(taking.received) == self._num_ranks
+        if drawn.is_error and (has_kv or drawn.is_constraint_error):
+            return self._fail_taking(taking, failure_of(drawn))
         if drawn.is_error:
-            return self._fail_taking(
-                taking, KvTransferFailed.default_reason, "vLLM failed the request"
-            )
-        if len(taking.received) < self._num_ranks:
+            reason = KvTransferFailed.default_reason
+            return self._fail_taking(taking, Failed(drawn.leg, reason, "vLLM failed the request"))
+        if not has_kv:
             taking.held.append(drawn)
             return []
         effects = _tokens(drawn.leg, drawn.token_ids, drawn.logprobs, drawn.finish_reason)
@@ -288,7 +291,8 @@ class Jobs:
             case PullFailed():
                 if taking.is_over:
                     return []
-                return self._fail_taking(taking, fact.reason, fact.message, fact.cause)
+                failed = Failed(fact.leg, fact.reason, fact.message, cause=fact.cause)
+                return self._fail_taking(taking, failed)
             case RankLandingFreed():
                 taking.freed.add(fact.rank)
                 self._forget_taken(fact.leg, taking)
@@ -312,11 +316,9 @@ class Jobs:
             effects += self._on_decoded(taking, drawn)
         return effects
 
-    def _fail_taking(
-        self, taking: _Taking, reason: str, message: str, cause: str = ""
-    ) -> list[Effect]:
-        self._end_taking(taking.job.leg, taking)
-        return [Failed(taking.job.leg, reason, message, cause=cause)]
+    def _fail_taking(self, taking: _Taking, failed: Failed) -> list[Effect]:
+        self._end_taking(failed.leg, taking)
+        return [failed]
 
     def _end_taking(self, leg: int, taking: _Taking) -> None:
         taking.is_over = True

@@ -24,6 +24,7 @@ from pdmesh.engine.vllm.host.job_facts import (
     Drawn,
     Effect,
     ReleaseAtRanks,
+    failure_of,
 )
 from pdmesh.engine.vllm.messages import RankTicketClosed, RankTicketOpened, StageFailed
 from pdmesh.errors import KvTransferFailed
@@ -83,8 +84,7 @@ class PerLayerPrefills:
             return []
         streaming.has_drawn = True
         if drawn.is_error or not drawn.token_ids:
-            failed = Failed(drawn.leg, "ENGINE_FAILED", "vLLM failed the request")
-            return [failed, *self._end(streaming)]
+            return [failure_of(drawn), *self._end(streaming)]
         is_stop = drawn.finish_reason is FinishReason.STOP
         prefilled = Prefilled(
             drawn.leg,

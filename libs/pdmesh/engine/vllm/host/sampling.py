@@ -19,6 +19,8 @@ NUM_DRAWN: Final = "pdmesh_num_drawn"
 BEGINS_AFTER: Final = "pdmesh_begins_after"
 # Also there: how many tokens may be reasoning, and the ids of its begin and end marks.
 THINKING: Final = "pdmesh_thinking"
+# In the `kv_transfer_params` of a request's last output: its constraint allowed nothing any more.
+CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -101,6 +103,7 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
     """
     completion = output.outputs[0]
     reason = completion.finish_reason
+    is_error = reason is not None and reason not in _FINISH
     tokens = list(completion.token_ids)
     logprobs: Sequence[TokenLogprob] = ()
     if num_logprobs is not None and completion.logprobs:
@@ -111,7 +114,8 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
         logprobs,
         _FINISH.get(reason) if reason else None,
         output.num_cached_tokens or 0,
-        is_error=reason is not None and reason not in _FINISH,
+        is_error=is_error,
+        is_constraint_error=is_error and CONSTRAINT_FAILED in (output.kv_transfer_params or ()),
         prompt_logprobs=prompt_logprobs(output.prompt_logprobs) if output.prompt_logprobs else None,
     )
 

@@ -15,6 +15,7 @@ from pdmesh.engine.vllm.host.job_facts import (
     Drawn,
     Effect,
     ReleaseAtRanks,
+    failure_of,
 )
 from pdmesh.engine.vllm.host.per_layer import worst
 from pdmesh.engine.vllm.messages import RankTicketClosed, Staged, StageFailed
@@ -29,7 +30,7 @@ class _Handing:
     drawn: Drawn | None = None
     staged: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)  # rank -> reason
-    failure: str = ""
+    failure: Failed | None = None
     is_announced: bool = False  # the host has a terminal output of the leg, or has aborted it
     is_aborted: bool = False
 
@@ -79,7 +80,7 @@ class WholePrefills:
         handing = self._by_leg[drawn.leg]
         handing.drawn = drawn
         if drawn.is_error:
-            handing.failure = handing.failure or "vLLM failed the request"
+            handing.failure = handing.failure or failure_of(drawn)
         return self._settle(handing)
 
     def handle(self, fact: Staged | StageFailed | RankTicketClosed) -> list[Effect]:
@@ -88,7 +89,8 @@ class WholePrefills:
             case Staged():
                 handing.staged.add(fact.rank)
             case StageFailed():
-                handing.failure = fact.message
+                leg, reason = handing.job.leg, KvTransferFailed.default_reason
+                handing.failure = Failed(leg, reason, fact.message)
             case RankTicketClosed():
                 handing.ended[fact.rank] = fact.reason
         return self._settle(handing)
@@ -117,8 +119,8 @@ class WholePrefills:
         assert drawn is not None
         if drawn.finish_reason is FinishReason.STOP and not handing.failure:
             return [self._prefilled(handing, drawn, None, FinishReason.STOP)]
-        message = handing.failure or "the staged KV ended before it was announced"
-        return [Failed(job.leg, KvTransferFailed.default_reason, message)]
+        message = "the staged KV ended before it was announced"
+        return [handing.failure or Failed(job.leg, KvTransferFailed.default_reason, message)]
 
     @staticmethod
     def _prefilled(

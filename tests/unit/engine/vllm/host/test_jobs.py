@@ -23,6 +23,7 @@ from pdmesh.engine.base import (
     Ticket,
     TicketClosed,
     Tokens,
+    constraint_failed,
 )
 from pdmesh.engine.vllm.host.job_facts import CancelRequest, Drawn, ReleaseAtRanks
 from pdmesh.engine.vllm.host.jobs import Endpoint, Jobs
@@ -297,3 +298,35 @@ def test_kv_has_come_when_every_rank_has_it_and_took_as_long_as_the_slowest() ->
         KvReceived(2, 240, 0.5, 0, 0.3),
         Tokens(2, [7], ()),
     ]
+
+
+def constraint_error(leg: int) -> Drawn:
+    return Drawn(leg, [7], is_error=True, is_constraint_error=True)
+
+
+def test_a_constraint_that_allows_nothing_fails_each_kind_of_leg_for_good() -> None:
+    core = jobs()
+    core.prefill(prefill_job())
+    assert core.handle(constraint_error(1)) == [ReleaseAtRanks("t1")]
+    assert core.handle(RankTicketClosed(0, "t1", "released")) == [constraint_failed(1)]
+    core.prefill(prefill_job(staging=None))
+    assert core.handle(constraint_error(1)) == [constraint_failed(1)]
+    core.prefill(replace(prefill_job(), is_per_layer=True))
+    assert core.handle(constraint_error(1)) == [constraint_failed(1), ReleaseAtRanks("t1")]
+    core.handle(RankTicketClosed(0, "t1", "released"))
+    for has_kv in (True, False):
+        core.decode(decode_job())
+        if has_kv:
+            core.handle(Received(0, 2, 60, 0.1, 0, 0.0))
+        assert core.handle(constraint_error(2)) == [constraint_failed(2)]
+        assert core.handle(RankLandingFreed(0, 2)) == [LandingFreed(2)]
+    assert core.is_idle
+    assert not constraint_failed(2).is_retryable
+
+
+def test_another_error_once_the_kv_is_here_is_not_blamed_on_its_transfer() -> None:
+    core = jobs()
+    core.decode(decode_job())
+    core.handle(Received(0, 2, 60, 0.1, 0, 0.0))
+    (failed,) = core.handle(Drawn(2, (), is_error=True))
+    assert failed == Failed(2, "ENGINE_FAILED", "vLLM failed the request")

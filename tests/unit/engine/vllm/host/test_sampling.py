@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.base import PromptLogprobs
-from pdmesh.engine.vllm.host.sampling import drawn, prompt_logprobs
+from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED, drawn, prompt_logprobs
 
 
 def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
@@ -48,10 +48,34 @@ def test_each_token_comes_with_its_rank_and_the_likeliest(
 def test_they_come_with_the_first_output_alone() -> None:
     completion = SimpleNamespace(finish_reason=None, token_ids=[3], logprobs=None)
     first = SimpleNamespace(
-        outputs=[completion], num_cached_tokens=0, prompt_logprobs=flat([[(5, -1.0, 2)]])
+        kv_transfer_params=None,
+        outputs=[completion],
+        num_cached_tokens=0,
+        prompt_logprobs=flat([[(5, -1.0, 2)]]),
     )
-    later = SimpleNamespace(outputs=[completion], num_cached_tokens=0, prompt_logprobs=[])
+    later = SimpleNamespace(
+        kv_transfer_params=None, outputs=[completion], num_cached_tokens=0, prompt_logprobs=[]
+    )
     found = drawn(1, first, None).prompt_logprobs
     assert found is not None
     assert found.ranks == [2]
     assert drawn(1, later, None).prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "params", "is_error", "is_constraint_error"),
+    [
+        ("error", {CONSTRAINT_FAILED: True}, True, True),
+        ("error", None, True, False),
+        ("length", {CONSTRAINT_FAILED: True}, False, False),
+    ],
+)
+def test_an_error_tells_whether_the_constraint_is_its_cause(
+    reason: str, params: Any, is_error: bool, is_constraint_error: bool
+) -> None:
+    completion = SimpleNamespace(finish_reason=reason, token_ids=[3], logprobs=None)
+    output: Any = SimpleNamespace(
+        outputs=[completion], num_cached_tokens=0, prompt_logprobs=None, kv_transfer_params=params
+    )
+    found = drawn(1, output, None)
+    assert (found.is_error, found.is_constraint_error) == (is_error, is_constraint_error)

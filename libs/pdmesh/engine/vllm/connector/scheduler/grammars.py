@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdmesh.core.sampling.constraint import Constraint
-from pdmesh.engine.grammars.compiler import GrammarCompiler
+from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.guide import Guide
 from pdmesh.engine.grammars.vocabulary import load_vocabulary
 from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, num_drawn_before
@@ -71,11 +71,14 @@ class Grammars:
     def __init__(self, model_dir: Path, vocab_size: int) -> None:
         self._compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
 
-    def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing:
-        """Raises GrammarRefused. Called on a thread, beside the steps."""
+    def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | Refused:
+        """Called on a thread, beside the steps."""
         import xgrammar  # noqa: F401 - 2 s, which the step that masks first would wait for
 
-        return Drawing(Guide.after(constraint, self._compiler, drawn))
+        try:
+            return Drawing(Guide.after(constraint, self._compiler, drawn))
+        except GrammarRefused:
+            return Refused()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
         """Not by llguidance.torch: to import it takes 3 s and 120 MB."""
@@ -93,12 +96,13 @@ class Drawing:
     """What vLLM calls a grammar: a guide, in vLLM's words."""
 
     def __init__(self, guide: Guide) -> None:
-        self.awaits_first_token = False
+        self.awaits_first_token = self.has_failed = False
         self._guide = guide
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """False fails the request: its text would not be what was asked for."""
-        return self._guide.accept(tokens)
+        self.has_failed = not self._guide.accept(tokens)
+        return not self.has_failed
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[: self._guide.num_valid(tokens)]
@@ -122,7 +126,47 @@ class Drawing:
         raise NotImplementedError("vLLM never does")
 
 
-def drawing_of(backend: Grammars, request: Any) -> Drawing:
+class Refused:
+    """In the place of a grammar that does not compile: it fails its request with the next token.
+
+    vLLM ends such a request by itself, but does not tell the host why: the reason could be KV that
+    did not come, and then another engine could do it.
+    """
+
+    has_failed = True
+
+    def __init__(self) -> None:
+        self.awaits_first_token = False
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return False
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return []
+
+    def rollback(self, num_tokens: int) -> None:
+        """No token was taken."""
+
+    def fill_bitmask(self, bitmask: Any, index: int) -> None:
+        bitmask[index].fill_(-1)
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        raise NotImplementedError("vLLM never does")
+
+
+def has_failed(request: Any) -> bool:
+    """Whether the constraint of a request that ended did not allow its last token.
+
+    `request`: vLLM's.
+    """
+    asked = request.structured_output_request
+    return asked is not None and getattr(asked.grammar, "has_failed", False)
+
+
+def drawing_of(backend: Grammars, request: Any) -> Drawing | Refused:
     """`request`: vLLM's. A first token that it waits for is not in its prompt yet."""
     params = request.sampling_params
     num_drawn = num_drawn_before(params)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
-from pdmesh.engine.grammars.compiler import GrammarRefused
 from pdmesh.engine.grammars.vocabulary import load_vocabulary
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.engine.sim_tokenizer import write_sim_model
-from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of
+from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of, has_failed
 from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, NUM_DRAWN
 
 pytest.importorskip("xgrammar")  # comes with vLLM
+torch = pytest.importorskip("torch")
 
 GRAMMAR = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["time water", "time", "over"])))
 
@@ -53,9 +53,32 @@ def test_it_goes_on_after_the_drawn_tokens(model: Path) -> None:
 
 
 def test_what_cannot_have_been_drawn_fails_the_request(model: Path) -> None:
+    """By its next token, so that the host learns that the constraint is the cause."""
     wrong = load_vocabulary(model, 0).tokenize_str("water")
-    with pytest.raises(GrammarRefused):
-        drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
+    drawing = drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
+    mask = torch.zeros((1, 4), dtype=torch.int32)
+    drawing.fill_bitmask(mask, 0)
+    assert mask.eq(-1).all(), "a row of zeros would be a step without any token"
+    assert drawing.validate_tokens(wrong) == []
+    assert not drawing.accept_tokens("r", wrong)
+    assert has_failed(ended(drawing))
+
+
+def test_a_request_whose_last_token_was_not_allowed_ended_by_its_constraint(model: Path) -> None:
+    tokens = load_vocabulary(model, 0).tokenize_str("time water")
+    drawing = drawing_of(Grammars(model, 0), request([9, 9]))
+    assert not drawing.accept_tokens("r", tokens[1:]), "a draft"
+    drawing = drawing_of(Grammars(model, 0), request([9, 9]))
+    assert drawing.accept_tokens("r", tokens[:1])
+    assert not has_failed(ended(drawing))
+    assert not drawing.accept_tokens("r", tokens[:1])
+    assert has_failed(ended(drawing))
+    assert not has_failed(SimpleNamespace(structured_output_request=None))
+    assert not has_failed(ended(None)), "it is still being compiled"
+
+
+def ended(grammar: Any) -> Any:
+    return SimpleNamespace(structured_output_request=SimpleNamespace(grammar=grammar))
 
 
 def test_token_1_that_is_not_there_yet_is_not_taken_from_the_prompt(model: Path) -> None:
