@@ -221,7 +221,7 @@ async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     pissa = write_adapter(tmp_path / "pissa", 1, model=model_dir, init_lora_weights="pissa")
     engine = adapted.prefill.engine
     for name, said in (
-        ("large", "rank 16; the highest here is 8"),
+        ("large", "r is 16; the highest rank here is 8"),
         ("other", r"\[576, 576\] in the model, and \[64, 64\]"),
         ("nowhere", "No such file"),
     ):

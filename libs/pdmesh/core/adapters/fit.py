@@ -12,11 +12,16 @@ from typing import Any, Final
 
 Shapes = Mapping[str, tuple[int, ...]]  # the shapes of tensors, by name
 
+SETTINGS: Final = "adapter_config.json"
 # PEFT's settings that change what an adapter computes, and that vLLM does not implement.
 _UNSUPPORTED: Final = (
     "use_dora", "lora_bias", "modules_to_save", "alora_invocation_tokens", "layer_replication",
     "use_bdlora", "use_qalora", "trainable_token_indices", "target_parameters",
 )  # fmt: skip
+# The names of `init_lora_weights` that change no weight of the model that the adapter is for. With
+# others (PiSSA, OLoRA, CorDA, LoftQ) it is for a changed model, which is not the one that is served.
+_PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_EMBEDDINGS: Final = ("embed_tokens", "wte", "wpe", "word_embeddings")  # no linear layers
 _PREFIX: Final = "base_model.model."
 _SIDES: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
 
@@ -41,14 +46,16 @@ def misfit(facts: AdapterFacts, max_rank: int, base: Shapes | None) -> str:
 
     `base`: the shapes of the model's weights. None: they do not show the layers' sizes (quantised).
     """
-    if why := _unsupported(facts.settings):
-        return why
+    if why := _unsupported(facts.settings) or _wrong_rank(facts.settings, max_rank):
+        return f"{SETTINGS}: {why}"
     modules: dict[str, list[tuple[int, ...] | None]] = {}
     for name, shape in facts.shapes.items():
         side = next((s for s in _SIDES if name.endswith(s)), None)
         if side is None or not name.startswith(_PREFIX):
             return f"{name[:120]} is no part of a LoRA adapter of linear layers"
         module = name.removeprefix(_PREFIX).removesuffix(side)
+        if module.rsplit(".", 1)[-1] in _EMBEDDINGS:
+            return f"{name[:120]} is no part of a LoRA adapter of linear layers"
         modules.setdefault(module, [None, None])[_SIDES[side]] = shape
     if not modules:
         return "it has no tensors"
@@ -63,8 +70,40 @@ def _unsupported(settings: Mapping[str, Any]) -> str:
         return f"{named[0]} is not supported"
     if settings.get("bias", "none") != "none":
         return "bias is not supported"
-    if not (_is_positive(settings.get("r")) and _is_positive(settings.get("lora_alpha"))):
-        return "r and lora_alpha must be positive numbers"
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        return (
+            f"init_lora_weights {init[:40]!r} is not supported: the adapter is for a changed model; "
+            "save it with PEFT's path_initial_model_for_weight_conversion"
+        )
+    return _wrong_targets(settings.get("target_modules"))
+
+
+def _wrong_targets(targets: object) -> str:
+    is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    if targets and (is_list or isinstance(targets, str)):
+        return ""
+    return "target_modules must be a string, or a list of strings, and not empty"
+
+
+def _wrong_rank(settings: Mapping[str, Any], max_rank: int) -> str:
+    if not _is_positive(settings.get("lora_alpha")):
+        return "lora_alpha must be a positive number"
+    for name, is_right, what in (
+        ("rank_pattern", _is_rank, "a positive integer"),
+        ("alpha_pattern", _is_positive, "a positive number"),
+    ):
+        pattern = settings.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(is_right, pattern.values())):
+            return f"{name} must give {what} for each name"
+    if not _is_rank(settings.get("r")):
+        return "r must be a positive integer"
+    ranks = {"r": settings["r"]} | {
+        f"rank_pattern.{name}": rank for name, rank in (settings.get("rank_pattern") or {}).items()
+    }
+    name, rank = max(ranks.items(), key=lambda item: item[1])
+    if rank > max_rank:
+        return f"{name[:80]} is {rank}; the highest rank here is {max_rank} (MAX_LORA_RANK)"
     return ""
 
 
@@ -89,6 +128,10 @@ def _misfit_of(
     if weight != (b[0], a[1]):
         return f"{module} is {list(weight)} in the model, and {[b[0], a[1]]} in the adapter"
     return ""
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and _is_positive(value)
 
 
 def _is_positive(value: object) -> bool:

@@ -17,10 +17,19 @@ import structlog
 
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.adapters.fit import AdapterFacts, Shapes, misfit
-from pdmesh.core.adapters.shelf import AdapterShelf, CannotUse, Effect, Load, Ready, Unload
+from pdmesh.core.adapters.shelf import (
+    AdapterShelf,
+    CannotUse,
+    Discard,
+    Effect,
+    Fetch,
+    Load,
+    Ready,
+    Unload,
+)
 from pdmesh.engine.adapters.files import read_adapter
 from pdmesh.engine.base import AdaptersChanged
-from pdmesh.errors import AdapterUnusable
+from pdmesh.errors import AdapterUnusable, InvalidRequest
 from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
@@ -73,6 +82,9 @@ class AdapterHost:
         self._askers: dict[int, _Asker] = {}
         self._inspecting = asyncio.Semaphore(_INSPECTIONS)
         self._task: asyncio.Task[None] | None = None
+        self._fetched: AdapterFacts | None = None  # of what the shelf has fetched
+        self._began_at = 0.0  # of what is being loaded, its files included
+        self.num_signs = 0  # of work on an adapter's files, as in `EngineStats`
 
     @property
     def is_idle(self) -> bool:
@@ -92,7 +104,8 @@ class AdapterHost:
         After that, the adapter stays loaded until `release`.
         """
         self._askers[leg] = _Asker(on_ready, on_refused)
-        self._carry_out(self._shelf.wanted(leg, adapter))
+        now = asyncio.get_running_loop().time()
+        self._carry_out(self._shelf.wanted(leg, adapter, now))
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
         """As `acquire`, but wait until the adapter is ready. Raises AdapterUnusable."""
@@ -121,6 +134,7 @@ class AdapterHost:
         async with self._inspecting:
             facts = await asyncio.to_thread(read_adapter, Path(path))
         self._check(facts)
+        self._shelf.was_found_good(facts.digest)
         return facts
 
     async def stop(self) -> None:
@@ -140,29 +154,39 @@ class AdapterHost:
                     self._askers[leg].on_ready()
                 case CannotUse(leg, why):
                     self._askers.pop(leg).on_refused(why)
+                case Fetch(adapter):
+                    self._move(self._fetch(adapter), f"adapter-fetch-{adapter.name}")
                 case Load(adapter):
                     self._move(self._load(adapter), f"adapter-load-{adapter.name}")
                 case Unload(digest):
                     self._move(self._unload(digest), "adapter-unload")
+                case Discard(digest):
+                    self._move(self._discard(digest), "adapter-discard")
 
     def _move(self, work: Any, name: str) -> None:  # Any: a coroutine
         self._task = watched(work, name, self._die)
 
-    async def _load(self, adapter: Adapter) -> None:
-        digest = adapter.digest
-        started = asyncio.get_running_loop().time()
+    async def _fetch(self, adapter: Adapter) -> None:
+        self._began_at = asyncio.get_running_loop().time()
         try:
             adapter.check()
-            facts = await asyncio.to_thread(self._copied, adapter)
-            self._check(facts)
+            self._fetched = await asyncio.to_thread(self._copied, adapter)
+            self._check(self._fetched)
+        except (AdapterUnusable, InvalidRequest) as exc:
+            await self._failed(adapter, exc.message)
+            return
+        self._carry_out(self._shelf.was_fetched(adapter))
+
+    async def _load(self, adapter: Adapter) -> None:
+        digest, facts = adapter.digest, self._fetched
+        assert facts is not None
+        assert facts.digest == digest
+        try:
             await self._loader.load(digest, self._copy_of(digest))
         except AdapterUnusable as exc:
-            await asyncio.to_thread(self._forget_copy, digest)
-            log.warning("adapter.refused", adapter=adapter.name, digest=digest, error=exc.message)
-            self._emit(AdaptersChanged(self._shelf.loaded, "failed"))
-            self._carry_out(self._shelf.failed(digest, f"adapter {adapter.name}: {exc.message}"))
+            await self._failed(adapter, exc.message)
             return
-        seconds = asyncio.get_running_loop().time() - started
+        seconds = asyncio.get_running_loop().time() - self._began_at
         log.info(
             "adapter.loaded",
             adapter=adapter.name,
@@ -170,9 +194,16 @@ class AdapterHost:
             rank=facts.rank,
             seconds=round(seconds, 3),
         )
-        effects = self._shelf.was_loaded(digest)
+        effects = self._shelf.was_loaded(adapter)
         self._emit(AdaptersChanged(self._shelf.loaded, "loaded", seconds))
         self._carry_out(effects)
+
+    async def _failed(self, adapter: Adapter, why: str) -> None:
+        await asyncio.to_thread(self._forget_copy, adapter.digest)
+        log.warning("adapter.refused", adapter=adapter.name, digest=adapter.digest, error=why)
+        self._emit(AdaptersChanged(self._shelf.loaded, "failed"))
+        now = asyncio.get_running_loop().time()
+        self._carry_out(self._shelf.failed(adapter, f"adapter {adapter.name}: {why}", now))
 
     async def _unload(self, digest: str) -> None:
         await self._loader.unload(digest)
@@ -181,16 +212,28 @@ class AdapterHost:
         self._emit(AdaptersChanged(self._shelf.loaded, "unloaded"))
         self._carry_out(self._shelf.was_unloaded(digest))
 
+    async def _discard(self, digest: str) -> None:
+        await asyncio.to_thread(self._forget_copy, digest)
+        self._carry_out(self._shelf.was_discarded(digest))
+
     def _copied(self, adapter: Adapter) -> AdapterFacts:
-        """Runs in a thread."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Runs in a thread. Raises AdapterUnusable."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise AdapterUnusable(f"cannot make {self._folder}: {exc.strerror}") from exc
         self._forget_copy(adapter.digest)
-        facts = read_adapter(Path(adapter.path), self._copy_of(adapter.digest))
+        copy = self._copy_of(adapter.digest)
+        facts = read_adapter(Path(adapter.path), copy, self._sign)
         if facts.digest != adapter.digest:
             raise AdapterUnusable(
                 f"{adapter.path} has other content than was registered: add it again"
             )
         return facts
+
+    def _sign(self) -> None:
+        """Called in the thread that copies, which alone counts at that time."""
+        self.num_signs += 1
 
     def _check(self, facts: AdapterFacts) -> None:
         if why := misfit(facts, self._limits.max_rank, self._limits.base):

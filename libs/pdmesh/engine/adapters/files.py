@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.core.adapters.fit import SETTINGS, AdapterFacts
 from pdmesh.errors import AdapterUnusable
 
-SETTINGS_FILE: Final = "adapter_config.json"
+SETTINGS_FILE: Final = SETTINGS
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 _MAX_SETTINGS: Final = 1 << 20
 _MAX_HEADER: Final = 64 << 20
@@ -32,10 +32,13 @@ class _Tensor(msgspec.Struct):
     shape: list[int]
 
 
-def read_adapter(folder: Path, copy_to: Path | None = None) -> AdapterFacts:
+def read_adapter(
+    folder: Path, copy_to: Path | None = None, on_piece: Callable[[], None] = lambda: None
+) -> AdapterFacts:
     """The facts in the files of `folder`, which are copied to the new folder `copy_to` if given.
 
-    Raises AdapterUnusable with the problem.
+    `on_piece` is called for each piece that was read: a sign of work. Raises AdapterUnusable with
+    the problem.
     """
     try:
         if copy_to is not None:
@@ -50,6 +53,7 @@ def read_adapter(folder: Path, copy_to: Path | None = None) -> AdapterFacts:
             copy = None if copy_to is None else copy_to / name
             for piece in _pieces(folder / name, size, copy):
                 hashed.update(piece)
+                on_piece()
         source = folder if copy_to is None else copy_to
         settings = _settings(source / SETTINGS_FILE)
         shapes = tensor_shapes(source / WEIGHTS_FILE)

@@ -56,6 +56,11 @@ class AdapterLane:
     def num_waiting(self) -> int:
         return len(self._jobs)
 
+    @property
+    def num_signs(self) -> int:
+        """Of work on an adapter's files."""
+        return 0 if self._host is None else self._host.num_signs
+
     def begin(self, job: PrefillJob | DecodeJob) -> None:
         assert job.adapter is not None
         self._jobs[job.leg] = job

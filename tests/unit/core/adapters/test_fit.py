@@ -40,13 +40,44 @@ def test_one_of_a_quantised_model_is_not_compared_with_it() -> None:
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
-        ({"r": 0}, "positive"),
-        ({"r": "4"}, "positive"),
-        ({"lora_alpha": True}, "positive"),
+        ({"r": 0}, "r must be a positive integer"),
+        ({"r": "4"}, "r must be a positive integer"),
+        ({"r": 4.5}, "r must be a positive integer"),
+        ({"r": 9}, "r is 9; the highest rank here is 8 (MAX_LORA_RANK)"),
+        ({"rank_pattern": {"q_proj": 16}}, "rank_pattern.q_proj is 16; the highest"),
+        ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern must give a positive integer"),
+        ({"rank_pattern": [2]}, "rank_pattern must give a positive integer"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern must give a positive number"),
+        ({"lora_alpha": True}, "lora_alpha must be a positive number"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "PiSSA_niter_16"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": []}, "target_modules"),
+        ({"target_modules": ["q_proj", 3]}, "target_modules"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules"),
     ],
 )
 def test_settings_that_no_engine_honours_are_refused(settings: Any, said: str) -> None:
-    assert said in misfit(facts(**settings), 8, BASE)
+    why = misfit(facts(**settings), 8, BASE)
+    assert why.startswith("adapter_config.json: ")
+    assert said in why
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": True},
+        {"init_lora_weights": "Gaussian"},
+        {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 4.0}},
+        {"rank_pattern": None, "modules_to_save": None, "layer_replication": None},
+        {"target_modules": "all-linear", "use_rslora": True},
+    ],
+)
+def test_settings_that_change_nothing_here_are_taken(settings: Any) -> None:
+    assert misfit(facts(**settings), 8, BASE) == ""
 
 
 @pytest.mark.parametrize(
@@ -66,6 +97,7 @@ def test_settings_that_no_engine_honours_are_refused(settings: Any, said: str) -
         ),
         ({"base_model.model.embed.lora_embedding_A": (4, 64)}, "no part of a LoRA adapter"),
         ({"lm_head.weight": (64, 64)}, "no part of a LoRA adapter"),
+        ({"base_model.model.model.embed_tokens.lora_A.weight": (4, 64)}, "no part of a LoRA"),
     ],
 )
 def test_tensors_of_another_model_are_refused(shapes: Any, said: str) -> None:
@@ -73,7 +105,8 @@ def test_tensors_of_another_model_are_refused(shapes: Any, said: str) -> None:
 
 
 def test_a_rank_above_the_engines_is_refused() -> None:
-    assert "rank 4; the highest here is 2" in misfit(facts(), 2, BASE)
+    assert "r is 4; the highest rank here is 2" in misfit(facts(), 2, BASE)
+    assert "rank 4; the highest here is 2" in misfit(facts(r=2), 2, BASE)
 
 
 def test_one_without_tensors_is_refused() -> None:

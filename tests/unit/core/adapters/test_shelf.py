@@ -3,57 +3,93 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pdmesh.core.adapters.adapter import Adapter
-from pdmesh.core.adapters.shelf import AdapterShelf, CannotUse, Effect, Load, Ready, Unload
+from pdmesh.core.adapters.shelf import (
+    FAILED_S,
+    AdapterShelf,
+    CannotUse,
+    Discard,
+    Effect,
+    Fetch,
+    Load,
+    Move,
+    Ready,
+    Unload,
+)
 
 A, B, C = (Adapter(name, name * 64, f"/{name}") for name in "abc")
 
 
 def loaded(shelf: AdapterShelf, *adapters: Adapter) -> None:
     for leg, adapter in enumerate(adapters, 1000):
-        assert shelf.wanted(leg, adapter) == [Load(adapter)]
-        assert shelf.was_loaded(adapter.digest) == [Ready(leg)]
+        assert shelf.wanted(leg, adapter, 0.0) == [Fetch(adapter)]
+        assert shelf.was_fetched(adapter) == [Load(adapter)]
+        assert shelf.was_loaded(adapter) == [Ready(leg)]
         shelf.left(leg)
 
 
 def test_the_first_leg_has_its_adapter_loaded_and_later_ones_find_it() -> None:
     shelf = AdapterShelf(2)
-    assert shelf.wanted(1, A) == [Load(A)]
-    assert shelf.wanted(2, A) == []
-    assert shelf.was_loaded(A.digest) == [Ready(1), Ready(2)]
-    assert shelf.wanted(3, A) == [Ready(3)]
+    assert shelf.wanted(1, A, 0.0) == [Fetch(A)]
+    assert shelf.wanted(2, A, 0.0) == []
+    assert shelf.was_fetched(A) == [Load(A)]
+    assert shelf.was_loaded(A) == [Ready(1), Ready(2)]
+    assert shelf.wanted(3, A, 0.0) == [Ready(3)]
     assert shelf.loaded == (A.digest,)
 
 
 def test_the_one_used_least_recently_makes_room() -> None:
     shelf = AdapterShelf(2)
     loaded(shelf, A, B)
-    assert shelf.wanted(1, A) == [Ready(1)]
+    assert shelf.wanted(1, A, 0.0) == [Ready(1)]
     shelf.left(1)
-    assert shelf.wanted(2, C) == [Unload(B.digest)]
+    assert shelf.wanted(2, C, 0.0) == [Fetch(C)]
+    assert shelf.was_fetched(C) == [Unload(B.digest)]
     assert shelf.was_unloaded(B.digest) == [Load(C)]
-    assert shelf.was_loaded(C.digest) == [Ready(2)]
+    assert shelf.was_loaded(C) == [Ready(2)]
     assert shelf.loaded == (A.digest, C.digest)
+
+
+def test_one_whose_files_are_bad_takes_no_others_slot() -> None:
+    shelf = AdapterShelf(1)
+    loaded(shelf, A)
+    assert shelf.wanted(1, B, 0.0) == [Fetch(B)]
+    assert shelf.failed(B, "rank", 0.0) == [CannotUse(1, "rank")]
+    assert shelf.loaded == (A.digest,)
 
 
 def test_one_in_use_is_never_unloaded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
-    assert shelf.wanted(1, A) == [Ready(1)]
-    assert shelf.wanted(2, B) == []
-    assert shelf.wanted(3, A) == [Ready(3)]
+    assert shelf.wanted(1, A, 0.0) == [Ready(1)]
+    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.was_fetched(B) == []
+    assert shelf.wanted(3, A, 0.0) == [Ready(3)]
     assert shelf.left(1) == []
     assert shelf.left(3) == [Unload(A.digest)]
     assert shelf.was_unloaded(A.digest) == [Load(B)]
 
 
+def test_what_was_fetched_for_a_leg_that_has_left_is_discarded() -> None:
+    shelf = AdapterShelf(1)
+    loaded(shelf, A)
+    assert shelf.wanted(1, A, 0.0) == [Ready(1)]
+    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.wanted(3, C, 0.0) == []
+    assert shelf.was_fetched(B) == []
+    assert shelf.left(2) == [Discard(B.digest)]
+    assert shelf.was_discarded(B.digest) == [Fetch(C)]
+    shelf.check_invariants()
+
+
 def test_a_removed_one_is_unloaded_when_its_last_leg_has_left() -> None:
     shelf = AdapterShelf(2)
     loaded(shelf, A, B)
-    assert shelf.wanted(1, A) == [Ready(1)]
+    assert shelf.wanted(1, A, 0.0) == [Ready(1)]
     assert shelf.keep([B.digest]) == []
     assert shelf.left(1) == [Unload(A.digest)]
     assert shelf.was_unloaded(A.digest) == []
@@ -71,29 +107,61 @@ def test_a_leg_of_a_removed_one_is_served_still() -> None:
     """Its gateway had not heard of the removal, or it was running."""
     shelf = AdapterShelf(1)
     shelf.keep([])
-    assert shelf.wanted(1, A) == [Load(A)]
-    assert shelf.was_loaded(A.digest) == [Ready(1)]
+    assert shelf.wanted(1, A, 0.0) == [Fetch(A)]
+    assert shelf.was_fetched(A) == [Load(A)]
+    assert shelf.was_loaded(A) == [Ready(1)]
     assert shelf.left(1) == [Unload(A.digest)]
 
 
-def test_a_failure_is_told_to_all_that_wait_for_it_and_to_nobody_else() -> None:
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_a_failure_is_told_to_all_that_wait_for_it_and_to_nobody_else(is_fetched: bool) -> None:
     shelf = AdapterShelf(2)
-    shelf.wanted(1, A)
-    shelf.wanted(2, B)
-    shelf.wanted(3, A)
-    assert shelf.failed(A.digest, "rank") == [
-        CannotUse(1, "rank"), CannotUse(3, "rank"), Load(B),
+    shelf.wanted(1, A, 0.0)
+    shelf.wanted(2, B, 0.0)
+    shelf.wanted(3, A, 0.0)
+    if is_fetched:
+        assert shelf.was_fetched(A) == [Load(A)]
+    assert shelf.failed(A, "rank", 5.0) == [
+        CannotUse(1, "rank"), CannotUse(3, "rank"), Fetch(B),
     ]  # fmt: skip
-    assert shelf.wanted(4, A) == []
-    assert shelf.was_loaded(B.digest) == [Ready(2), Load(A)]
+    assert shelf.was_fetched(B) == [Load(B)]
+    assert shelf.was_loaded(B) == [Ready(2)]
+
+
+def test_what_failed_is_not_tried_again_for_a_while() -> None:
+    shelf = AdapterShelf(1)
+    shelf.wanted(1, A, 0.0)
+    shelf.failed(A, "rank", 5.0)
+    for leg in range(2, 500):
+        assert shelf.wanted(leg, A, 4.9 + FAILED_S) == [CannotUse(leg, "rank")]
+    elsewhere = replace(A, path="/elsewhere")
+    assert shelf.wanted(500, elsewhere, 6.0) == [Fetch(elsewhere)], "another folder is another case"
+    shelf.failed(elsewhere, "gone", 6.0)
+    assert shelf.wanted(501, A, 5.0 + FAILED_S) == [Fetch(A)]
+    shelf.failed(A, "rank", 50.0)
+    shelf.was_found_good(A.digest)
+    assert shelf.wanted(502, A, 51.0) == [Fetch(A)]
+    shelf.check_invariants()
+
+
+def test_the_failures_that_it_remembers_are_bounded() -> None:
+    shelf = AdapterShelf(1)
+    for number in range(1000):
+        adapter = Adapter("x", f"{number:064x}", "/x")
+        shelf.wanted(number, adapter, 0.0)
+        shelf.failed(adapter, "rank", 0.0)
+        shelf.check_invariants()
+    assert shelf.wanted(1000, Adapter("x", f"{999:064x}", "/x"), 1.0) == [CannotUse(1000, "rank")]
 
 
 def test_a_leg_that_left_while_its_adapter_loads_leaves_it_idle() -> None:
     shelf = AdapterShelf(1)
-    shelf.wanted(1, A)
+    shelf.wanted(1, A, 0.0)
+    assert shelf.was_fetched(A) == [Load(A)]
     assert shelf.left(1) == []
-    assert shelf.was_loaded(A.digest) == []
-    assert shelf.wanted(2, B) == [Unload(A.digest)]
+    assert shelf.was_loaded(A) == []
+    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.was_fetched(B) == [Unload(A.digest)]
     assert shelf.left(7) == []
 
 
@@ -103,13 +171,14 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.shelf = AdapterShelf(self.rng.choice((1, 2)))
-        self.pending: list[Load | Unload] = []
+        self.pending: list[Move] = []
+        self.now = 0.0
         self.open: set[int] = set()
         self.answered: set[int] = set()
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Load | Unload):
+            if isinstance(effect, Fetch | Load | Unload | Discard):
                 self.pending.append(effect)
                 continue
             self.answered.add(effect.leg)
@@ -119,13 +188,18 @@ class Engine:
         self.shelf.check_invariants()
 
     def answer(self) -> None:
+        self.now += 10.0
         match self.pending.pop():
-            case Load(adapter) if self.rng.random() < 0.2:
-                self.note(self.shelf.failed(adapter.digest, "why"))
+            case Fetch(adapter) | Load(adapter) if self.rng.random() < 0.2:
+                self.note(self.shelf.failed(adapter, "why", self.now))
+            case Fetch(adapter):
+                self.note(self.shelf.was_fetched(adapter))
             case Load(adapter):
-                self.note(self.shelf.was_loaded(adapter.digest))
+                self.note(self.shelf.was_loaded(adapter))
             case Unload(digest):
                 self.note(self.shelf.was_unloaded(digest))
+            case Discard(digest):
+                self.note(self.shelf.was_discarded(digest))
 
     def leave(self, leg: int) -> None:
         self.open.discard(leg)
@@ -134,7 +208,7 @@ class Engine:
 
     def step(self, leg: int) -> None:
         self.open.add(leg)
-        self.note(self.shelf.wanted(leg, self.rng.choice((A, B, C))))
+        self.note(self.shelf.wanted(leg, self.rng.choice((A, B, C)), self.now))
         while self.pending and self.rng.random() < 0.6:
             self.answer()
         if self.open and self.rng.random() < 0.7:

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.engine.adapters import files
 from pdmesh.engine.adapters.adapter_host import AdapterHost, AdapterLimits
 from pdmesh.engine.adapters.files import SETTINGS_FILE, read_adapter
 from pdmesh.engine.base import AdaptersChanged
@@ -101,18 +102,61 @@ async def test_each_reason_to_refuse_is_told_and_another_adapter_is_served(site:
     with pytest.raises(AdapterUnusable, match=r"adapter gone: cannot read .*No such file"):
         await site.host.acquired(1, missing)
     large = site.adapter("large", 1, rank=16)
-    with pytest.raises(AdapterUnusable, match="rank 16; the highest here is 8"):
+    with pytest.raises(AdapterUnusable, match="r is 16; the highest rank here is 8"):
         await site.host.acquired(2, large)
-    with pytest.raises(AdapterUnusable, match="rank 16"):
+    with pytest.raises(AdapterUnusable, match="r is 16"):
         await site.host.inspect(large.path)
     a = site.adapter("a", 1)
     site.slots.refuses = "no such layer"
     with pytest.raises(AdapterUnusable, match="no such layer"):
         await site.host.acquired(3, a)
     site.slots.refuses = ""
-    await site.host.acquired(4, a)
+    with pytest.raises(AdapterUnusable, match="no such layer"):
+        await site.host.acquired(4, a)
     assert (await site.host.inspect(a.path)).digest == a.digest
-    site.host.release(4)
+    await site.host.acquired(5, a)
+    site.host.release(5)
+
+
+async def test_one_that_cannot_be_used_takes_no_slot_and_is_read_once(site: Site) -> None:
+    a, large = site.adapter("a", 1), site.adapter("large", 1, rank=16)
+    await site.host.acquired(1, a)
+    site.host.release(1)
+    with pytest.raises(AdapterUnusable, match="r is 16"):
+        await site.host.acquired(2, large)
+    num_signs = site.host.num_signs
+    for leg in range(3, 50):
+        with pytest.raises(AdapterUnusable, match="r is 16"):
+            await site.host.acquired(leg, large)
+    assert site.host.num_signs == num_signs, "nothing was read"
+    assert site.slots.loaded == {a.digest: a.digest}
+    assert [c.event for c in site.changes] == ["loaded", "failed"]
+    assert [p.name for p in (site.folder / "own").iterdir()] == [a.digest]
+
+
+async def test_a_copy_that_cannot_be_made_ends_its_own_legs_only(site: Site) -> None:
+    a = site.adapter("a", 1)
+    (site.folder / "own").write_text("in the way")
+    with pytest.raises(AdapterUnusable, match="cannot make .*own: File exists"):
+        await site.host.acquired(1, a)
+    assert site.host.is_idle
+    (site.folder / "own").unlink()
+
+
+async def test_each_piece_that_is_copied_is_a_sign_of_work(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large adapter on a slow store takes long; its legs are not lost meanwhile."""
+    monkeypatch.setattr(files, "_PIECE", 1000)
+    a, b = site.adapter("a", 1), site.adapter("b", 2)
+    size = sum(path.stat().st_size for path in Path(a.path).iterdir())
+    await site.host.acquired(1, a)
+    assert site.host.num_signs >= size // 1000
+    before = site.host.num_signs
+    site.host.release(1)
+    await site.host.acquired(2, b)
+    assert site.host.num_signs >= before + size // 1000
+    site.host.release(2)
 
 
 async def test_a_removed_adapter_leaves_when_nobody_uses_it(site: Site) -> None:
