@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdmesh.core.adapters.turns import AdapterTurns
 from pdmesh.core.instance.arena import ArenaAllocator, ArenaRange
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.errors import shortened
@@ -118,12 +119,13 @@ class Admission:
     _held: dict[int, _Held] = field(default_factory=dict)
     _num_blocks_used: int = 0
     _num_retrieving: int = 0
-    _adapters: Counter[str] = field(default_factory=Counter)  # legs that compute with each
     _hold_s: float = 0.02  # moving average: how long a slot is held
+    _adapters: AdapterTurns = field(init=False)
     _staging: ArenaAllocator = field(init=False)
     _landing: ArenaAllocator = field(init=False)
 
     def __post_init__(self) -> None:
+        self._adapters = AdapterTurns(self.capacity.num_adapters)
         self._staging = ArenaAllocator(self.capacity.staging_bytes)
         self._landing = ArenaAllocator(self.capacity.landing_bytes)
 
@@ -155,11 +157,13 @@ class Admission:
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
         """Reserve all that the leg needs, or say why not and when to ask again.
 
-        A refusal changes nothing.
+        A refusal changes nothing, but for the turn of an adapter without a slot.
         """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
-        if refused := self._refuse_always(ask, num_blocks) or self._refuse_now(ask, num_blocks):
+        if refused := self._refuse_always(ask, num_blocks) or self._refuse_now(
+            ask, num_blocks, now
+        ):
             return refused
         held = _Held(ask.work, now, None, num_blocks, ask.work is Work.DECODE, ask.adapter)
         if ask.work is not Work.LOCAL:
@@ -169,8 +173,7 @@ class Admission:
         self._held[ask.leg] = held
         self._num_blocks_used += num_blocks
         self._num_retrieving += held.is_retrieving
-        if held.adapter:
-            self._adapters[held.adapter] += 1
+        self._adapters.taken(held.adapter, now)
         self.version += 1
         return Admitted(ask.leg, held.range)
 
@@ -227,10 +230,8 @@ class Admission:
         """It computes no more: its blocks and its adapter are free."""
         self._num_blocks_used -= held.num_blocks
         held.num_blocks = 0
-        if held.adapter:
-            self._adapters[held.adapter] -= 1
-            self._adapters += Counter()  # without those that no leg uses
-            held.adapter = ""
+        self._adapters.left(held.adapter)
+        held.adapter = ""
 
     def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
         """Reasons that hold even for an empty instance."""
@@ -253,24 +254,21 @@ class Admission:
             return Refused(RefusalReason.TOO_LONG, detail="larger than the arena")
         return None
 
-    def _refuse_now(self, ask: Ask, num_blocks: int) -> Refused | None:
+    def _refuse_now(self, ask: Ask, num_blocks: int, now: float) -> Refused | None:
         if ask.remaining_s <= 0:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
+        why = self._adapters.why_not(ask.adapter, now)  # it keeps its turn while no slot is free
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
             return self._later(RefusalReason.BUSY, "too many retrievals")
-        if not self._has_adapter_slot(ask.adapter):
-            return self._later(RefusalReason.BUSY, "all adapter slots are in use")
+        if why:
+            return self._later(RefusalReason.BUSY, why)
         if num_blocks > self.num_blocks_free:
             return self._later(RefusalReason.NO_KV, "no free KV blocks")
         return None
-
-    def _has_adapter_slot(self, adapter: str) -> bool:
-        is_shared = not adapter or adapter in self._adapters
-        return is_shared or len(self._adapters) < self.capacity.num_adapters
 
     def _later(self, reason: RefusalReason, detail: str) -> Refused:
         wait_ms = round(1000 * self._hold_s / self.capacity.num_slots)
@@ -304,8 +302,8 @@ class Admission:
         assert len(held) <= self.num_places
         assert self._num_blocks_used == sum(h.num_blocks for h in held)
         assert 0 <= self._num_blocks_used <= self.capacity.num_blocks
-        assert self._adapters == Counter(h.adapter for h in held if h.adapter)
-        assert len(self._adapters) <= self.capacity.num_adapters
+        assert self._adapters.legs == Counter(h.adapter for h in held if h.adapter)
+        self._adapters.check_invariants()
         assert self._num_retrieving == sum(h.is_retrieving for h in held)
         assert self._num_retrieving <= self.capacity.max_retrievals
         for work in (Work.PREFILL, Work.DECODE):

@@ -236,3 +236,17 @@ def test_an_instance_without_slots_for_adapters_refuses_them_for_good() -> None:
     assert refusal(decision) is RefusalReason.WRONG_MODEL
     assert isinstance(decision, Refused)
     assert decision.retry_after_ms == 0
+
+
+def test_an_adapter_keeps_its_turn_while_there_is_no_slot_for_any_leg() -> None:
+    admission = Admission(replace(CAPACITY, num_slots=2, num_adapters=1))
+    assert isinstance(admission.admit(ask(1, Work.LOCAL, adapter="a"), 0), Admitted)
+    assert isinstance(admission.admit(ask(2, Work.LOCAL, adapter="a"), 0), Admitted)
+    for now in range(1, 20):
+        assert refusal(admission.admit(ask(9, Work.LOCAL, adapter="b"), now)) is RefusalReason.BUSY
+    admission.ended(1, 20)
+    assert refusal(admission.admit(ask(3, Work.LOCAL, adapter="a"), 20)) is RefusalReason.BUSY
+    assert isinstance(admission.admit(ask(4, Work.LOCAL), 20), Admitted), "it needs no adapter"
+    admission.ended(2, 21)
+    assert isinstance(admission.admit(ask(9, Work.LOCAL, adapter="b"), 21), Admitted)
+    admission.check_invariants()

@@ -1,0 +1,92 @@
+"""Who gets a slot when more adapters are asked for than an engine has slots.
+
+A slot stays with its adapter while legs use it. Adapters with many requests would never let go, so
+an adapter that is refused a slot waits for its turn, in order of arrival. The adapters that have
+had their slots longest take no new legs then, as many as there are others that wait: their slots
+are free when their legs have ended, and they wait for their next turn behind the others.
+
+Nobody says that he has given up. So a turn is kept only for an adapter that is asked for again
+within `CLAIM_S`; gateways ask again after a second at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+CLAIM_S: Final = 3.0
+TURN_S: Final = 1.0  # a slot is its adapter's for so long at least, for to load one takes time
+_MAX_CLAIMS: Final = 64
+
+
+@dataclass(slots=True)
+class AdapterTurns:
+    """Adapters by digest. `left` gives back what `taken` took."""
+
+    num_slots: int
+    _legs: Counter[str] = field(default_factory=Counter)
+    _since: OrderedDict[str, float] = field(default_factory=OrderedDict)  # of those in slots
+    _claims: OrderedDict[str, float] = field(default_factory=OrderedDict)  # each until a time
+
+    @property
+    def legs(self) -> Counter[str]:
+        """How many legs compute with each adapter."""
+        return self._legs
+
+    def why_not(self, adapter: str, now: float) -> str:
+        """Why a leg must wait that computes with the adapter; empty if it need not.
+
+        An adapter that must wait has a turn from now on.
+        """
+        if not adapter:
+            return ""
+        self._expire(now)
+        if adapter in self._legs:
+            why = "" if adapter not in self._yielding(now) else "its slot is another's next"
+        else:
+            why = "" if self._is_next(adapter) else "all adapter slots are in use"
+        if adapter in self._claims:
+            self._claims[adapter] = now + CLAIM_S
+        elif why and len(self._claims) < _MAX_CLAIMS:
+            self._claims[adapter] = now + CLAIM_S
+        return why
+
+    def taken(self, adapter: str, now: float) -> None:
+        """A leg computes with the adapter: `why_not` said nothing."""
+        if not adapter:
+            return
+        self._legs[adapter] += 1
+        self._since.setdefault(adapter, now)
+        self._claims.pop(adapter, None)
+
+    def left(self, adapter: str) -> None:
+        if not adapter:
+            return
+        self._legs[adapter] -= 1
+        if not self._legs[adapter]:
+            del self._legs[adapter], self._since[adapter]
+
+    def _is_next(self, adapter: str) -> bool:
+        num_free = self.num_slots - len(self._legs)
+        waiting = [claimed for claimed in self._claims if claimed not in self._legs]
+        first = waiting[:num_free]
+        return adapter in first or (adapter not in waiting and len(waiting) < num_free)
+
+    def _yielding(self, now: float) -> list[str]:
+        """Those that take no new legs: each that waits is to have a slot."""
+        num_free = self.num_slots - len(self._legs)
+        num_waiting = sum(claimed not in self._legs for claimed in self._claims)
+        had_turn = (adapter for adapter, since in self._since.items() if now >= since + TURN_S)
+        return list(islice(had_turn, max(0, num_waiting - num_free)))
+
+    def _expire(self, now: float) -> None:
+        for adapter in [adapter for adapter, until in self._claims.items() if until <= now]:
+            del self._claims[adapter]
+
+    def check_invariants(self) -> None:
+        assert len(self._legs) <= self.num_slots
+        assert all(num > 0 for num in self._legs.values())
+        assert self._since.keys() == self._legs.keys()
+        assert len(self._claims) <= _MAX_CLAIMS

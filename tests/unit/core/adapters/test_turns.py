@@ -1,0 +1,106 @@
+"""An adapter that few ask for gets a slot although others are asked for all the time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pdmesh.core.adapters.turns import CLAIM_S, TURN_S, AdapterTurns
+
+
+def take(turns: AdapterTurns, adapter: str, now: float) -> bool:
+    if turns.why_not(adapter, now):
+        return False
+    turns.taken(adapter, now)
+    turns.check_invariants()
+    return True
+
+
+def test_any_number_of_legs_shares_a_slot_and_nothing_is_kept_back_without_need() -> None:
+    turns = AdapterTurns(2)
+    assert all(take(turns, adapter, now) for now, adapter in enumerate("abab" * 100))
+    assert turns.why_not("", 0.0) == ""
+    assert turns.legs == Counter(a=200, b=200)
+
+
+def test_one_without_a_slot_gets_that_of_the_one_that_had_it_longest() -> None:
+    turns = AdapterTurns(2)
+    assert take(turns, "a", 0.0)
+    assert take(turns, "b", 1.0)
+    assert turns.why_not("rare", 5.0) == "all adapter slots are in use"
+    assert turns.why_not("a", 5.1) == "its slot is another's next"
+    assert take(turns, "b", 5.1), "one slot is enough for one that waits"
+    turns.left("a")
+    assert turns.why_not("a", 5.2), "it waits behind the other now"
+    assert take(turns, "rare", 5.3)
+
+
+def test_a_slot_is_its_adapters_for_a_turn_at_least() -> None:
+    turns = AdapterTurns(1)
+    assert take(turns, "a", 0.0)
+    assert turns.why_not("b", 0.1)
+    assert take(turns, "a", TURN_S - 0.1)
+    assert turns.why_not("b", TURN_S)
+    assert turns.why_not("a", TURN_S)
+
+
+def test_those_that_wait_come_in_their_order() -> None:
+    turns = AdapterTurns(1)
+    take(turns, "a", 0.0)
+    for adapter in "bcd":
+        assert turns.why_not(adapter, 1.0)
+    turns.left("a")
+    for adapter in "dc":
+        assert turns.why_not(adapter, 2.0)
+    assert take(turns, "b", 2.0)
+    turns.left("b")
+    assert turns.why_not("d", 3.0)
+    assert take(turns, "c", 3.0)
+
+
+def test_a_turn_that_nobody_asks_for_any_more_is_over() -> None:
+    turns = AdapterTurns(1)
+    take(turns, "a", 0.0)
+    assert turns.why_not("gone", 2.0)
+    assert turns.why_not("a", 1.9 + CLAIM_S)
+    assert take(turns, "a", 2.0 + CLAIM_S)
+
+
+def test_one_that_waits_and_asks_again_keeps_its_turn() -> None:
+    turns = AdapterTurns(1)
+    take(turns, "a", 0.0)
+    for now in range(1, 50):
+        assert turns.why_not("rare", float(now))
+        assert turns.why_not("a", now + 0.5)
+    turns.left("a")
+    assert take(turns, "rare", 50.0)
+
+
+def test_those_that_wait_are_bounded() -> None:
+    turns = AdapterTurns(1)
+    take(turns, "a", 0.0)
+    for number in range(1000):
+        assert turns.why_not(f"b{number}", 1.0)
+        turns.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_of_many_gets_legs_however_busy_the_others_are(seed: int) -> None:
+    """Gateways ask again each 50 ms: many for a, b and c, and one at a time for the others."""
+    rng, turns = random.Random(seed), AdapterTurns(2)
+    running: list[tuple[float, str]] = []
+    served, now = Counter[str](), 0.0
+    while now < 120.0:
+        now += 0.05
+        for _, adapter in [leg for leg in running if leg[0] <= now]:
+            turns.left(adapter)
+        running = [leg for leg in running if leg[0] > now]
+        for adapter in [*"aaabbbccc", "x", "y"]:
+            is_new = adapter in "abc" or adapter not in turns.legs
+            if is_new and take(turns, adapter, now):
+                running.append((now + rng.uniform(0.2, 2.0), adapter))
+                served[adapter] += 1
+    assert set(served) == set("abcxy")
+    assert min(served["x"], served["y"]) > 5, served
