@@ -357,7 +357,7 @@ class KvPeer:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` grows while the engine computes, even within a long step.
+    """`num_signs` grows while the engine computes, even within a long step, or loads an adapter.
 
     It stands still while the engine is idle or hangs.
     """

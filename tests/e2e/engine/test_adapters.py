@@ -238,6 +238,25 @@ async def test_what_cannot_be_loaded_ends_its_own_requests_only(
     assert await good_pair.generate(prompt, wanted.cases[0].sampling()) == wanted.tokens[0]
 
 
+async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
+    """Of each file's pieces, and of each layer in vLLM's worker: no step is computed meanwhile."""
+    host, adapter = adapted.decode, wanted.adapters["three"]
+    host.engine.keep_adapters([])
+    await host.until(lambda: not host.adapters)
+    before = host.engine.stats()
+    sampling = Sampling(2)
+    first = await replace(adapted, adapter=adapter, salt="signs").prefilled((5, 6, 7), sampling)
+    assert host.engine.stats().num_signs == before.num_signs, "it is idle"
+    assert first.ticket is not None
+    own = replace(adapted, adapter=adapter, salt="signs")
+    leg = await own.start_decode((5, 6, 7), first.token, first.ticket, sampling)
+    await host.until(lambda: adapter.digest in host.adapters, 60)
+    assert host.engine.stats().num_tokens == before.num_tokens, "it has computed nothing yet"
+    assert host.engine.stats().num_signs > before.num_signs
+    await own.rest(leg)
+    host.engine.keep_adapters([a.digest for a in wanted.adapters.values()])
+
+
 async def test_a_removed_adapter_leaves_its_slot(adapted: Pair, wanted: Wanted) -> None:
     one, two = wanted.adapters["one"], wanted.adapters["two"]
     for adapter in (one, two):

@@ -86,7 +86,10 @@ async def test_adapters_come_are_asked_for_as_models_are_replaced_and_go(
         httpx.AsyncClient(base_url=mesh.http_url, timeout=60) as client,
     ):
         assert await models(client) == {"sim": None}
-        for bad, said in (("large", "r is 32; the highest rank here is 8"), ("nowhere", "No such file")):
+        for bad, said in (
+            ("large", "r is 32; the highest rank here is 8"),
+            ("nowhere", "No such file"),
+        ):
             with pytest.raises(InvalidRequest, match=said):
                 await add(mesh, "bad", tmp_path / bad)
         with pytest.raises(InvalidRequest, match="name of a model"):

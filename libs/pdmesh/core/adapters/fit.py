@@ -19,7 +19,7 @@ _UNSUPPORTED: Final = (
     "use_bdlora", "use_qalora", "trainable_token_indices", "target_parameters",
 )  # fmt: skip
 # The names of `init_lora_weights` that change no weight of the model that the adapter is for. With
-# others (PiSSA, OLoRA, CorDA, LoftQ) it is for a changed model, which is not the one that is served.
+# others (PiSSA, OLoRA, CorDA, LoftQ) it is for a changed model, which is not what is served.
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _EMBEDDINGS: Final = ("embed_tokens", "wte", "wpe", "word_embeddings")  # no linear layers
 _PREFIX: Final = "base_model.model."
@@ -73,8 +73,8 @@ def _unsupported(settings: Mapping[str, Any]) -> str:
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         return (
-            f"init_lora_weights {init[:40]!r} is not supported: the adapter is for a changed model; "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
+            f"init_lora_weights {init[:40]!r} is not supported: the adapter is for a changed "
+            "model; save it with PEFT's path_initial_model_for_weight_conversion"
         )
     return _wrong_targets(settings.get("target_modules"))
 

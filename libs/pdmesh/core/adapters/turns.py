@@ -47,9 +47,7 @@ class AdapterTurns:
             why = "" if adapter not in self._yielding(now) else "its slot is another's next"
         else:
             why = "" if self._is_next(adapter) else "all adapter slots are in use"
-        if adapter in self._claims:
-            self._claims[adapter] = now + CLAIM_S
-        elif why and len(self._claims) < _MAX_CLAIMS:
+        if adapter in self._claims or (why and len(self._claims) < _MAX_CLAIMS):
             self._claims[adapter] = now + CLAIM_S
         return why
 

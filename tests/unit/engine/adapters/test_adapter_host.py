@@ -137,7 +137,7 @@ async def test_one_that_cannot_be_used_takes_no_slot_and_is_read_once(site: Site
 async def test_a_copy_that_cannot_be_made_ends_its_own_legs_only(site: Site) -> None:
     a = site.adapter("a", 1)
     (site.folder / "own").write_text("in the way")
-    with pytest.raises(AdapterUnusable, match="cannot make .*own: File exists"):
+    with pytest.raises(AdapterUnusable, match=r"cannot make .*own: File exists"):
         await site.host.acquired(1, a)
     assert site.host.is_idle
     (site.folder / "own").unlink()

@@ -26,6 +26,7 @@ from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlann
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import keep_thinking_budgets
+from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
 
@@ -79,6 +80,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 num_blocks=kv_cache_config.num_blocks,
                 block_size=vllm_config.cache_config.block_size,
             )
+            if vllm_config.lora_config is not None:
+                sign_adapter_loads(self._worker.signs.layer)
 
     # -- scheduler --------------------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ vLLM answers a ping only between two steps, so each layer of a step is a sign, t
 a step may take seconds, a layer is noted when it has been computed. On a GPU it has only been
 queued by then; but there, steps are short and are signs themselves. CPU time would show nothing:
 threads that wait for each other use it, too, and a GPU leaves the CPU idle.
+
+No step is computed while vLLM loads a LoRA adapter, so each layer of the adapter is a sign.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from pdmesh.engine.vllm.messages import RankMessage, Working
 
@@ -46,3 +49,29 @@ class WorkSigns:
         if now >= self._may_send_at:
             self._may_send_at = now + EVERY_S
             self._send(Working(self._rank, self._num_signs, self._num_tokens))
+
+
+def sign_adapter_loads(sign: Callable[[], None]) -> None:
+    """Patch vLLM's loading of LoRA adapters; once per process.
+
+    The first function is called for each layer that is read, the second for each layer of a slot.
+    """
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+
+    # Any: vLLM's own types
+    read: Any = LoRALayerWeights.from_config.__func__
+    find: Any = LoRAModelManager._get_lora_layer_weights
+
+    @functools.wraps(read)
+    def from_config(cls: type[LoRALayerWeights], *arguments: Any, **named: Any) -> Any:
+        sign()
+        return read(cls, *arguments, **named)
+
+    @functools.wraps(find)
+    def get_lora_layer_weights(manager: LoRAModelManager, *arguments: Any, **named: Any) -> Any:
+        sign()
+        return find(manager, *arguments, **named)
+
+    LoRALayerWeights.from_config = classmethod(from_config)
+    LoRAModelManager._get_lora_layer_weights = get_lora_layer_weights

@@ -4,9 +4,15 @@ more often.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from pdmesh.engine.vllm.connector.worker.work_signs import EVERY_S, WorkSigns
+from pdmesh.engine.vllm.connector.worker.work_signs import (
+    EVERY_S,
+    WorkSigns,
+    sign_adapter_loads,
+)
 from pdmesh.engine.vllm.messages import RankMessage, Working, decode_to_host, encode_frame
 
 pytestmark = pytest.mark.req("S33")
@@ -54,3 +60,20 @@ def test_a_step_that_computes_nothing_is_no_sign() -> None:
         host.signs.step(0)
         host.now += 5.0
     assert not host.heard
+
+
+def test_each_layer_of_an_adapter_that_is_loaded_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = pytest.importorskip("vllm.lora.lora_weights").LoRALayerWeights
+    manager = pytest.importorskip("vllm.lora.model_manager").LoRAModelManager
+    helper = pytest.importorskip("vllm.lora.peft_helper").PEFTHelper(4, 8, ["q_proj"])
+    for kind, name in ((weights, "from_config"), (manager, "_get_lora_layer_weights")):
+        monkeypatch.setattr(kind, name, vars(kind)[name])  # so that it is put back
+    signs: list[None] = []
+    sign_adapter_loads(lambda: signs.append(None))
+    for number in range(3):
+        assert weights.from_config(f"layer{number}", helper, "q_proj").rank == 4
+        assert len(signs) == 2 * number + 1
+        nothing = SimpleNamespace(get_lora=lambda name: None)
+        unpacked = SimpleNamespace(is_pooling_model=False, supported_modules_to_save=())
+        assert manager._get_lora_layer_weights(unpacked, nothing, f"layer{number}") is None
+        assert len(signs) == 2 * number + 2
