@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.errors import InvalidRequest
 
 MAX_N: Final = 16
@@ -15,6 +16,7 @@ MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
+MAX_GRAMMARS_BYTES: Final = 4 << 20  # of one call: each choice of each prompt sends its own
 
 
 def check_sampling(
@@ -31,6 +33,20 @@ def check_choices(*, n: int | None, seed: int | None) -> None:
     """Choice i draws with seed + i, so that sum must fit into 64 bits too."""
     in_range("n", n, 1, MAX_N)
     in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
+
+
+def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
+    """`num_choices`: of all prompts together."""
+    if constraint is None:
+        return
+    num_bytes = num_choices * len(constraint.grammar.encode(errors="replace"))
+    if num_bytes > MAX_GRAMMARS_BYTES:
+        field = constraint.asked_by
+        message = (
+            f"{field}: {num_choices} choices with a grammar for each make {num_bytes} bytes, at "
+            f"most {MAX_GRAMMARS_BYTES} are allowed: ask for fewer choices, or for a smaller form"
+        )
+        raise InvalidRequest(message, field=field)
 
 
 def check_names(**names: str) -> None:

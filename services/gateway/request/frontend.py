@@ -33,7 +33,7 @@ from pdmesh.errors import (
     PoisonRequest,
 )
 from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit, check_model
-from pdmesh.services.gateway.request.bounds import context_exceeded
+from pdmesh.services.gateway.request.bounds import check_grammars, context_exceeded
 from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
@@ -231,6 +231,7 @@ class Frontend:
         Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
         """
         self.check_open()
+        check_grammars(spec.sampling.constraint, spec.n * len(spec.prompts))
         spec = self._with_scenario(self._with_adapter(spec))
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         digest = spec.adapter.adapter.digest if spec.adapter is not None else ""

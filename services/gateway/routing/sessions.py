@@ -1,8 +1,9 @@
 """One Session stream to each instance that this gateway uses, for all requests between them (ADR
 0001).
 
-The writer sends all commands of one turn of the event loop as one message. The reader finds the leg
-of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
+The writer sends all commands of one turn of the event loop as one message, or as several if they
+are large: a message above gRPC's bound would end the session with all its legs. The reader finds
+the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
 that nothing has to time out.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 # Commands; beyond this number the instance counts as lost, because it does not read.
 _MAX_OUTBOX: Final = 8192
+_MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -159,8 +161,8 @@ class InstanceSession:
                 await self._has_commands.wait()
                 self._has_commands.clear()
                 commands, self._outbox = self._outbox, []
-                if commands:
-                    await call.write(SessionRequest(commands=commands))
+                for some in messages(commands):
+                    await call.write(SessionRequest(commands=some))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader sees the end of the stream and logs the reason
 
@@ -256,6 +258,21 @@ class InstanceSession:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close(None)
+
+
+def messages(commands: Sequence[Command]) -> Iterator[list[Command]]:
+    """The commands in their order, cut before a message gets too large."""
+    some: list[Command] = []
+    num_bytes = 0
+    for command in commands:
+        size = command.ByteSize()
+        if some and num_bytes + size > _MESSAGE_BYTES:
+            yield some
+            some, num_bytes = [], 0
+        some.append(command)
+        num_bytes += size
+    if some:
+        yield some
 
 
 def _num_free(load: Load | None) -> int:

@@ -154,6 +154,24 @@ async def test_what_is_no_form_is_a_400_that_names_the_field_and_takes_no_slot(
     assert sent(mesh) == []
 
 
+async def test_the_copies_of_a_grammar_for_many_choices_are_bounded(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """Each choice of each prompt sends its own to prefill, to decode, and after each death."""
+    choices = [f"{number:08d}{'x' * 50}" for number in range(MAX_GRAMMAR_BYTES // 180)]
+    body = {"structured_outputs": {"choice": choices}}
+    with pytest.raises(openai.BadRequestError, match="64 choices with a grammar for each") as got:
+        await client.completions.create(
+            model="tiny", prompt=["a"] * 4, n=16, max_tokens=2, extra_body=body
+        )
+    assert got.value.param == "structured_outputs.choice"
+    assert sent(mesh) == []
+    answer = await client.completions.create(
+        model="tiny", prompt="a", n=16, max_tokens=2, extra_body=body
+    )
+    assert len(answer.choices) == 16
+
+
 async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
