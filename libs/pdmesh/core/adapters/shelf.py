@@ -23,7 +23,7 @@ _MAX_FAILED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchFiles:
     """Copy and verify its files. Answered by `was_fetched` or `failed`."""
 
     adapter: Adapter
@@ -65,7 +65,7 @@ class CannotUse:
     why: str
 
 
-Move = Fetch | Load | Unload | Discard
+Move = FetchFiles | Load | Unload | Discard
 Effect = Move | Ready | CannotUse
 
 
@@ -118,7 +118,7 @@ class AdapterShelf:
             del self._failed[content]
 
     def was_fetched(self, adapter: Adapter) -> list[Effect]:
-        self._moved(Fetch(adapter))
+        self._moved(FetchFiles(adapter))
         self._fetched = adapter
         return self._advance()
 
@@ -129,7 +129,7 @@ class AdapterShelf:
 
     def failed(self, adapter: Adapter, why: str, now: float) -> list[Effect]:
         """It could not be fetched or loaded: the legs that wait for it are told."""
-        assert self._move in (Fetch(adapter), Load(adapter))
+        assert self._move in (FetchFiles(adapter), Load(adapter))
         self._move = None
         self._failed.pop(_content(adapter), None)
         self._failed[_content(adapter)] = why, now + FAILED_S
@@ -173,7 +173,7 @@ class AdapterShelf:
             return self._unload(gone[0])
         fetched = self._fetched
         if fetched is None:
-            return Fetch(self._legs[next(iter(self._waiting))]) if self._waiting else None
+            return FetchFiles(self._legs[next(iter(self._waiting))]) if self._waiting else None
         if fetched.digest not in used:
             self._fetched = None
             return Discard(fetched.digest)

@@ -22,7 +22,7 @@ from pdmesh.core.adapters.shelf import (
     CannotUse,
     Discard,
     Effect,
-    Fetch,
+    FetchFiles,
     Load,
     Ready,
     Unload,
@@ -154,7 +154,7 @@ class AdapterHost:
                     self._askers[leg].on_ready()
                 case CannotUse(leg, why):
                     self._askers.pop(leg).on_refused(why)
-                case Fetch(adapter):
+                case FetchFiles(adapter):
                     self._move(self._fetch(adapter), f"adapter-fetch-{adapter.name}")
                 case Load(adapter):
                     self._move(self._load(adapter), f"adapter-load-{adapter.name}")

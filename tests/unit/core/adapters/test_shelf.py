@@ -14,7 +14,7 @@ from pdmesh.core.adapters.shelf import (
     CannotUse,
     Discard,
     Effect,
-    Fetch,
+    FetchFiles,
     Load,
     Move,
     Ready,
@@ -26,7 +26,7 @@ A, B, C = (Adapter(name, name * 64, f"/{name}") for name in "abc")
 
 def loaded(shelf: AdapterShelf, *adapters: Adapter) -> None:
     for leg, adapter in enumerate(adapters, 1000):
-        assert shelf.wanted(leg, adapter, 0.0) == [Fetch(adapter)]
+        assert shelf.wanted(leg, adapter, 0.0) == [FetchFiles(adapter)]
         assert shelf.was_fetched(adapter) == [Load(adapter)]
         assert shelf.was_loaded(adapter) == [Ready(leg)]
         shelf.left(leg)
@@ -34,7 +34,7 @@ def loaded(shelf: AdapterShelf, *adapters: Adapter) -> None:
 
 def test_the_first_leg_has_its_adapter_loaded_and_later_ones_find_it() -> None:
     shelf = AdapterShelf(2)
-    assert shelf.wanted(1, A, 0.0) == [Fetch(A)]
+    assert shelf.wanted(1, A, 0.0) == [FetchFiles(A)]
     assert shelf.wanted(2, A, 0.0) == []
     assert shelf.was_fetched(A) == [Load(A)]
     assert shelf.was_loaded(A) == [Ready(1), Ready(2)]
@@ -47,7 +47,7 @@ def test_the_one_used_least_recently_makes_room() -> None:
     loaded(shelf, A, B)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
     shelf.left(1)
-    assert shelf.wanted(2, C, 0.0) == [Fetch(C)]
+    assert shelf.wanted(2, C, 0.0) == [FetchFiles(C)]
     assert shelf.was_fetched(C) == [Unload(B.digest)]
     assert shelf.was_unloaded(B.digest) == [Load(C)]
     assert shelf.was_loaded(C) == [Ready(2)]
@@ -57,7 +57,7 @@ def test_the_one_used_least_recently_makes_room() -> None:
 def test_one_whose_files_are_bad_takes_no_others_slot() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
-    assert shelf.wanted(1, B, 0.0) == [Fetch(B)]
+    assert shelf.wanted(1, B, 0.0) == [FetchFiles(B)]
     assert shelf.failed(B, "rank", 0.0) == [CannotUse(1, "rank")]
     assert shelf.loaded == (A.digest,)
 
@@ -66,7 +66,7 @@ def test_one_in_use_is_never_unloaded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
-    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.wanted(2, B, 0.0) == [FetchFiles(B)]
     assert shelf.was_fetched(B) == []
     assert shelf.wanted(3, A, 0.0) == [Ready(3)]
     assert shelf.left(1) == []
@@ -78,11 +78,11 @@ def test_what_was_fetched_for_a_leg_that_has_left_is_discarded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
-    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.wanted(2, B, 0.0) == [FetchFiles(B)]
     assert shelf.wanted(3, C, 0.0) == []
     assert shelf.was_fetched(B) == []
     assert shelf.left(2) == [Discard(B.digest)]
-    assert shelf.was_discarded(B.digest) == [Fetch(C)]
+    assert shelf.was_discarded(B.digest) == [FetchFiles(C)]
     shelf.check_invariants()
 
 
@@ -107,7 +107,7 @@ def test_a_leg_of_a_removed_one_is_served_still() -> None:
     """Its gateway had not heard of the removal, or it was running."""
     shelf = AdapterShelf(1)
     shelf.keep([])
-    assert shelf.wanted(1, A, 0.0) == [Fetch(A)]
+    assert shelf.wanted(1, A, 0.0) == [FetchFiles(A)]
     assert shelf.was_fetched(A) == [Load(A)]
     assert shelf.was_loaded(A) == [Ready(1)]
     assert shelf.left(1) == [Unload(A.digest)]
@@ -122,7 +122,7 @@ def test_a_failure_is_told_to_all_that_wait_for_it_and_to_nobody_else(is_fetched
     if is_fetched:
         assert shelf.was_fetched(A) == [Load(A)]
     assert shelf.failed(A, "rank", 5.0) == [
-        CannotUse(1, "rank"), CannotUse(3, "rank"), Fetch(B),
+        CannotUse(1, "rank"), CannotUse(3, "rank"), FetchFiles(B),
     ]  # fmt: skip
     assert shelf.was_fetched(B) == [Load(B)]
     assert shelf.was_loaded(B) == [Ready(2)]
@@ -135,12 +135,14 @@ def test_what_failed_is_not_tried_again_for_a_while() -> None:
     for leg in range(2, 500):
         assert shelf.wanted(leg, A, 4.9 + FAILED_S) == [CannotUse(leg, "rank")]
     elsewhere = replace(A, path="/elsewhere")
-    assert shelf.wanted(500, elsewhere, 6.0) == [Fetch(elsewhere)], "another folder is another case"
+    assert shelf.wanted(500, elsewhere, 6.0) == [FetchFiles(elsewhere)], (
+        "another folder is another case"
+    )
     shelf.failed(elsewhere, "gone", 6.0)
-    assert shelf.wanted(501, A, 5.0 + FAILED_S) == [Fetch(A)]
+    assert shelf.wanted(501, A, 5.0 + FAILED_S) == [FetchFiles(A)]
     shelf.failed(A, "rank", 50.0)
     shelf.was_found_good(A.digest)
-    assert shelf.wanted(502, A, 51.0) == [Fetch(A)]
+    assert shelf.wanted(502, A, 51.0) == [FetchFiles(A)]
     shelf.check_invariants()
 
 
@@ -160,7 +162,7 @@ def test_a_leg_that_left_while_its_adapter_loads_leaves_it_idle() -> None:
     assert shelf.was_fetched(A) == [Load(A)]
     assert shelf.left(1) == []
     assert shelf.was_loaded(A) == []
-    assert shelf.wanted(2, B, 0.0) == [Fetch(B)]
+    assert shelf.wanted(2, B, 0.0) == [FetchFiles(B)]
     assert shelf.was_fetched(B) == [Unload(A.digest)]
     assert shelf.left(7) == []
 
@@ -178,7 +180,7 @@ class Engine:
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Fetch | Load | Unload | Discard):
+            if isinstance(effect, FetchFiles | Load | Unload | Discard):
                 self.pending.append(effect)
                 continue
             self.answered.add(effect.leg)
@@ -190,9 +192,9 @@ class Engine:
     def answer(self) -> None:
         self.now += 10.0
         match self.pending.pop():
-            case Fetch(adapter) | Load(adapter) if self.rng.random() < 0.2:
+            case FetchFiles(adapter) | Load(adapter) if self.rng.random() < 0.2:
                 self.note(self.shelf.failed(adapter, "why", self.now))
-            case Fetch(adapter):
+            case FetchFiles(adapter):
                 self.note(self.shelf.was_fetched(adapter))
             case Load(adapter):
                 self.note(self.shelf.was_loaded(adapter))

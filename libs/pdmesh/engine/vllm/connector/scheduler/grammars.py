@@ -71,14 +71,14 @@ class Grammars:
     def __init__(self, model_dir: Path, vocab_size: int) -> None:
         self._compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
 
-    def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | Refused:
+    def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | RefusedGrammar:
         """Called on a thread, beside the steps."""
         import xgrammar  # noqa: F401 - 2 s, which the step that masks first would wait for
 
         try:
             return Drawing(Guide.after(constraint, self._compiler, drawn))
         except GrammarRefused:
-            return Refused()
+            return RefusedGrammar()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
         """Not by llguidance.torch: to import it takes 3 s and 120 MB."""
@@ -126,7 +126,7 @@ class Drawing:
         raise NotImplementedError("vLLM never does")
 
 
-class Refused:
+class RefusedGrammar:
     """In the place of a grammar that does not compile: it fails its request with the next token.
 
     vLLM ends such a request by itself, but does not tell the host why: the reason could be KV that
@@ -166,7 +166,7 @@ def has_failed(request: Any) -> bool:
     return asked is not None and getattr(asked.grammar, "has_failed", False)
 
 
-def drawing_of(backend: Grammars, request: Any) -> Drawing | Refused:
+def drawing_of(backend: Grammars, request: Any) -> Drawing | RefusedGrammar:
     """`request`: vLLM's. A first token that it waits for is not in its prompt yet."""
     params = request.sampling_params
     num_drawn = num_drawn_before(params)
