@@ -3,8 +3,8 @@
 
 The writer sends all commands of one turn of the event loop as one message, or as several if they
 are large: a message above gRPC's bound would end the session with all its legs. The reader finds
-the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
-that nothing has to time out.
+the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at
+once, so that nothing has to time out.
 """
 
 from __future__ import annotations

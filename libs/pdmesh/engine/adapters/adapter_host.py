@@ -92,6 +92,11 @@ class AdapterHost:
         self._shelf.check_invariants()
         return not self._askers and not self._shelf.num_waiting
 
+    @property
+    def num_waiting(self) -> int:
+        """Legs whose adapter is not loaded yet."""
+        return self._shelf.num_waiting
+
     def acquire(
         self,
         leg: int,

@@ -40,6 +40,7 @@ class _Reader:
     adapter: Adapter | None = None
     request_id: str = ""
     is_cancelled: bool = False
+    awaits_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,17 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM; its task ends with the output that reports it."""
+        """Abort the request in vLLM; its task ends with the output that reports it.
+
+        A request that waits for its adapter ends at once: to load that may take long.
+        """
         reader = self._readers.get(leg)
         if reader is None:
             return
         reader.is_cancelled = True
+        if reader.awaits_adapter and leg in self._tasks:
+            self._tasks[leg].cancel()
+            return
         if reader.request_id:
             name = f"vllm-abort-{leg}"
             abort = self._llm.abort(reader.request_id, internal=True)
@@ -126,11 +133,18 @@ class Requests:
     ) -> None:
         """Put its adapter and the tiers' blocks in place, then give vLLM the request (S77)."""
         if reader.adapter is not None:
+            reader.awaits_adapter = True
             try:
                 await self._load(reader.leg, reader.adapter)
             except AdapterUnusable as error:
                 self._refused(reader.leg, error)
                 return
+            except asyncio.CancelledError:
+                if reader.is_cancelled:  # if not, the engine stops
+                    self._refused(reader.leg, EngineFailed("it was given up"))
+                raise
+            finally:
+                reader.awaits_adapter = False
         if names and self._tiers is not None:
             first = self._num_held(names)
             offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)

@@ -158,7 +158,28 @@ async def test_a_request_whose_adapter_cannot_be_loaded_never_reaches_vllm(tmp_p
     await until(lambda: "i-2" in site.llm.queues)
     ((leg, error),) = site.refused
     assert (leg, error.reason) == (1, "ADAPTER_UNUSABLE")
-    assert "rank 16" in error.message
+    assert "r is 16" in error.message
     site.llm.finish("i-2")
     await until(lambda: site.ended == [1, 2])
+    assert site.errors == []
+
+
+async def test_one_that_is_given_up_while_its_adapter_loads_ends_at_once(tmp_path: Path) -> None:
+    """Else those of a store that hangs would become more and more."""
+    site = Site(tmp_path)
+    a, b = site.adapter("a", 1), site.adapter("b", 2)
+    site.submit(1, a)
+    await until(lambda: "i-1" in site.llm.queues)
+    for leg in range(2, 20):  # one slot, and leg 1 uses it
+        site.submit(leg, b)
+    await until(lambda: site.adapters.host.num_waiting == 18)
+    for leg in range(2, 20):
+        site.requests.cancel(leg)
+    await until(lambda: site.ended == list(range(2, 20)))
+    assert [leg for leg, _ in site.refused] == site.ended, "their ranges are free"
+    assert site.adapters.host.num_waiting == 0
+    site.llm.finish("i-1")
+    await until(lambda: site.requests.is_idle)
+    assert site.adapters.host.is_idle
+    assert ("load", f"adapter-{b.digest}") not in site.llm.heard
     assert site.errors == []
