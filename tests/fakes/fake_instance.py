@@ -1,7 +1,7 @@
-"""An instance with a real gRPC Session and scripted behaviour instead of an engine.
+"""An instance with a real gRPC Session, and scripted behaviour instead of an engine.
 
-Its next token is a function of all tokens before it, so a lost, doubled or foreign token shows in
-the text, and a migrated stream must read like an unbroken one.
+Each token is a function of all tokens before it. So a lost, doubled or foreign token changes the
+text, and a migrated stream must have the same text as an unbroken one.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def next_token(tokens: Sequence[int], noise: int = 0) -> int:
 
 
 def noise_of(seed: int | None, position: int) -> int:
-    """What a draw with a seed adds. `position` is that of the token in the answer."""
+    """The noise of a draw with a seed. `position` is the token's position in the answer."""
     return 0 if seed is None else 1 + (seed * 7919 + position * 104_729) % 1_000_003
 
 
 def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
-    """What an unbroken run produces."""
+    """The tokens of an unbroken run."""
     tokens = list(prompt)
     for position in range(num_tokens):
         tokens.append(next_token(tokens, noise_of(seed, position)))
@@ -58,7 +58,7 @@ def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -
 
 
 def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Made up: the likeliest tokens of each are 0, 1, ... ."""
+    """Invented log probabilities, in which 0, 1, ... are the likeliest tokens."""
     found = PromptLogprobs(num_top=num_top)
     for at, token in enumerate(prompt[1:], start=1):
         found.token_ids.extend([token, *range(num_top)])
@@ -79,15 +79,15 @@ class FakeLeg:
     num_left: int
     sampling: SamplingParams
     outbox: Outbox
-    awaits_first: bool = False  # started before prefill had its token
+    awaits_first: bool = False  # started before prefill drew its token
     ticket_id: str = ""
-    prefill: pb.Prefill | None = None  # held back, per layer
-    num_drawn: int = 0  # here
+    prefill: pb.Prefill | None = None  # a prefill that is held back, in per-layer mode
+    num_drawn: int = 0  # tokens drawn by this leg
     script: Sequence[int] = ()
 
     @property
     def position(self) -> int:
-        """In the answer, of the token that is drawn next."""
+        """The position in the answer of the next token."""
         return self.sampling.num_drawn + self.num_drawn
 
     def draw(self) -> int:
@@ -108,7 +108,7 @@ class FakeInstance:
     num_slots: int = 1 << 20
     step_s: float = 0.0
     prefill_s: float = (
-        0.0  # that each prompt computes for; all sessions hear of a slot that comes free then
+        0.0  # the time to compute a prompt; after it, all sessions hear of the free slot
     )
     group_id: str = "default"
     fingerprint: str = "fp"
@@ -119,14 +119,16 @@ class FakeInstance:
     is_silent: bool = False  # never answers
     is_holding: bool = False  # accepts but produces nothing
     fail_starts_with: str | None = None
-    is_per_layer: bool = True  # opens the ticket with Accepted, where it is asked to
+    # Opens the ticket with Accepted if the request asks for per-layer mode.
+    is_per_layer: bool = True
     tokens_per_step: int = 1
-    kv_tail_step: int = 0  # it names beginnings of blocks, each so many tokens
-    breaks_at: int | None = None  # once a leg is at this token of its answer
+    # Names the beginnings of blocks at every multiple of this number of tokens.
+    kv_tail_step: int = 0
+    breaks_at: int | None = None  # breaks all sessions when a leg reaches this token
     model: str = "tiny"
     scenario: str = "default"
-    text: TextFiles | None = None  # of its model
-    num_texts: int = 0  # that it was asked for
+    text: TextFiles | None = None  # the files of its model
+    num_texts: int = 0  # how often they were requested
     script: Sequence[int] = ()  # the answer to everything, instead of a function of the tokens
 
     prefills: list[pb.Prefill] = field(default_factory=list)
@@ -188,19 +190,19 @@ class FakeInstance:
             await self._server.stop(0)
 
     def break_sessions(self) -> None:
-        """As when the process dies: every stream ends and all legs and tickets are gone."""
+        """Behave as if the process died: every stream ends, and all legs and tickets are gone."""
         for outbox in self._outboxes:
             outbox.put_nowait(None)
         self.legs.clear()
         self.tickets.clear()
 
     def free_slots(self, num_slots: int) -> None:
-        """Come free, and say so."""
+        """Free some slots, and report that."""
         self.num_slots, self.reject_with = num_slots, None
         self._tell_load()
 
     def tell_progress(self, num_signs: int, num_tokens: int, num_open_tokens: int) -> None:
-        """Unlike one of today, it never does so by itself: as an instance of an older release."""
+        """Report progress. Like an instance of an older release, it never does this by itself."""
         progress = pb.Progress(
             num_signs=num_signs, num_tokens=num_tokens, num_open_tokens=num_open_tokens
         )
@@ -329,14 +331,14 @@ class FakeInstance:
         )  # fmt: skip
 
     def finish_prefills(self) -> None:
-        """What was held back draws its first token."""
+        """Let the prefills that were held back draw their first token."""
         self.is_holding = False
         for leg in [leg for leg in self.legs.values() if leg.prefill is not None]:
             self._finish_prefill(leg)
 
     def _finish_prefill(self, leg: FakeLeg) -> None:
         if self.legs.pop(leg.key, None) is None:
-            return  # aborted meanwhile
+            return  # it was aborted in the meantime
         assert leg.prefill is not None
         events: list[pb.SessionEvent] = []
         self._draw_first(leg.prefill, leg, events)
@@ -369,7 +371,7 @@ class FakeInstance:
             leg.prefill = prefill
             self.legs[prefill.key] = leg
             if not self.is_holding:
-                leg.awaits_first = True  # computes: nothing to step
+                leg.awaits_first = True  # it still computes, so there is no step to do
                 asyncio.get_running_loop().call_later(self.prefill_s, self._finish_prefill, leg)
             return
         self._draw_first(prefill, leg, events)
@@ -451,7 +453,7 @@ class FakeInstance:
             self.step()
 
     def step(self) -> None:
-        """One turn of its batch; a test that sets a long `step_s` takes the turns itself."""
+        """Run one step of the batch. A test that sets a long `step_s` calls this itself."""
         messages: dict[int, tuple[Outbox, pb.SessionResponse]] = {}
         for leg in [leg for leg in self.legs.values() if not leg.awaits_first]:
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))

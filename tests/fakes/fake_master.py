@@ -1,4 +1,4 @@
-"""A master that answers plans over real gRPC, as a test says."""
+"""A master that answers plans over real gRPC as a test orders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FakeMaster:
 
 
 def leader_at(port: int) -> InstanceRecord:
-    """What the registry says of the master at this port."""
+    """The registry's record of the master at this port."""
     return InstanceRecord(
         instance_id="master-0",
         incarnation=1,

@@ -22,7 +22,7 @@ from tests.fakes.tiny_model import write_tiny_model
 
 
 class GatewayMesh:
-    """`tokenizer` is that of the gateway's own folder: the model of every fake instance."""
+    """`tokenizer` is that of the gateway's own folder, and of every fake instance's model."""
 
     def __init__(self, settings: Settings, tokenizers: TokenizerPool, tokenizer: Tokenizer) -> None:
         self.settings = settings
@@ -88,12 +88,12 @@ async def gateway_mesh(
     model_type: str = "",
     **settings: Any,
 ) -> AsyncIterator[GatewayMesh]:
-    """`template`, `model_type`: of the model, which say how its answers are read."""
+    """`template` and `model_type` are the model's. They determine how answers are parsed."""
     values = {
         "http_port": 0,
         "grpc_port": 0,
         "drain_s": 1.0,
-        "plan_timeout_s": 10.0,  # the master of a test is never left out for being slow
+        "plan_timeout_s": 10.0,  # a slow test master must not be skipped
         "instance_id": "gateway-0",
         **settings,
     }

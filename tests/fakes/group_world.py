@@ -1,9 +1,8 @@
-"""A mesh of pure instances and a registry under a group controller: what every order of events may
-be tried on.
+"""A mesh of pure instances and a registry under a group controller, for tests of orders of events.
 
-Instances are real `InstanceLife`s; loading, connecting and idling take as long as the test lets
-them. The registry holds records and assignments, each write compared with what its writer saw, as
-JetStream does.
+Instances are real `InstanceLife`s. The test decides how long loading, connecting and idling take.
+The registry has records and assignments. As in JetStream, a write succeeds only if its writer has
+seen the latest value.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ LIMITS = StageLimits(
 
 @dataclass
 class Process:
-    """One process; `life` is what lives in it now."""
+    """One process; `life` is its current incarnation."""
 
     instance_id: str
     life: InstanceLife
@@ -92,8 +91,8 @@ class World:
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     versions: dict[int, Desired] = field(default_factory=dict)
     told: list[AnnounceUpgradeStep] = field(default_factory=list)
-    lost_versions: frozenset[int] = frozenset()  # that the registry has not kept
-    canary_share: float = 0.0  # that the next version is applied with
+    lost_versions: frozenset[int] = frozenset()  # versions that the registry has not kept
+    canary_share: float = 0.0  # the canary share of the next version
     busy: float | None = 0.1
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
@@ -115,23 +114,23 @@ class World:
         self.records[instance_id] = process.record()
 
     def kill(self, instance_id: str) -> None:
-        """And its lease ends."""
+        """Kill a process and end its lease."""
         del self.processes[instance_id]
         del self.records[instance_id]
 
     def stop(self, instance_id: str) -> None:
-        """It is asked to end: it drains, and follows assignments no more."""
+        """Ask a process to end: it drains, and ignores assignments from then on."""
         self.processes[instance_id].is_stopping = True
         self.tell(instance_id)
 
     def hear(self, instance_id: str) -> None:
-        """The instance reads its assignment."""
+        """Let the instance read its assignment."""
         process = self.processes.get(instance_id)
         if instance_id in self.given and process is not None and not process.is_stopping:
             self._feed(instance_id, events.Assigned(self.given[instance_id]))
 
     def work(self, instance_id: str, *, fails: bool = False) -> None:
-        """The first thing it has to do is done, or fails."""
+        """Let the first pending work of the instance finish or fail."""
         process = self.processes.get(instance_id)
         if process is None or not process.todo:
             return
@@ -139,7 +138,7 @@ class World:
             self._feed(instance_id, event)
 
     def tell(self, instance_id: str) -> None:
-        """The instance's record reaches the registry."""
+        """Let the instance's record reach the registry."""
         if instance_id in self.processes:
             self.records[instance_id] = self.processes[instance_id].record()
 
@@ -185,8 +184,9 @@ class World:
         )
 
     def round(self, num_written: int | None = None) -> list[GiveAssignment | ForgetAssignment]:
-        """One round; of its writes only the first `num_written` arrive (the leader died, or the
-        store went away).
+        """Run one round, of which only the first `num_written` writes succeed.
+
+        The others are lost, as if the leader died or the store became unreachable.
         """
         observed = self.observe()
         effects = self.controller.handle(observed, self.now)
@@ -207,7 +207,7 @@ class World:
         return writes
 
     def _upgrade(self, observed: Observed) -> None:
-        """A look of the upgrades at what the round looked at."""
+        """Run the upgrades on the state that the round observed."""
         if observed.version == 0:
             return
         around = Surroundings(
@@ -233,7 +233,7 @@ class World:
                     self.told.append(effect)
 
     def answer(self, sick: str = "", num: int = 5) -> None:
-        """Every group answers some requests; instances of the revision `sick` fail as many."""
+        """Let every group answer some requests; instances of the revision `sick` fail as many."""
         for process in self.processes.values():
             role_spec = process.life.role_spec
             if process.record().phase is Phase.READY and role_spec is not None:
@@ -244,7 +244,7 @@ class World:
                         self.upgrading.handle(LegFailureReported(group_revision), self.now)
 
     def elect(self) -> None:
-        """Another master leads: it knows what the registry knows."""
+        """Elect another master, which knows only what is in the registry."""
         self.epoch += 1
         self.controller = GroupController(StageClock(LIMITS))
         self.upgrading = UpgradeController(KV)
@@ -257,7 +257,7 @@ class World:
     # --- what a test wants ------------------------------------------------------------------------
 
     def settle(self, max_s: float = 3000.0, quiet_s: float = 45.0) -> None:
-        """No more faults: everybody does what is to be done until the leader has nothing to say."""
+        """Run without faults until all work is done and the leader has no more effects."""
         end, num_quiet = self.now + max_s, 0
         while num_quiet < quiet_s:
             assert self.now < end, self.describe()
@@ -266,9 +266,9 @@ class World:
             num_quiet = num_quiet + 1 if is_quiet and not is_cooling else 0
 
     def work_round(self) -> bool:
-        """A second: the leader says what it has to say, everybody does all of it.
+        """Run one second: the leader gives its orders, and all instances carry them out.
 
-        True if nothing was to be done.
+        Returns True if there was nothing to do.
         """
         self.now += 1
         is_quiet = not self.round()
@@ -283,7 +283,7 @@ class World:
         return is_quiet
 
     def ready(self, group_id: str, role: Role) -> list[str]:
-        """Instances that really take requests as members of the group."""
+        """The instances that accept requests as members of the group."""
         return sorted(
             p.instance_id
             for p in self.processes.values()

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, as PEFT writes them; without PEFT or torch."""
+"""Writes LoRA adapters of random weights as PEFT does, but without PEFT or torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_adapter(
     targets: Sequence[str] = TARGETS,
     **settings: object,
 ) -> str:
-    """Write an adapter into a new folder; its digest. `model`: folder of the model it is for."""
+    """Write an adapter for the model in `model` to a new folder, and return its digest."""
     shapes: Mapping[str, tuple[int, ...]] = ANY_MODEL
     if model is not None:
         found = model_shapes(model)

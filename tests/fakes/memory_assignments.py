@@ -1,4 +1,4 @@
-"""Assignments in one process. The contract tests hold it equal to NatsAssignments."""
+"""Assignments in one process. Contract tests check that it behaves like NatsAssignments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdmesh.v1.groups_pb2 import Assignment
 
 @dataclass
 class MemoryAssignmentStore:
-    """What all parties of a test share.
+    """The store that all parties of a test share.
 
-    Changes are told when the loop next runs, as a network would.
+    As over a network, changes arrive at a later turn of the loop.
     """
 
     values: dict[str, tuple[int, Assignment | None]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""A Bus in one process, with a server that can be taken away.
+"""A Bus in one process, with a server that can have outages.
 
-The contract tests hold it equal to NatsBus.
+Contract tests check that it behaves like NatsBus.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdmesh.net.bus import Handler, Message
 
 @dataclass
 class MemoryServer:
-    """What all buses of a test share. While `is_up` is False, events are lost."""
+    """The server that all buses of a test share. While `is_up` is False, events are lost."""
 
     is_up: bool = True
     subscriptions: list[MemorySubscription] = field(default_factory=list)
 
     def restore(self) -> None:
-        """Back after an outage: every subscriber may have missed something."""
+        """End an outage, in which every subscriber may have missed events."""
         self.is_up = True
         for subscription in list(self.subscriptions):
             subscription.gap()
@@ -66,7 +66,7 @@ class MemorySubscription:
     async def _run(self) -> None:
         while True:
             message = await self._queue.get()
-            with contextlib.suppress(Exception):  # a handler's failure is not the bus's
+            with contextlib.suppress(Exception):  # a failing handler must not affect the bus
                 await self._handler(message)
 
 

@@ -1,6 +1,6 @@
 """A Registry in one process, with leases on the loop's clock.
 
-The contract tests hold it equal to NatsRegistry.
+Contract tests check that it behaves like NatsRegistry.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 @dataclass
 class MemoryStore:
-    """What all registries of a test share.
+    """The store that all registries of a test share.
 
-    While `is_up` is False nothing is written and nobody expires.
+    While `is_up` is False, nothing is written and no lease ends.
     """
 
     records: dict[str, InstanceRecord] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class MemoryRegistry:
         return MemoryView(self.store)
 
     def crash(self) -> None:
-        """The owner dies without a goodbye: nothing renews its leases."""
+        """Let the owner die without removing its records: nothing renews its leases."""
         for lease in self._leases:
             lease.task.cancel()
 

@@ -1,6 +1,6 @@
-"""A parser process without vLLM: a token's text is its character; some tokens end or stop it.
+"""A parser process without vLLM, in which each token is one character. Some tokens end or stop it.
 
-`python -m tests.fakes.parser_child`; with `--unfit` it has parsers for no model.
+Run it with `python -m tests.fakes.parser_child`. With `--unfit` it has no parsers for any model.
 """
 
 from __future__ import annotations

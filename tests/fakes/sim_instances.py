@@ -1,6 +1,4 @@
-"""Instance hosts on the sim engine in this process, behind real gRPC, and a client that speaks
-Session to them.
-"""
+"""Instance hosts with the sim engine in this process, behind real gRPC, and a Session client."""
 
 from __future__ import annotations
 
@@ -74,7 +72,9 @@ class SimInstance:
     pump: asyncio.Task[None]
 
     async def until_idle(self, timeout_s: float = PATIENCE_S) -> None:
-        """All legs over, and nothing left behind in host, admission, engine and KV memory."""
+        """Wait until all legs are over, and nothing is left in host, admission, engine and KV
+        memory.
+        """
         async with asyncio.timeout(timeout_s):
             await self.host.wait_idle()
         self.host.check_invariants()
@@ -147,7 +147,7 @@ async def sim_instance(
 
 @dataclass
 class LegLog:
-    """What a gateway heard of one leg, in order: ("accepted", ...), ("token", id), ..."""
+    """The events of one leg that a gateway got, in order: ("accepted", ...), ("token", id), ..."""
 
     key: int
     heard: list[tuple[str, Any]] = field(default_factory=list)
@@ -164,7 +164,7 @@ class LegLog:
         return [value for kind, value in self.heard if kind == "token"]
 
     async def until(self, *kinds: str, timeout_s: float = PATIENCE_S) -> Any:
-        """The value of the first of `kinds` to be heard."""
+        """The value of the first event of one of `kinds`."""
         async with asyncio.timeout(timeout_s):
             while not self.has(*kinds):
                 self.changed.clear()
@@ -173,7 +173,7 @@ class LegLog:
 
 
 class Target(Protocol):
-    """An instance as a gateway knows it."""
+    """The address of an instance for a gateway."""
 
     @property
     def address(self) -> str: ...
@@ -197,7 +197,7 @@ class TestSession:
         self.loads: list[pb.Load] = []
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
-        self.reads = asyncio.Event()  # cleared: nothing is read any more
+        self.reads = asyncio.Event()  # if cleared, nothing is read
         self.reads.set()
 
     async def __aenter__(self) -> Self:
@@ -255,7 +255,7 @@ class TestSession:
     @staticmethod
     def _tell(leg: LegLog, kind: str, value: Any) -> None:
         if kind in {"first_token", "kv_received"} and not leg.has("accepted"):
-            leg.heard.append(("accepted", pb.Accepted()))  # it says so
+            leg.heard.append(("accepted", pb.Accepted()))  # the event itself
         leg.heard.append((kind, value))
         leg.changed.set()
 
@@ -290,7 +290,7 @@ class TestSession:
         ticket: common_pb2.Ticket,
         **other: Any,
     ) -> LegLog:
-        """`sampling` is the client's; decode may still produce one token fewer."""
+        """Start a decode. `sampling` is the client's; decode may draw one token fewer."""
         leg = self._new_leg()
         rest = replace(
             sampling, max_tokens=sampling.max_tokens - 1, num_drawn=sampling.num_drawn + 1
@@ -342,9 +342,9 @@ _REASONS = {
 async def generate(
     prefill: TestSession, decode: TestSession, prompt: Sequence[int], sampling: Sampling
 ) -> tuple[list[int], FinishReason]:
-    """One request over a pair, as a gateway does it; asks again while refused.
+    """Run one request over a pair as a gateway does, and repeat it while it is refused.
 
-    Asserts that it ends well.
+    Asserts that the request succeeds.
     """
     while True:
         leg = await prefill.prefill(prompt, sampling)

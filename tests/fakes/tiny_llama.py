@@ -1,7 +1,7 @@
-"""A Llama of random weights whose heads divide over ranks: SmolLM2's nine query and three KV heads
-do not.
+"""A Llama with random weights whose heads can be divided among ranks.
 
-Weights are drawn wide, so that what it draws depends on the whole prompt and zeroed KV shows.
+The nine query heads and three KV heads of SmolLM2 cannot. The weights have a large variance, so
+that the answer depends on the whole prompt and zeroed KV changes it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
 
 
 def write_tiny_llama(directory: Path, seed: int = 0, kv_seed: int | None = None) -> Path:
-    """About 50 MB. The same weights for the same seed, whatever the machine.
+    """Write a model of about 50 MB. The same seed gives the same weights on every machine.
 
-    `kv_seed`: with other projections of K and V, all else equal, as a fine-tune or a merged adapter
-    has them.
+    `kv_seed` changes only the projections of K and V, as a fine-tune or a merged adapter does.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

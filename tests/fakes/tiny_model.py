@@ -20,10 +20,10 @@ _NUM_LETTERS = 90
 def write_tiny_model(
     directory: Path, template: str = "", model_type: str = "", *, shift: int = 0
 ) -> Path:
-    """Token id = place of the byte in the byte-level alphabet, 256 = end of sequence.
+    """The id of a byte is its place in the byte-level alphabet, and 256 is the end of sequence.
 
-    Models that think have tokens for it, 257 and 258. Another `shift`, another model: each id of a
-    letter means another letter.
+    Models with reasoning have the tokens 257 and 258 for it. Each `shift` makes a different model,
+    in which the ids of letters mean other letters.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = alphabet[:_NUM_LETTERS]

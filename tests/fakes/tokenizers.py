@@ -1,4 +1,4 @@
-"""Small tokenizers, one for each way in which decoders make text of tokens."""
+"""Small tokenizers, one for each way in which decoders turn tokens into text."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "byte level": BYTE_LEVEL,
 }
 
-END = TOKENIZERS["llama"].get_vocab_size() - 1  # "</s>", of all that are like SentencePiece's
+END = TOKENIZERS["llama"].get_vocab_size() - 1  # "</s>" in all vocabularies like SentencePiece's

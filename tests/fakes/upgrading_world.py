@@ -1,4 +1,4 @@
-"""Rolling upgrades of a world of groups: release 1 settled, and seconds of work for everybody."""
+"""Rolling upgrades in a world of groups, which begins with release 1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLD, NEW = revision("1"), revision("2")
 
 
 def settled(num_groups: int = 3, num_spare: int = 4) -> World:
-    """Groups of 2P:2D that serve release 1."""
+    """A world with groups of 2P:2D that serve release 1."""
     world = World(released("1", num_groups), num=4 * num_groups + num_spare)
     world.settle()
     world.told.clear()
@@ -44,7 +44,7 @@ def settled(num_groups: int = 3, num_spare: int = 4) -> World:
 
 
 def running(world: World) -> dict[str, set[str]]:
-    """The revisions of instances that take requests, by group."""
+    """The revisions of the instances that accept requests, by group."""
     found: dict[str, set[str]] = {}
     for process in world.processes.values():
         role_spec = process.life.role_spec
@@ -58,9 +58,7 @@ def told(world: World) -> list[str]:
 
 
 def check_one_at_a_time(world: World) -> None:
-    """At most one group has members of two revisions, and no group more than its ratio of
-    either.
-    """
+    """Check that at most one group has two revisions, and that no group exceeds its ratio."""
     round_ = Round(world.observe())
     mixed = []
     for group_id, group in round_.observed.wanted.groups.items():
@@ -77,8 +75,8 @@ def check_one_at_a_time(world: World) -> None:
 def play(
     world: World, seconds: int, *, sick: str = "", fails: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Everybody works; instances of the revision `sick` fail their requests, those for which
-    `fails` says so cannot load.
+    """Let all instances work. Those of the revision `sick` fail requests, and those that `fails`
+    selects cannot load.
     """
     for _ in range(seconds):
         world.now += 1

@@ -1,1 +1,1 @@
-"""What several tests need to set up the world."""
+"""Helpers that several tests need to set up a mesh and its surroundings."""

@@ -1,7 +1,7 @@
-"""What a call costs beside what another one costs, here and now: a bound that holds on any machine.
+"""Compares the cost of a call with that of another call, so that a bound holds on any machine.
 
-It is this thread's CPU time, so that neighbours are not counted, and the least of a few rounds in
-which both are measured in turn.
+The cost is this thread's CPU time, so other threads do not count. Both calls are measured in turn
+for a few rounds, and the least value of each counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ROUNDS: Final = 5
 
 
 def cost_ratio(call: Callable[[], object], reference: Callable[[], object]) -> float:
-    """How many times as much CPU time `call` takes as `reference`."""
+    """The CPU time of `call` as a multiple of that of `reference`."""
     spent_s: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_ROUNDS):
         for is_reference, each in ((False, call), (True, reference)):

@@ -1,4 +1,4 @@
-"""A request core led by hand: what a unit test says happens to it, and what it last asked for."""
+"""A request core that a unit test drives by hand: its events, and its last effects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_request(budget: RetryBudget | None = None, **limits: float) -> Request:
 
 
 class Driven:
-    """A request on fusion instances, led to its decoding on one of them."""
+    """A request that is driven to its decode phase on a fusion instance."""
 
     def __init__(self, budget: RetryBudget | None = None, **limits: float) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ class Driven:
         return effects
 
     def offer(self) -> None:
-        """Of the next instance that was not tried."""
+        """Offer the next instance that was not tried."""
         left = [c for c in FUSIONS if c.instance_id not in self.excluded]
         self.feed(PlanReceived(self.plan, left, []))
 

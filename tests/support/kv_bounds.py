@@ -1,9 +1,9 @@
-"""What a fault of KV costs a client: its longest silence, beside the longest of the same streams in
-peace in the same mesh.
+"""Measures how long a client waits because of a KV fault.
 
-The bound of a fault is what it may cost beyond peace. `make kv-faults` writes what was measured to
-docs/kill-matrix.md, and it alone judges what has no peace beside it: that is a time, and
-`make test` is green on a slow machine, too.
+A client's longest silence with the fault is compared with that of the same streams without it, in
+the same mesh. The bound of a fault limits the difference. `make kv-faults` writes the results to
+docs/kill-matrix.md. Only that target checks values without such a comparison: these are absolute
+times, and `make test` must pass on a slow machine, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-# The only allowance for the machine: beside a fault a process starts again on one of two shared
-# cores, so what takes t in peace may take t longer, and a second where t is less than that.
+# The only allowance for the machine: after a fault a process starts again on one of two shared
+# cores. So a time may grow by its value without the fault, or by one second if that is more.
 NOISE_S: Final = 1.0
 
 
@@ -24,7 +24,7 @@ NOISE_S: Final = 1.0
 class Measured:
     """One row of the table.
 
-    `peace_s` is 0 where `took_s` is no client's silence, but the time until something was done.
+    `peace_s` is 0 if `took_s` is not a client's silence but the time until something was done.
     """
 
     fault: str
@@ -39,8 +39,9 @@ class Measured:
 
 
 def judge(fault: str, what: str, *, peace_s: float = 0.0, took_s: float, bound_s: float) -> None:
-    """Fails if it took longer than the bound allows; recorded either way, where the make target
-    asks for it.
+    """Fail if the fault took longer than its bound allows.
+
+    The result is recorded in both cases if the make target asks for it.
     """
     is_asked_for = bool(os.environ.get("KILL_MATRIX_DIR"))
     if not peace_s and not is_asked_for:

@@ -1,4 +1,4 @@
-"""What a module logs, whatever level and processors an earlier test has configured."""
+"""Captures a module's log lines, for any level and processors of an earlier test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from structlog.typing import EventDict
 
 
 def capture_logs_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[EventDict]:
-    """The lines of `module.log` from now on; the list grows.
+    """The lines of `module.log` from now on. The list grows.
 
     structlog's own `capture_logs` misses a logger that was used before: it stays bound to the
     processors and the level of its first line.

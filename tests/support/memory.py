@@ -10,5 +10,5 @@ _PAGE_BYTES = 4096
 
 
 def rss_bytes(mesh: Mesh, process: str) -> int:
-    """Resident."""
+    """The resident memory of a process."""
     return int(Path(f"/proc/{mesh.pid(process)}/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -1,4 +1,4 @@
-"""A collector that takes OTLP over HTTP, and keeps the spans and the values of the metrics."""
+"""A collector that receives OTLP over HTTP, and keeps spans and the values of metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SeenSpan:
 
 @dataclass(frozen=True, slots=True)
 class SeenMetric:
-    """The last that a service sent of it. `points`: values by labels; of a histogram, counts."""
+    """The last state of a metric. `points` has values by labels, or the counts of a histogram."""
 
     kind: str  # gauge, sum, histogram
     points: dict[frozenset[tuple[str, str]], float]

@@ -1,4 +1,4 @@
-"""All that a request remembers, to compare it before and after an event."""
+"""The whole state of a request, to compare it before and after an event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = (EarlyDecode, Holdings, LegSilence, PlanExclusions, Deaths, Request)
 
 
 def state_of(value: object) -> object:
-    """The story aside: it tells of what changed nothing, too."""
+    """The state without the story, which also records events that change nothing."""
     if isinstance(value, _PARTS):
         return {n: state_of(getattr(value, n)) for n in value.__slots__ if n != "story"}
     if isinstance(value, RetryBudget):

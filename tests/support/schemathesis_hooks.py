@@ -1,6 +1,6 @@
-"""Read by Schemathesis: a request that names a model at random names the one there is.
+"""Hooks for Schemathesis, which replace each random model name by the one that exists.
 
-Else nearly all of them would be refused for their model alone.
+Otherwise nearly all requests would be refused because of their model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the sim model answers, computed in one place without a mesh: tests compare the mesh with
-this.
+"""Computes the sim model's answers without a mesh, as the reference for tests of a mesh.
 
-Written in plain integers, token by token, and shares only the weights and the draw with the engine.
+It computes with plain integers, token by token, and shares only the weights and the draw with the
+engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def sim_reference(
     params: SimParams | None = None,
     adapter: str = "",
 ) -> tuple[list[int], FinishReason]:
-    """All tokens after `prompt` and why they end. A sampled request needs a seed.
+    """All tokens after `prompt`, and why they end. A sampled request needs a seed.
 
-    `adapter`: the digest of one.
+    `adapter`: the digest of an adapter.
     """
     model = SimModel(params or SimParams())
     weights, gain = model.state_weights.tolist(), model.token_gain.tolist()

@@ -1,4 +1,4 @@
-"""Streaming clients as a user has them, and a strict judgement of how each stream ended."""
+"""Streaming clients, and a strict check of how each stream ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 
 @dataclass(slots=True)
 class StreamOutcome:
-    """What one client saw. Times are seconds on the monotonic clock."""
+    """What one client got. Times are seconds on the monotonic clock."""
 
     prompt: Sequence[int]
     started_at: float
@@ -39,8 +39,9 @@ class StreamOutcome:
         return max(b - a for a, b in itertools.pairwise(marks))
 
     def fault_in_ending(self) -> str:
-        """Empty if it ended as promised: whole text, or exactly one clear error, or a cut
-        connection.
+        """What is wrong with the end of the stream; empty if it ended as promised.
+
+        It must end with the whole text, with exactly one clear error, or with a cut connection.
         """
         endings = [self.is_complete, self.error is not None, self.was_cut]
         if sum(endings) != 1:
@@ -57,7 +58,7 @@ async def stream_completion(
     max_tokens: int,
     **more: object,
 ) -> StreamOutcome:
-    """One streamed /v1/completions request, read to its end, whatever that is."""
+    """Send a streamed /v1/completions request, and read it to its end."""
     outcome = StreamOutcome(prompt=prompt, started_at=time.monotonic())
     body = {
         "model": "default",

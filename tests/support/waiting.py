@@ -1,6 +1,6 @@
-"""Wait for a condition instead of sleeping.
+"""Waits for a condition instead of a sleep.
 
-Patience costs nothing where the condition comes true.
+A long timeout costs nothing if the condition becomes true.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-# Where how long it takes is not the point: on a busy machine a process takes half a minute to
-# start.
+# The timeout if the time itself does not matter: on a busy machine, the start of a process takes
+# half a minute.
 PATIENCE_S: Final = 120.0
 
 
 async def until(
     condition: Callable[[], object] | Callable[[], Awaitable[object]], within_s: float = PATIENCE_S
 ) -> float:
-    """Seconds until `condition()` was true; fails the test after `within_s`."""
+    """Wait until `condition()` is true, and return the seconds. Fails after `within_s`."""
     began = time.monotonic()
     while True:
         result = condition()
@@ -32,7 +32,7 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """The same for a test without an event loop."""
+    """As `until`, for a test without an event loop."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"not true within {within_s} s"

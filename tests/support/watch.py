@@ -1,6 +1,4 @@
-"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and which
-decode excludes which source.
-"""
+"""What an operator sees of a mesh on NATS: errors, ends of requests, and source exclusions."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.support.waiting import until
 
 
 class Watch:
-    """What operators see of a mesh: errors, ends of requests, and the records of instances."""
+    """Collects errors, ends of requests, and the records of instances."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -48,7 +46,7 @@ class Watch:
             await bus.close()
 
     def excluded(self) -> set[tuple[str, str, str]]:
-        """(decode, prefill, fault) of every source exclusion in the registry."""
+        """All source exclusions in the registry, as (decode, prefill, fault)."""
         return {
             (name, held.source.instance_id, held.fault.value)
             for name, record in self._view.records.items()
@@ -59,11 +57,13 @@ class Watch:
         return sum(what in (error.reason, *error.message.split(": ")) for error in self.errors)
 
     async def all_told(self) -> int:
-        """How many requests were asked, once the events of their ends are here."""
+        """The number of requests that were sent, after the events of all their ends have
+        arrived.
+        """
         await until(lambda: len(self.finished) == self.num_asked)
         return self.num_asked
 
     async def pairs_since(self, mark: int, count: int) -> Counter[tuple[str, str]]:
-        """Of the `count` requests after the first `mark`: who prefilled and who decoded."""
+        """The (prefill, decode) pairs of the `count` requests after the first `mark` ones."""
         await until(lambda: len(self.finished) >= mark + count)
         return Counter((e.prefill_id, e.decode_id) for e in self.finished[mark:])

@@ -1,10 +1,10 @@
-"""A network link between two processes that a test can slow down, make long or lossy, cut at a
-given byte, or make lie.
+"""A network link between two processes that a test can slow down, delay, cut or corrupt.
 
-Each process lives in a network namespace of its own with one device, a TUN whose other end is here:
-every IP packet between the two passes through `_relay`, so that no `tc netem` is needed, which many
-kernels lack. A flipped bit gets a correct TCP checksum, so that neither kernel sees it. Needs root
-(CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is missing.
+Each process lives in its own network namespace with one TUN device, whose other end is here. So
+every IP packet between the two passes through `_relay`. This needs no `tc netem`, which many
+kernels lack. A packet with a flipped bit gets a correct TCP checksum, so that no kernel detects it.
+The link needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is
+missing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SENDER_IP, RECEIVER_IP = "10.91.0.1", "10.91.0.2"
 DEVICE = "kv0"  # its name inside each namespace
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 16_000
-_MAX_QUEUED = 512  # packets on their way in one direction; a full queue loses what comes
+_MAX_QUEUED = 512  # packets in flight in one direction; a full queue drops new ones
 _TCP = 6
 
-# A namespace needs a /sys of its own: UCX looks there for devices.
+# A namespace needs its own /sys, because UCX looks there for devices.
 IN_A_NAMESPACE = ("unshare", "-nm", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh")
 
 
 def why_not() -> str:
-    """Why this machine can have no such link; empty if it can."""
+    """Why this machine cannot have such a link; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     if not Path("/dev/net/tun").exists():
@@ -43,9 +43,9 @@ def why_not() -> str:
 
 
 class BadLink:
-    """Perfect until told otherwise.
+    """The link, which has no faults until a test sets some.
 
-    `num_bytes` counts what went from the sender to the receiver, headers included.
+    `num_bytes` counts the bytes from the sender to the receiver, including headers.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class BadLink:
         self.cut_at: int | None = None  # the link falls silent at this byte, in both directions
         self.flip_at: int | None = None  # one bit of a payload is flipped there
         self.bytes_per_s: float | None = None  # each way
-        self.latency_s = 0.0  # each way, beside what `bytes_per_s` takes
+        self.latency_s = 0.0  # each way, in addition to the time from `bytes_per_s`
         self.loss = 0.0  # share of packets, each way
         self.num_flipped = 0
         self.num_lost = 0
         self._random = random.Random(24)
-        self._free_at: dict[int, float] = {}  # by target: when what was sent before has left
+        self._free_at: dict[int, float] = {}  # by target: when all earlier packets have left
         self._on_way: list[tuple[float, int, int, bytes]] = []  # heap: due, number, target, packet
         self._num_packets = 0
         self._fds: dict[str, int] = {}
@@ -99,10 +99,10 @@ class BadLink:
                     self._take(fd, receiver if fd == sender else sender)
                 self._deliver()
             except OSError:
-                return  # a device went away with its namespace
+                return  # the device is gone with its namespace
 
     def _idle_s(self) -> float:
-        """Until the next packet is due."""
+        """The time until the next packet is due."""
         due = self._on_way[0][0] - time.monotonic() if self._on_way else 0.05
         return min(0.05, max(0.0, due))
 
@@ -132,7 +132,7 @@ class BadLink:
                 os.write(target, packet)
 
     def _flip(self, packet: bytearray) -> None:
-        """One bit of the middle of a large segment, and a checksum that says that it is right."""
+        """Flip one bit in the middle of a large segment, and correct the checksum."""
         is_due = self.flip_at is not None and self.num_bytes >= self.flip_at
         if not is_due or packet[9] != _TCP or len(packet) < _MTU // 2:
             return
@@ -155,7 +155,7 @@ def _checksum(data: bytes) -> int:
 
 
 def reset(pid: int) -> None:
-    """Every TCP connection of the process's namespace is reset, as by a middlebox."""
+    """Reset every TCP connection of the process's namespace, as a middlebox would."""
     _run("nsenter", "-t", str(pid), "-n", "ss", "-K", "dst", "10.91.0.0/24")
 
 

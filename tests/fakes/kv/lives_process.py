@@ -1,7 +1,6 @@
-"""A process whose KV transport lives many short lives, as an instance's does that is given role
-after role.
+"""A process that starts and ends many KV transports, as an instance does that changes its role.
 
-Writes each life's address to stdout. Ends with 0 after the last.
+It writes the address of each transport to stdout, and ends with 0 after the last.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import structlog
 from pdmesh.kv.transport.base import KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
 
-_LONGEST_S = 0.03  # about what a peer takes to connect, so that lives end in every part of it
+_LONGEST_S = 0.03  # about the time of a connect, so that transports end at any point of it
 
 
 class _Handler:

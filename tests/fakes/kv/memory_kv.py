@@ -1,6 +1,6 @@
-"""A KvBucket in one process: revisions, markers of what was removed, outages, and being wiped.
+"""A KvBucket in one process, with revisions, removal markers, outages and loss of all data.
 
-Watches are told at once.
+Watches get changes at once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MemoryBucket:
         return watch
 
     def lose(self) -> None:
-        """The server is away."""
+        """Start an outage of the server."""
         self.is_up = False
 
     def come_back(self, *, is_wiped: bool = False) -> None:
-        """Watches do not see it before they `open` again."""
+        """End the outage. Watches get changes again only after they `open` again."""
         self.is_up = True
         for watch in self.watches:
             watch.is_live = False
@@ -92,7 +92,7 @@ class MemoryWatch:
         self._is_open = value
 
     def open(self) -> None:
-        """Everything there is, anew."""
+        """Send all current values again."""
         self._on_reset()
         for entry in list(self._bucket.entries.values()):
             if self._key in (ALL_KEYS, entry.key):

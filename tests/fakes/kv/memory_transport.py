@@ -1,8 +1,8 @@
-"""`KvTransport` between agents of one process: the UCX adapter's promises, without UCX.
+"""A `KvTransport` between agents of one process, with the UCX adapter's promises but without UCX.
 
-Messages and payloads are handed over from the loop, in order per lane. A test may freeze a
-transport (nothing of it is delivered or taken) or cut it off (its connections close), as a signal
-does to a process.
+Messages and payloads are delivered from the event loop, in order within each lane. A test may
+freeze a transport, which then delivers and accepts nothing, or cut it, which closes its
+connections. This is like a signal to a process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _listening: dict[str, MemoryTransport] = {}
 
 
 class MemoryConnection:
-    """One end; `other` is the peer's end."""
+    """One end of a connection; `other` is the peer's end."""
 
     def __init__(self, transport: MemoryTransport, key: int) -> None:
         self.transport = transport
@@ -65,7 +65,7 @@ class MemoryConnection:
             self.other.abort("the peer is gone")
 
     def deliver(self) -> None:
-        """Everything that can be delivered now, messages first."""
+        """Deliver everything that is deliverable now, messages first."""
         while self.messages and not self.is_closed:
             self.transport.handler_of(self).on_message(self, memoryview(self.messages.popleft()))
         if self.is_closed or self.other is None or self.other.is_closed:
@@ -89,7 +89,7 @@ class MemoryConnection:
 class MemoryTransport:
     def __init__(self) -> None:
         self.is_frozen = False
-        self.tamper: Callable[[bytes], bytes] = bytes  # what a bad link does to each message
+        self.tamper: Callable[[bytes], bytes] = bytes  # changes each message, as a bad link would
         self.address = ""
         self._handler: ConnectionHandler | None = None
         self._connections: list[MemoryConnection] = []
@@ -110,7 +110,7 @@ class MemoryTransport:
             peer = None
         await asyncio.sleep(0)
         if peer is None:
-            raise KvTransferFailed("nothing is there", reason="KV_CONNECT_FAILED")
+            raise KvTransferFailed("nothing listens at this address", reason="KV_CONNECT_FAILED")
         mine, theirs = self._add(), peer._add()
         mine.other, theirs.other = theirs, mine
         peer.loop.call_soon(peer.handler_of(theirs).on_connected, theirs)
@@ -129,7 +129,7 @@ class MemoryTransport:
         return len(self._connections)
 
     def cut(self) -> None:
-        """As SIGKILL does to a process: peers see their connections end."""
+        """End all connections, as after SIGKILL."""
         _listening.pop(self.address, None)
         for connection in list(self._connections):
             connection.abort("cut")

@@ -1,4 +1,4 @@
-"""Two KV agents that share a transport kind, with what a test wants to see of them."""
+"""Two KV agents with the same kind of transport, and their state for tests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class KvPair:
     def stage(
         self, layout: KvLayout, ticket_id: str = "t", *, lease_s: float = 30.0, offset: int = 4096
     ) -> ByteArray:
-        """Stage random bytes under the ticket; returns a copy of them."""
+        """Stage random bytes under the ticket, and return a copy of them."""
         r = ArenaRange(offset, layout.total_bytes)
         data = pattern(layout.total_bytes)
         self.sender.staging(r)[:] = data
@@ -80,7 +80,7 @@ async def kv_pair(
     receiver_group: str = "g",
     blocks: BlockSource | None = None,
 ) -> AsyncIterator[KvPair]:
-    """At the end nothing may be left on either side."""
+    """A pair of agents. At its end, neither side may have anything left."""
     sender_events: list[AgentEvent] = []
     receiver_events: list[AgentEvent] = []
     transports = make_transport(), make_transport()

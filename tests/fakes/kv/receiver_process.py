@@ -1,5 +1,4 @@
-"""A decode's KV agent as a process of its own, for tests that kill or freeze it, or put a bad link
-before it.
+"""A decode's KV agent as a separate process, which tests kill, freeze or connect by a bad link.
 
     python -m tests.fakes.kv.receiver_process <num_blocks> <block_bytes> <lease_s> [<host>]
 

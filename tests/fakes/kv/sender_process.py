@@ -1,4 +1,4 @@
-"""A prefill's KV agent as a process of its own, for tests that kill or freeze it.
+"""A prefill's KV agent as a separate process, which tests kill or freeze.
 
     python -m tests.fakes.kv.sender_process \
         <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
@@ -27,7 +27,7 @@ NUM_LAYERS = 4
 
 
 def log_to_stderr() -> None:
-    """Standard output is for what the test reads."""
+    """Log to stderr, because the test reads stdout."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
@@ -37,7 +37,7 @@ def say(line: str) -> None:
 
 
 async def lines_of_stdin() -> AsyncIterator[list[str]]:
-    """Words of each line; the end of stdin is the end of the test."""
+    """The words of each line. The end of stdin means the end of the test."""
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

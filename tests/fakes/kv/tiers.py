@@ -41,7 +41,7 @@ def data_of(name: bytes) -> ByteArray:
 
 
 def fill(pool: HostPool, names: Sequence[bytes]) -> None:
-    """Put the blocks into the pool, as an engine does that computed them."""
+    """Put blocks into the pool, as an engine does after it has computed them."""
     for name in names:
 
         def write(out: ByteArray, name: bytes = name) -> None:
@@ -52,13 +52,14 @@ def fill(pool: HostPool, names: Sequence[bytes]) -> None:
 
 @dataclass
 class FakePeer(PeerPools):
-    """A peer that holds `names`; `delay_s` before its bytes come, `lookup_s` before it is found."""
+    """A peer that holds `names`. A lookup takes `lookup_s`, and its bytes take `delay_s`."""
 
     names: list[bytes]
     delay_s: float = 0.0
     lookup_s: float = 0.0
     num_asked: int = 0
-    has_lost: set[bytes] = field(default_factory=set)  # evicted since it was said to be there
+    # Blocks that it evicted after it reported them.
+    has_lost: set[bytes] = field(default_factory=set)
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
         await asyncio.sleep(self.lookup_s)
@@ -80,7 +81,7 @@ class FakePeer(PeerPools):
 
 
 class SlowStore(FileStore):
-    """Each read takes `read_s` more; each is preceded by `on_read`, each lookup by `on_lookup`."""
+    """Delays each read by `read_s`. Calls `on_read` before reads and `on_lookup` before lookups."""
 
     read_s = 0.0
     on_read: Callable[[], object] = staticmethod(lambda: None)
@@ -105,7 +106,7 @@ class SlowStore(FileStore):
 
 @dataclass
 class Clock:
-    """The monotonic clock, some time ahead."""
+    """The monotonic clock, which a test can move ahead."""
 
     skipped_s: float = 0.0
 
@@ -130,8 +131,8 @@ def rig(
     quota: int = 1 << 30,
     lookup_s: float = 30.0,
 ) -> Rig:
-    """Computing a block is dear here, and lookups may take their time, so that plans load whatever
-    can be had.
+    """Tiers in which computing is expensive and lookups may take long, so plans load all they
+    can.
     """
     pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
     identity = identity_of("model", 0, 1)

@@ -1,6 +1,4 @@
-"""On the PYTHONPATH of a process, this shifts its wall clock by as many seconds as the file
-SKEW_FILE says at that moment.
-"""
+"""On the PYTHONPATH of a process, this shifts its wall clock by the seconds in SKEW_FILE."""
 
 from __future__ import annotations
 

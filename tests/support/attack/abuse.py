@@ -1,5 +1,5 @@
-"""What the abuse suite attacks with, and what it measures: memory and CPU of a process, and how
-long it held its loop.
+"""The attacks of the abuse suite, and its measurements: a process's memory, CPU and loop
+blocking.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEAF_S = 3.0
 ATTACKER = "127.0.0.66"
 MIB = 1 << 20
 INCOMING = 32 * MIB
-FULL = 8 * MIB - 200  # so much of one field still fits a body
+FULL = 8 * MIB - 200  # the largest field that still fits into a body
 
 
 def port_of(mesh: Mesh) -> int:
@@ -45,7 +45,7 @@ def gauge(mesh: Mesh, name: str) -> float:
 
 @asynccontextmanager
 async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
-    """The block is the attack. Fails if the honest client failed, or got nothing meanwhile."""
+    """Run the block as an attack. Fails if the honest client failed or got nothing in this time."""
     async with HonestClient(port_of(mesh)) as honest:
         yield
         report = await honest.stop()
@@ -54,9 +54,10 @@ async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
 
 
 async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[None]]) -> None:
-    """What is bounded is what the attack costs an honest client, and no neighbour's load: so the
-    least disturbed of a few rounds counts, of peace and of attack alike, and both are measured in
-    the same seconds.
+    """Check that an attack at most doubles an honest client's TTFT.
+
+    Other load on the machine must not count. So the least disturbed of a few rounds counts, with
+    the attack and without, and both are measured at the same time.
     """
     calm_s, attacked_s = [], []
     for _ in range(ROUNDS):
@@ -79,7 +80,7 @@ async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[Non
 
 async def ttft_in_peace(mesh: Mesh) -> float:
     async with HonestClient(port_of(mesh)) as honest:
-        await asyncio.sleep(1.0)  # a time to measure over, not a condition
+        await asyncio.sleep(1.0)  # the length of the measurement, not a wait for a condition
         report = await honest.stop()
     assert report.failures == []
     return report.percentile(0.5)
@@ -87,7 +88,7 @@ async def ttft_in_peace(mesh: Mesh) -> float:
 
 @dataclass
 class Ended:
-    """How the server ended a connection."""
+    """How the server closed a connection."""
 
     after_s: float
     answer: bytes
@@ -100,7 +101,7 @@ class Ended:
 async def attack(
     mesh: Mesh, first: bytes, then: bytes = b"", every_s: float = 0.1, port: int = 0
 ) -> Ended:
-    """Send `first` at once and `then` byte by byte, until the server ends it."""
+    """Send `first` at once and `then` byte by byte, until the server closes the connection."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", port or port_of(mesh), local_addr=(ATTACKER, 0), limit=16 * MIB
@@ -114,7 +115,8 @@ async def attack(
     writer.write(first)
     trickling = asyncio.create_task(trickle())
     answer = b""
-    async with asyncio.timeout(PATIENCE_S):  # a connection that nobody ends is the failure
+    # The test fails if the server never closes the connection.
+    async with asyncio.timeout(PATIENCE_S):
         with suppress(ConnectionError):
             while data := await reader.read(65536):
                 answer += data
@@ -132,31 +134,31 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 def honest_body(num_bytes: int) -> bytes:
-    """A conversation of that size at least. One beyond the context is honest, too."""
+    """The body of a conversation of at least this size. It may exceed the context."""
     frame = b'{"model":"default","max_tokens":1,"messages":[{"role":"user","content":"%s"}]}'
     text = b"All of this was said before. " * (num_bytes // 29 + 1)
     return frame % text[: min(max(1, num_bytes - len(frame) + 2), FULL)]
 
 
 async def held_by(mesh: Mesh, request: bytes) -> float:
-    """How long the gateway held its loop at most while it answered this."""
-    gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
+    """The longest time for which the gateway blocked its loop while it answered a request."""
+    gauge(mesh, "pdmesh_process_loop_held")  # reset the gauge
     await attack(mesh, request)
     return gauge(mesh, "pdmesh_process_loop_held")
 
 
 async def longest_honest_hold_s(mesh: Mesh) -> float:
-    """How long the longest request that anybody may send holds the gateway's loop, at most."""
+    """The longest time for which the longest honest request blocks the gateway's loop."""
     request = post(honest_body(FULL), "/v1/chat/completions")
     return max([await held_by(mesh, request) for _ in range(2)])
 
 
 def cpu_s(mesh: Mesh, process: str) -> float:
-    """CPU time that all threads of a process have had."""
+    """The CPU time of all threads of a process."""
     tasks = Path(f"/proc/{mesh.pid(process)}/task").iterdir()
     total_ns = 0
     for task in tasks:
-        with suppress(FileNotFoundError):  # it has ended
+        with suppress(FileNotFoundError):  # the process has ended
             total_ns += int((task / "schedstat").read_text().split()[0])
     return total_ns / 1e9
 
@@ -165,7 +167,7 @@ def cpu_s(mesh: Mesh, process: str) -> float:
 class Flooded:
     num_sent: int
     answer: bytes
-    is_ended: bool  # by the server, before all was sent
+    is_ended: bool  # whether the server closed it before all was sent
 
     @property
     def status(self) -> int:
@@ -181,10 +183,10 @@ async def flood(
     is_deaf: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Flooded:
-    """Send `first`, then `unit` again and again as fast as the server takes it.
+    """Send `first`, then `unit` again and again as fast as the server accepts it.
 
-    The own kernel keeps next to nothing. Deaf: it reads no answer until all is sent, or nothing
-    more is taken for a while.
+    The kernel on this side buffers almost nothing. A deaf client reads no answer until all is sent,
+    or until the server has accepted nothing for a while.
     """
     loop = asyncio.get_running_loop()
     client = socket.socket()
@@ -218,7 +220,7 @@ async def flood(
             await asyncio.wait({sending}, timeout=_DEAF_S)
         listening = asyncio.create_task(listen())
         await asyncio.wait({listening, sending}, timeout=patience_s, return_when="FIRST_COMPLETED")
-        await asyncio.wait({listening}, timeout=1.0)  # what was sent last is answered
+        await asyncio.wait({listening}, timeout=1.0)  # time for the answer to the last bytes
         for task in (listening, sending):
             task.cancel()
         await asyncio.gather(listening, sending, return_exceptions=True)
@@ -228,7 +230,7 @@ async def flood(
 
 
 def http_ports(mesh: Mesh) -> dict[str, tuple[str, int]]:
-    """Every HTTP port of the mesh: its process and number, by name."""
+    """All HTTP ports of the mesh by name, each with its process."""
     found = {"public": ("gateway-0", port_of(mesh))}
     for process in mesh.names:
         if address := mesh.ops_address(process):
@@ -237,9 +239,7 @@ def http_ports(mesh: Mesh) -> dict[str, tuple[str, int]]:
 
 
 def grpc_ports(mesh: Mesh) -> dict[str, int]:
-    """Every gRPC port of the mesh by its process; gRPC's listeners alone are of the newer
-    family.
-    """
+    """All gRPC ports of the mesh by process. Only gRPC's listeners are IPv6 sockets."""
     found = {}
     for process in mesh.names:
         for connection in psutil.Process(mesh.pid(process)).net_connections("tcp6"):
@@ -249,7 +249,7 @@ def grpc_ports(mesh: Mesh) -> dict[str, int]:
 
 
 class MemoryWatch:
-    """The most that processes had resident beyond what they had before, while it watched."""
+    """Measures the largest growth of the processes' resident memory."""
 
     def __init__(self, mesh: Mesh, processes: Iterable[str]) -> None:
         self._mesh = mesh

@@ -1,9 +1,8 @@
-"""An honest client in a process of its own, so that what it measures is the server and not the
-attack beside it.
+"""An honest client in a separate process, so that it measures the server and not the attack.
 
 `python -m tests.support.attack.honest_client HOST PORT SOURCE` asks for a first token every 5 ms
-over one connection from the address SOURCE, and now and then for a second one too, until its
-standard input closes; then it prints one JSON object: seconds until each first token, and failures.
+over one connection from the address SOURCE. Some requests ask for a second token, too. When its
+stdin closes, it prints one JSON object with the seconds until each first token, and the failures.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _PAUSE_S = 0.005
-_ON_EVERY = 10  # requests one goes on to decode: it takes longer, and is no first token
+_ON_EVERY = 10  # one request of this many has a second token; its time is not measured
 
 
 def _body(max_tokens: int) -> str:
@@ -60,7 +59,7 @@ class HonestClient:
         return self
 
     async def stop(self) -> Report:
-        output, _ = await self._process.communicate(b"")  # closes its input
+        output, _ = await self._process.communicate(b"")  # this closes its stdin
         return Report(**json.loads(output))
 
     async def __aexit__(self, *_: object) -> None:
@@ -76,7 +75,7 @@ def main() -> None:
     failures: list[str] = []
     is_started = False
     bodies = itertools.cycle([_body(2), *[_body(1)] * (_ON_EVERY - 1)])
-    # Something is served, however short the time was that it was asked for.
+    # At least one request is served, even in a very short time.
     while not (select.select([sys.stdin], [], [], _PAUSE_S)[0] and (ttft_s or failures)):
         began = time.monotonic()
         try:

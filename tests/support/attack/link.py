@@ -1,5 +1,5 @@
-"""A TCP link from one process to its server that a test can cut or slow down, while everybody
-else's stays as it is.
+"""A TCP link from one process to its server that a test can cut or slow down without effect on
+other processes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _CHUNK = 65_536
 
 
 class Link:
-    """`async with Link(server.url) as link:` and give the process `link.url`.
+    """Use `async with Link(server.url) as link:` and give the process `link.url`.
 
-    Cut, it passes nothing and tells nobody, as a partition does: connections stay open, new ones
-    are taken and get no answer, and what was sent meanwhile arrives late, once it is healed.
-    `delay_s` is added to each chunk, both ways.
+    A cut link is like a partition: it passes no bytes and gives no error. Connections stay open,
+    and new ones are accepted but get no answer. All bytes arrive late, after the link is healed.
+    `delay_s` is added to each chunk in both directions.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a mesh listen on, as the kernel sees it: `ss -ltnup` without `ss`."""
+"""The addresses on which the processes of a mesh listen, from the kernel (as `ss -ltnup`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TCP_LISTEN = "0A"
-_UDP_ANY_PEER = "07"  # unconnected: it takes what comes
+_UDP_ANY_PEER = "07"  # unconnected: it accepts packets from any peer
 
 
 @dataclass(frozen=True, order=True)
@@ -22,7 +22,7 @@ class Listener:
 
 
 def listeners(root_pid: int) -> list[Listener]:
-    """Of a process and all that it started, theirs too."""
+    """The listeners of a process and of all its descendants."""
     by_inode = dict(_sockets())
     pids = (root_pid, *_descendants(root_pid))
     found = {
@@ -53,7 +53,7 @@ def _host(words: str) -> str:
 
 
 def _inodes_of(pid: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):  # gone, or somebody else's
+    with contextlib.suppress(OSError):  # the process is gone, or belongs to another user
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 link = os.readlink(f"/proc/{pid}/fd/{name}")

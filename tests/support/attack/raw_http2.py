@@ -1,4 +1,4 @@
-"""HTTP/2 frames by hand, for what no client library would send."""
+"""HTTP/2 frames built by hand, for input that no client library would send."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def window_update(stream: int, num_bytes: int) -> bytes:
     return frame(WINDOW_UPDATE, struct.pack(">I", num_bytes), stream=stream)
 
 
-# A client that has said hello, and lets the server send what it likes.
+# The beginning of a client's connection, which allows the server to send any amount.
 HELLO: Final = PREFACE + frame(SETTINGS) + window_update(0, 1 << 30)
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """A literal without indexing, both strings as they are."""
+    """A literal header without indexing and without Huffman coding."""
     return b"\x00" + _string(name) + _string(value)
 
 
@@ -41,7 +41,7 @@ def _string(text: bytes) -> bytes:
 
 
 def call(stream: int, path: bytes, *more: bytes, flags: int = END_HEADERS) -> bytes:
-    """The head of a gRPC call. Streams of a client are odd."""
+    """The headers of a gRPC call. The stream numbers of a client are odd."""
     head = b"".join(
         (
             header(b":method", b"POST"), header(b":scheme", b"http"), header(b":path", path),
@@ -53,19 +53,17 @@ def call(stream: int, path: bytes, *more: bytes, flags: int = END_HEADERS) -> by
 
 
 def half_message(num_bytes: int) -> bytes:
-    """The beginning of a message of that size: its length alone."""
+    """The beginning of a message of this size: only its length."""
     return b"\x00" + struct.pack(">I", num_bytes)
 
 
 class Halves:
-    """Calls whose messages are sent but for their end, on one connection, as fast as the server
-    lets them.
-    """
+    """Sends calls with incomplete messages on one connection, as fast as the server allows."""
 
     def __init__(self, path: bytes, num_calls: int, num_bytes: int) -> None:
         self.num_sent = 0
-        self.is_ended = False  # the connection, by the server
-        self.ended: set[int] = set()  # streams that the server ended
+        self.is_ended = False  # whether the server closed the connection
+        self.ended: set[int] = set()  # the streams that the server closed
         self.streams = [2 * i + 1 for i in range(num_calls)]
         self._path, self._num_bytes = path, num_bytes
         self._left = dict.fromkeys(self.streams, num_bytes)
@@ -75,7 +73,7 @@ class Halves:
         self._initial = 65535
 
     async def run(self, port: int, source: str) -> None:
-        """Until the server has ended all of them, or the connection."""
+        """Run until the server has closed all streams or the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
         writer.write(HELLO + b"".join(call(s, self._path) for s in self.streams))
         try:
@@ -111,7 +109,7 @@ class Halves:
             self._left[stream] = left
 
     def _take(self, writer: asyncio.StreamWriter) -> int | None:
-        """One frame of the server's."""
+        """Read one frame from the server."""
         size = 9 + int.from_bytes(self._buffer[:3], "big")
         if len(self._buffer) < max(9, size):
             return None

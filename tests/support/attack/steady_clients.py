@@ -1,4 +1,4 @@
-"""Clients that ask without a pause, and how each of their requests ended."""
+"""Clients that send requests without a pause, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.streams import StreamOutcome, stream_completion
 NUM_CLIENTS: Final = 6
 HANGS_AFTER_S: Final = 60.0
 _LONGEST_PROMPT: Final = 400
-_CALM_S: Final = 0.05  # after a refusal, as a client that backs off
-_SHARED_SHARE: Final = 1 / 3  # of prompts, that begin as another one did
-_PATIENCE_S: Final = 0.3  # on average, of those that give up
+_CALM_S: Final = 0.05  # the pause after a refusal, like a client that backs off
+_SHARED_SHARE: Final = 1 / 3  # the share of prompts that begin like an earlier one
+_PATIENCE_S: Final = 0.3  # the mean time after which impatient clients give up
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. `outcome` None: its client gave up, or it had not ended after HANGS_AFTER_S."""
+    """One request. `outcome` is None if its client gave up, or if it hung for HANGS_AFTER_S."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -31,9 +31,9 @@ class Asked:
 
 
 class Clients:
-    """`async with Clients(...)`: they ask until the block is left, except while they are paused.
+    """With `async with Clients(...)`, clients send requests until the block ends, unless paused.
 
-    `keys`: of their tenants.
+    `keys`: the API keys of their tenants.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Clients:
         self._none_open = asyncio.Event()
         self._asked: list[Asked] = []
         self._tasks: list[asyncio.Task[None]] = []
-        # A connection for each request, so that they spread over the gateways.
+        # Each request has its own connection, so that requests are spread over the gateways.
         self._tenants = [
             httpx.AsyncClient(
                 timeout=HANGS_AFTER_S,
@@ -70,18 +70,18 @@ class Clients:
 
     @property
     def num_asked(self) -> int:
-        """That ended since they were last taken."""
+        """The number of requests that ended since the last `take`."""
         return len(self._asked)
 
     async def pause(self) -> None:
-        """No new requests; returns when the last one has ended."""
+        """Send no new requests, and return when the last one has ended."""
         self._may_ask.clear()
         while self._num_open:
             self._none_open.clear()
             await self._none_open.wait()
 
     def take(self) -> list[Asked]:
-        """Those that ended since they were last taken."""
+        """The requests that ended since the last `take`."""
         asked, self._asked = self._asked, []
         return asked
 

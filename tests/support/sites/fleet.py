@@ -1,5 +1,5 @@
-"""A whole sim mesh for tests: what it should answer, and what must be back to zero after a request
-(I4, I6).
+"""A whole sim mesh for tests: its expected answers, and the counts that must return to zero after
+each request (I4, I6).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.support.waiting import until
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
-# Room for all streams on one instance of each role, so that a fault is what a test sees, not a full
-# house.
+# One instance of each role has room for all streams, so that a test sees only the fault and no
+# rejections.
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
@@ -51,7 +51,7 @@ def two_by_two(service_env: Mapping[str, Mapping[str, str]] | None = None, **env
 
 
 def one_by_one(**env: str) -> MeshSpec:
-    """One prefill and one decode with the product's own times, but for what `env` says."""
+    """One prefill and one decode with the default timeouts, except those in `env`."""
     return MeshSpec(
         engine="sim",
         num_prefill=1,
@@ -65,7 +65,7 @@ def one_by_one(**env: str) -> MeshSpec:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the sim model answers, computed here without a mesh."""
+    """The sim model's answers, computed here without a mesh."""
 
     tokenizer: Tokenizer
     params: SimParams = field(default_factory=SimParams)
@@ -76,9 +76,9 @@ class Reference:
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")), params)
 
     def text(self, prompt: list[int], max_tokens: int) -> str:
-        """Greedy, to `max_tokens`, end-of-text ignored.
+        """The greedy answer with `max_tokens` tokens, in which end-of-text is ignored.
 
-        Half a character at the end is never shown.
+        An incomplete character at the end is never shown.
         """
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         tokens, _ = sim_reference(prompt, sampling, self.params)
@@ -87,9 +87,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Streams:
-    """Streams of prompts that share nothing, of these lengths, each of which must end with its
-    text.
-    """
+    """Streams of prompts with these lengths and no common prefix. Each must get its whole text."""
 
     client: httpx.AsyncClient
     mesh: Mesh
@@ -98,7 +96,9 @@ class Streams:
     lengths: tuple[int, int]
 
     async def longest_gap_s(self, num_streams: int, max_tokens: int) -> float:
-        """The longest silence that one of so many at once has seen, its first token included."""
+        """The longest silence in any of `num_streams` streams at once, including the first
+        token's.
+        """
         prompts = [
             [self.rng.randrange(40, 120) for _ in range(self.rng.randrange(*self.lengths))]
             for _ in range(num_streams)
@@ -117,9 +117,9 @@ class Streams:
 
 
 async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> int:
-    """Start a process again with a failpoint, and wait until all are ready; its pid.
+    """Restart a process with a failpoint, wait until all are ready, and return its pid.
 
-    The one that replaces it, should it die of that, has none, unless the failpoint `stays`.
+    If it dies of the failpoint, its successor has no failpoint, unless `stays` is true.
     """
     process = mesh.supervisor.specs[name]
     setting = f"PDMESH_{process.service.replace('-', '_').upper()}_FAILPOINT"
@@ -127,7 +127,7 @@ async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> 
     await mesh.supervisor.stop(name)
     mesh.supervisor.start(replace(process, env=env))
     if not stays:
-        del env[setting]  # the process has its copy
+        del env[setting]  # the process has already copied it
     await mesh.wait_ready(timeout_s=180)
     return mesh.pid(name)
 
@@ -141,7 +141,7 @@ async def status(address: str) -> GetStatusResponse | None:
 
 
 async def addresses(mesh: Mesh) -> dict[str, str]:
-    """gRPC address of each instance that is registered now."""
+    """The gRPC addresses of all registered instances."""
     bus = await NatsBus.connect(mesh.nats_url, "chaos-test")
     try:
         view = await NatsRegistry(bus, 3.0).watch()
@@ -154,7 +154,7 @@ async def addresses(mesh: Mesh) -> dict[str, str]:
 
 
 async def held(mesh: Mesh) -> dict[str, str]:
-    """What any instance still holds for a request: empty when all is given back."""
+    """What the instances still hold for requests; empty when everything is freed."""
     found: dict[str, str] = {}
     known = await addresses(mesh)
     for name in (n for n in INSTANCES if n in mesh.names):
@@ -176,7 +176,7 @@ async def held(mesh: Mesh) -> dict[str, str]:
 
 
 async def until_nothing_held(mesh: Mesh, within_s: float) -> None:
-    """Fails with what is held still."""
+    """Wait until the instances hold nothing. Fails with what they still hold."""
     last: dict[str, str] = {}
 
     async def is_free() -> bool:
@@ -194,7 +194,7 @@ _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[
 
 
 def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) -> float:
-    """A counter's sum over processes and labels."""
+    """The sum of a counter over processes and labels."""
     return sum(
         value
         for process in processes
@@ -204,7 +204,7 @@ def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) ->
 
 
 def samples(mesh: Mesh, process: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """What `process` shows on /metrics."""
+    """The samples on the /metrics page of `process`."""
     url = f"http://{mesh.ops_address(process)}/metrics"
     with urllib.request.urlopen(url, timeout=60) as response:
         for line in response.read().decode().splitlines():

@@ -1,4 +1,4 @@
-"""A mesh of blank instances, and clients that ask it without end."""
+"""A mesh of blank instances, and clients that send requests all the time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> Mesh
 
 @contextlib.asynccontextmanager
 async def asking(url: str) -> AsyncIterator[list[StreamOutcome]]:
-    """Clients that ask one after the other until the block is left; their outcomes."""
+    """Send requests one after another until the block ends, and collect their outcomes."""
     outcomes: list[StreamOutcome] = []
     is_over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Instance processes beside a real NATS, and the registry as others see it."""
+"""Instance processes with a real NATS server, and a view of the registry."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.support.sites import servers
 from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
-LEASE_S = 4.0  # a machine that stands still for a second or two ends no lease
+LEASE_S = 4.0  # longer than a busy machine may stall
 
 
 @dataclass
 class Process:
-    """One service process; `address` and `settings` as its record says."""
+    """One service process, with `address` and `settings` from its record."""
 
     child: asyncio.subprocess.Process
     log_file: Path
@@ -62,7 +62,7 @@ class Process:
 
 @dataclass
 class Site:
-    """A NATS and the registry as others see it."""
+    """A NATS server and a view of the registry."""
 
     nats_url: str
     bus: NatsBus
@@ -118,7 +118,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def instance_site(directory: Path) -> AsyncIterator[Site]:
-    """What was started is killed at the end."""
+    """A site whose processes are killed at its end."""
     server = servers.nats(directory)
     await server.start()
     bus = await NatsBus.connect(server.url, "test")

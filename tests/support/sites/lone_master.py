@@ -1,4 +1,4 @@
-"""A master that only assigns: what the group controllers write, written by a test."""
+"""A master that only assigns: a test writes what the group controller would write."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ OPTIONS = {"sim_law": "zero", "num_slots": "4"}
 
 @dataclass
 class Master:
-    """Writes assignments, and waits for the records to follow.
-
-    One stage at a time, as the real one does.
+    """Writes assignments one stage at a time, as the real master does, and waits for the
+    records.
     """
 
     view: RegistryView
@@ -48,7 +47,8 @@ class Master:
     epoch: int = 1
     options: Mapping[str, str] = field(default_factory=lambda: OPTIONS)
     wait_s: float = 30.0
-    manifests: Mapping[str, Path] = field(default_factory=dict)  # by role
+    # The manifests of artefacts, by role.
+    manifests: Mapping[str, Path] = field(default_factory=dict)
     given: dict[str, Assignment] = field(default_factory=dict)
 
     def record(self, name: str) -> InstanceRecord:
@@ -59,7 +59,7 @@ class Master:
         return self.record(name)
 
     async def assign(self, name: str, role: Role.ValueType, **changes: object) -> Assignment:
-        """Begin with STAGE_LOAD, for the incarnation that is there now."""
+        """Assign a role at STAGE_LOAD to the current incarnation."""
         values: dict[str, object] = {
             "instance_id": name,
             "incarnation": self.record(name).incarnation,
@@ -95,7 +95,10 @@ class Master:
         return Peer(instance_id=name, role=record.role, **(values | changes))  # type: ignore[arg-type]
 
     async def set_up(self, prefill: str, decode: str) -> None:
-        """A group of one pair, to READY: the prefill, its entrance, last (S19)."""
+        """Bring a group of one pair to READY.
+
+        The prefill, where requests enter, comes last (S19).
+        """
         await self.assign(prefill, ROLE_PREFILL)
         await self.assign(decode, ROLE_DECODE)
         for name in (prefill, decode):
@@ -108,13 +111,13 @@ class Master:
             await self.until(name, INSTANCE_PHASE_READY)
 
     async def erase(self, name: str) -> None:
-        """Drain to the end, then blank: until the next incarnation is there."""
+        """Drain an instance, make it blank, and wait for the next incarnation."""
         await self.stage(name, STAGE_DRAIN)
         await self.until(name, INSTANCE_PHASE_DRAINED)
         await self.begin_anew(name)
 
     async def begin_anew(self, name: str) -> None:
-        """Erased without being drained: until the next incarnation is there."""
+        """Make an instance blank without a drain, and wait for the next incarnation."""
         before = self.record(name).incarnation
         await self.stage(name, STAGE_BLANK)
         await until(lambda: self.record(name).incarnation not in (0, before), self.wait_s)
@@ -128,6 +131,6 @@ async def blank(site: Site, name: str, **env: str) -> Process:
 
 
 def again(site: Site, process: Process) -> Process:
-    """The process as its record says now."""
+    """The process with the address of its current record."""
     record = site.view.records[process.record.instance_id]
     return site.process(process.child, process.log_file, record)

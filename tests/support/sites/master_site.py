@@ -1,4 +1,4 @@
-"""One master's control of groups over a registry in memory."""
+"""A master's control of groups with a registry in memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHAT = "scenarios:\n  default: {allow_single: true}\ngroups:\n  chat: {prefill: 
 
 
 class Site:
-    """One master's group loop and admin service over a registry in memory. It leads in epoch 1."""
+    """A master's reconciler and admin service with a registry in memory. It leads in epoch 1."""
 
     def __init__(self) -> None:
         self.registry, self.given = MemoryStore(), MemoryAssignmentStore()
@@ -55,7 +55,7 @@ class Site:
         self._views: list[ClusterView] = []
 
     async def start(self) -> None:
-        """A new process: it knows what the registry says."""
+        """Start a new process, which knows only what is in the registry."""
         board: Board[OutOfService] = Board(self.out_of_service_bucket, OutOfService)  # type: ignore[arg-type]  # a fake
         view = MemoryView(self.registry)
         self.out_of_service = OutOfServiceBook(board, self.fleet, lambda: self.leadership)

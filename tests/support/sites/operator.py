@@ -1,6 +1,4 @@
-"""An operator of a mesh: asks the leading master, and remembers every step of a group or an upgrade
-that was told.
-"""
+"""An operator, who calls the leading master and records all steps of groups and upgrades."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ CHANGE_S = 60.0  # on a slow and busy machine
 
 
 class Operator:
-    """`within_s`: for so long it looks for a master that leads.
+    """`within_s`: how long to look for a leading master.
 
-    Its calls raise what `call_leader` raises.
-
-    `mesh_token`: of that mesh; None: the one that this process uses.
+    Calls raise the errors of `call_leader`. `mesh_token` is that of the mesh; None means the token
+    of this process.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class Operator:
         )
 
     async def members(self, role: int) -> list[str]:
-        """That are ready."""
+        """The members with this role that are ready."""
         states = await self.groups()
         return [
             m.instance_id
@@ -103,7 +100,7 @@ class Operator:
         ]
 
     async def until_serving(self, num_prefill: int, num_decode: int) -> None:
-        """One group, of so many."""
+        """Wait until one group serves with these numbers of instances."""
 
         async def is_serving() -> bool:
             states = await self.groups()

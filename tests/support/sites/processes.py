@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """Whether a process is alive; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Real NATS and Valkey that a test may kill, pause and start again on the same address."""
+"""Real NATS and Valkey servers that a test can kill, pause and restart on the same address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 class TestServer:
     """One server process.
 
-    `start` after `kill` brings it back on the same address with the same directory.
+    `start` after `kill` restarts it with the same address and directory.
     """
 
     __test__ = False
@@ -52,7 +52,7 @@ class TestServer:
         self._process.send_signal(signal.SIGCONT)
 
     def wipe(self) -> None:
-        """Lose all state; call it while killed."""
+        """Delete all state. Call this while the server is killed."""
         shutil.rmtree(self.directory)
 
     def close(self) -> None:
