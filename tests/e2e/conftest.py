@@ -88,9 +88,11 @@ def plain_vllm(
     command = [sys.executable, "-m", "tests.e2e.plain_vllm", *map(str, arguments)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-    yield Plain(process, folder)
-    process.kill()
-    process.wait()
+    try:
+        yield Plain(process, folder)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

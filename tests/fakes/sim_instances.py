@@ -195,6 +195,7 @@ class TestSession:
         self._writing = asyncio.Lock()
         self.legs: dict[int, LegLog] = {}
         self.loads: list[pb.Load] = []
+        self.num_signs = 0  # of work, as last told
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
         self.reads = asyncio.Event()  # if cleared, nothing is read
@@ -251,6 +252,8 @@ class TestSession:
             self._tell(self.legs[event.key], kind, getattr(event, kind))
         if response.HasField("load"):
             self.loads.append(response.load)
+        if response.HasField("progress"):
+            self.num_signs = response.progress.num_signs
 
     @staticmethod
     def _tell(leg: LegLog, kind: str, value: Any) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.engine.adapters import adapter_host, files
+from pdmesh.engine.adapters.files import read_adapter
 from pdmesh.engine.base import Sampling
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
@@ -122,6 +127,40 @@ async def test_more_adapters_than_slots_wait_outside_and_take_turns(tmp_path: Pa
             first = again.last("first_token")
             assert [first.token_id, *again.tokens] == expected(prompt_of(71), b, fusion)
             assert fusion.host.loaded_adapters == (b.digest,)
+        await fusion.until_idle()
+
+
+@pytest.mark.req("S33")
+async def test_an_adapter_that_comes_slowly_shows_work_with_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a gateway does not take the leg that waits for it for lost; a store that hangs shows
+    none.
+    """
+    a = adapter_in(tmp_path, "a", 1)
+    may_read = threading.Semaphore(0)
+
+    def read_slowly(folder: Path, copy: Path, on_piece: Callable[[], None]) -> AdapterFacts:
+        def read() -> None:
+            assert may_read.acquire(timeout=60)
+            on_piece()
+
+        return read_adapter(folder, copy, read)
+
+    monkeypatch.setattr(adapter_host, "read_adapter", read_slowly)
+    monkeypatch.setattr(files, "_PIECE", 200)
+    async with sim_instance("fusion-0", FUSION, MemoryTransport, max_adapters=1) as fusion:
+        async with TestSession(fusion) as session:
+            leg = await session.prefill(prompt_of(70), SAMPLING, is_local=True, **of(a))
+            await leg.until("accepted")
+            for num_pieces in range(1, 3):
+                before = session.num_signs
+                may_read.release()
+                await until(lambda before=before: session.num_signs > before)
+                assert fusion.engine.stats().num_signs == num_pieces
+                assert not leg.has("first_token")
+            may_read.release(100)
+            await leg.until("finished")
         await fusion.until_idle()
 
 

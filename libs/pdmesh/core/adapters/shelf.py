@@ -1,12 +1,14 @@
-"""Which adapters an engine holds: loaded on first use, unloaded for another one or when removed.
+"""Decides which adapters an engine holds.
 
-An engine has few slots. An adapter in a slot stays while any leg uses it; the one that was used
-least recently makes room for another, once the files of that one are here and verified. One thing
-changes at a time. A leg whose adapter finds no room waits: admission lets in no more adapters than
-there are slots, so it waits only for legs that have just been aborted.
+An adapter is loaded on its first use. It is unloaded when another one needs its slot, or when it is
+removed. An engine has few slots. An adapter stays in its slot while any leg uses it, and the least
+recently used one makes room for another. Before that, the files of the other are copied and
+verified. Only one thing changes at a time. A leg waits if there is no room for its adapter.
+Admission accepts no more adapters than there are slots, so such a leg waits only for legs that have
+just been aborted.
 
-What cannot be loaded is not tried again for `FAILED_S`: its files may be large, and a client may
-ask for it as often as it likes.
+An adapter that could not be loaded is not tried again for `FAILED_S`. Its files may be large, and a
+client may ask for it as often as it likes.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ _MAX_FAILED: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class FetchFiles:
-    """Copy and verify its files. Answered by `was_fetched` or `failed`."""
+    """Copy and verify the files of an adapter; `was_fetched` or `failed` follows."""
 
     adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Put what was fetched into a slot. Answered by `was_loaded` or `failed`."""
+    """Load a fetched adapter into a slot; `was_loaded` or `failed` follows."""
 
     adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Answered by `was_unloaded`."""
+    """Unload an adapter; `was_unloaded` follows."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """No leg wants the files that were fetched any more. Answered by `was_discarded`."""
+    """Drop fetched files that no leg needs any more; `was_discarded` follows."""
 
     digest: str
 
@@ -72,13 +74,14 @@ Effect = Move | Ready | CannotUse
 @dataclass(slots=True)
 class AdapterShelf:
     num_slots: int
-    _legs: dict[int, Adapter] = field(default_factory=dict)  # those that wait, too
+    _legs: dict[int, Adapter] = field(default_factory=dict)  # including legs that wait
     _waiting: dict[int, None] = field(default_factory=dict)  # in order of arrival
-    _loaded: OrderedDict[str, None] = field(default_factory=OrderedDict)  # last used, last
-    _fetched: Adapter | None = None  # waits for a slot
-    _move: Move | None = None  # is under way
-    _kept: frozenset[str] | None = None  # what is registered; None: not known yet
-    # Why, and until when it is believed; the oldest first.
+    # The most recently used is last.
+    _loaded: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _fetched: Adapter | None = None  # the adapter that waits for a slot
+    _move: Move | None = None  # the change that is under way
+    _kept: frozenset[str] | None = None  # the registered adapters; None: not known yet
+    # The cause of each failure, and when it is forgotten; the oldest is first.
     _failed: OrderedDict[tuple[str, str], tuple[str, float]] = field(default_factory=OrderedDict)
 
     @property
@@ -91,7 +94,7 @@ class AdapterShelf:
         return len(self._waiting)
 
     def wanted(self, leg: int, adapter: Adapter, now: float) -> list[Effect]:
-        """A leg needs an adapter; answered by Ready or CannotUse, perhaps later."""
+        """A leg needs an adapter. Ready or CannotUse follows, now or later."""
         assert leg not in self._legs
         why, until = self._failed.get(_content(adapter), ("", 0.0))
         if now < until and adapter.digest not in self._loaded:
@@ -113,7 +116,7 @@ class AdapterShelf:
         return self._advance()
 
     def was_found_good(self, digest: str) -> None:
-        """An operator had it looked at: a failure from before says nothing any more."""
+        """An adapter passed an operator's inspection, so its earlier failures are forgotten."""
         for content in [content for content in self._failed if content[0] == digest]:
             del self._failed[content]
 
@@ -128,7 +131,7 @@ class AdapterShelf:
         return self._advance()
 
     def failed(self, adapter: Adapter, why: str, now: float) -> list[Effect]:
-        """It could not be fetched or loaded: the legs that wait for it are told."""
+        """An adapter could not be fetched or loaded, so the legs that wait for it cannot use it."""
         assert self._move in (FetchFiles(adapter), Load(adapter))
         self._move = None
         self._failed.pop(_content(adapter), None)
@@ -196,5 +199,5 @@ class AdapterShelf:
 
 
 def _content(adapter: Adapter) -> tuple[str, str]:
-    """What decides whether it can be loaded: the same files may be broken elsewhere alone."""
+    """What identifies a failure: the same content may be readable in another folder."""
     return adapter.digest, adapter.path

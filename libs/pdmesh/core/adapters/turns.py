@@ -1,12 +1,12 @@
-"""Who gets a slot when more adapters are asked for than an engine has slots.
+"""Decides which adapter gets a slot when more adapters are asked for than an engine has slots.
 
-A slot stays with its adapter while legs use it. Adapters with many requests would never let go, so
-an adapter that is refused a slot waits for its turn, in order of arrival. The adapters that have
-had their slots longest take no new legs then, as many as there are others that wait: their slots
-are free when their legs have ended, and they wait for their next turn behind the others.
+A slot stays with its adapter while legs use it. An adapter with many requests would never lose its
+slot. So an adapter that is refused a slot waits for its turn, in order of arrival. For each adapter
+that waits, the one that has had its slot longest takes no new legs. Its slot is free when its legs
+have ended. It then waits for its next turn behind the others.
 
-Nobody says that he has given up. So a turn is kept only for an adapter that is asked for again
-within `CLAIM_S`; gateways ask again after a second at most.
+A client that gives up does not say so. A turn is therefore kept only while the adapter is asked for
+again within `CLAIM_S`. Gateways ask again after 2 s at most.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-CLAIM_S: Final = 3.0
-TURN_S: Final = 1.0  # a slot is its adapter's for so long at least, for to load one takes time
+CLAIM_S: Final = 5.0
+TURN_S: Final = 1.0  # an adapter keeps its slot for at least this long, because loading takes time
 _MAX_CLAIMS: Final = 64
 
 
@@ -36,9 +36,9 @@ class AdapterTurns:
         return self._legs
 
     def why_not(self, adapter: str, now: float) -> str:
-        """Why a leg must wait that computes with the adapter; empty if it need not.
+        """Why a leg of the adapter must wait; empty if it may begin.
 
-        An adapter that must wait has a turn from now on.
+        An adapter that must wait gets a place in the order.
         """
         if not adapter:
             return ""
@@ -52,7 +52,7 @@ class AdapterTurns:
         return why
 
     def taken(self, adapter: str, now: float) -> None:
-        """A leg computes with the adapter: `why_not` said nothing."""
+        """A leg of the adapter begins. `why_not` has returned nothing."""
         if not adapter:
             return
         self._legs[adapter] += 1
@@ -73,7 +73,7 @@ class AdapterTurns:
         return adapter in first or (adapter not in waiting and len(waiting) < num_free)
 
     def _yielding(self, now: float) -> list[str]:
-        """Those that take no new legs: each that waits is to have a slot."""
+        """The adapters that take no new legs: one for each that waits without a free slot."""
         num_free = self.num_slots - len(self._legs)
         num_waiting = sum(claimed not in self._legs for claimed in self._claims)
         had_turn = (adapter for adapter, since in self._since.items() if now >= since + TURN_S)

@@ -157,7 +157,7 @@ class Admission:
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
         """Reserve all that the leg needs, or say why not and when to ask again.
 
-        A refusal changes nothing, but for the turn of an adapter without a slot.
+        A refusal changes only the turn of an adapter without a slot.
         """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
