@@ -1,10 +1,10 @@
-"""The control plane is cut off, frozen, killed or wiped while requests come and streams run; no
-client notices.
+"""Faults of the control plane while requests and streams run: no client notices them.
 
-Two prefills and two decodes on the sim engine, two masters, and a link for each process that is to
-be cut off. Steady requests and long streams go on through every fault; each ends with exactly the
-text of one sim model. One mesh takes all blows: what one fault leaves behind, the next test finds.
-The bounds are what each fault may cost, and SLACK_S for a loaded two-core machine.
+There are two prefills and two decodes on the sim engine, two masters, and a link for each process
+that is cut off. Requests and long streams continue through every fault, and each must get the exact
+text of one sim model. All tests share one mesh, so each test also finds what earlier faults left
+behind. The bounds are the costs that each fault may have, plus SLACK_S for a loaded two-core
+machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(240),
-    # nats-py leaves the socket of a server that went away to the collector.
+    # After an outage of the server, nats-py leaves its socket to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
 ]
 
@@ -68,7 +68,7 @@ class World:
     reference: fleet.Reference
 
     def leader(self) -> str:
-        """By the registry; empty while none says so."""
+        """The leader in the registry; empty while there is none."""
         records = self.view.records
         return next((m for m in MASTERS if m in records and records[m].is_leader), "")
 
@@ -111,10 +111,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 class Traffic:
-    """Four long streams, and a short request after the other, for as long as the block runs.
+    """Four long streams, and short requests one after another, while the block runs.
 
-    At its end all must have the reference's text; `longest_gap_s` says how long any client waited
-    for anything.
+    At the end, all must have the reference's text. `longest_gap_s` is the longest wait of any
+    client.
     """
 
     def __init__(self, world: World) -> None:
@@ -126,7 +126,7 @@ class Traffic:
         self._client = httpx.AsyncClient(timeout=60)
         self._streams = [asyncio.create_task(self._ask(i, STREAM_TOKENS)) for i in range(4)]
         self._steady = [asyncio.create_task(self._ask_often(10 * i)) for i in range(2)]
-        await until(lambda: len(self.outcomes) >= 4)  # the steady ones are answered
+        await until(lambda: len(self.outcomes) >= 4)  # the short requests are being answered
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
@@ -145,7 +145,7 @@ class Traffic:
         return max(o.longest_gap_s for o in self.outcomes)
 
     def stop(self) -> None:
-        """No new requests; what runs goes on."""
+        """Send no new requests. Running ones continue."""
         self._stopping.set()
 
     async def _ask(self, number: int, max_tokens: int) -> StreamOutcome:
@@ -165,7 +165,7 @@ class Traffic:
 
 
 async def ask(address: str) -> int:
-    """The epoch under which this master plans. Raises MeshError, NotLeader if it stands by."""
+    """The epoch in which this master plans. Raises MeshError, or NotLeader for a standby."""
     async with rpc.channel(address) as channel:
         return await ask_over(channel)
 
@@ -180,14 +180,14 @@ async def ask_over(channel: grpc.aio.Channel) -> int:
 
 
 async def plans(address: str) -> int:
-    """Its epoch, 0 if it does not plan."""
+    """The master's epoch; 0 if it does not plan."""
     with contextlib.suppress(MeshError):
         return await ask(address)
     return 0
 
 
 async def settled(world: World) -> str:
-    """The leader, once everybody is there and the master that says so leads."""
+    """The leader, after all processes are registered and the leader plans."""
     await world.mesh.wait_ready(timeout_s=30)
     everybody = {*MASTERS, *fleet.INSTANCES}
     await until(lambda: everybody <= set(world.view.records), within_s=15)
@@ -233,16 +233,16 @@ async def test_a_master_cut_off_from_nats_fences_itself_before_the_standby_leads
     assert traffic.longest_gap_s < 1.0 + SLACK_S
     world.links[leader].heal()
     await until(lambda: leader in world.view.records, within_s=10)
-    assert await settled(world) == standby, "who was cut off comes back as standby"
+    assert await settled(world) == standby, "the master that was cut off comes back as standby"
 
 
 @pytest.mark.fault("F13")
 @pytest.mark.req("S79")
-async def test_a_master_that_wakes_up_after_its_lease_plans_nothing(world: World) -> None:
+async def test_a_master_that_wakes_up_after_its_lease_makes_no_plan(world: World) -> None:
     leader = await settled(world)
     old, new = world.address(leader), world.address(other(leader))
     epoch = await ask(old)
-    # Without keepalive: the question stays in the socket of the frozen process.
+    # Without keepalive, because the request waits in the socket of the frozen process.
     async with (
         TokenChannel(grpc.aio.insecure_channel(old), world.mesh.token) as channel,
         Traffic(world) as traffic,
@@ -266,7 +266,7 @@ async def test_a_master_that_wakes_up_after_its_lease_plans_nothing(world: World
 
 @pytest.mark.fault("F11")
 @pytest.mark.req("S71", "S79")
-async def test_a_killed_master_is_followed_by_the_standby_without_a_lost_request(
+async def test_the_standby_takes_over_from_a_killed_master_without_a_lost_request(
     world: World,
 ) -> None:
     leader = await settled(world)
@@ -294,7 +294,7 @@ def planned_by_master(world: World) -> float:
 
 
 async def health_of(world: World, instance_id: str) -> int | None:
-    """As the leader sees it; None if it is in no group, 0 if nobody leads."""
+    """An instance's health in the leader's view; None if it is in no group, 0 without a leader."""
     leader = world.leader()
     if not leader:
         return 0
@@ -307,7 +307,7 @@ async def health_of(world: World, instance_id: str) -> int | None:
 
 @pytest.mark.fault("F19")
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-async def test_a_worker_cut_off_from_nats_leaves_the_plans_and_keeps_its_streams(
+async def test_an_instance_cut_off_from_nats_gets_no_plans_but_keeps_its_streams(
     world: World, name: str
 ) -> None:
     await settled(world)
@@ -334,12 +334,12 @@ async def test_a_worker_cut_off_from_nats_leaves_the_plans_and_keeps_its_streams
 @pytest.mark.fault("F16")
 @pytest.mark.parametrize("how", ["slow", "frozen"])
 async def test_no_request_waits_for_a_slow_or_frozen_redis(world: World, how: str) -> None:
-    """Slow by 200 ms each way. Nobody asks it on a request's way; the index goes on in memory."""
+    """Redis is slow by 200 ms each way. No request needs it, and the index continues in memory."""
     await settled(world)
     link = world.links["kv-cache-index"]
     async with Traffic(world) as calm:
         await asyncio.sleep(1.0)
-    lag(world, "kv-cache-index")  # forget what was before
+    lag(world, "kv-cache-index")  # reset the gauge
     async with Traffic(world) as traffic:
         if how == "slow":
             link.delay_s = 0.2
@@ -374,11 +374,12 @@ def is_store_up(world: World) -> bool:
 
 
 @pytest.mark.fault("F17")
-async def test_a_redis_without_memory_costs_no_request_and_no_queue(world: World) -> None:
+async def test_a_redis_without_memory_fails_no_request_and_fills_no_queue(world: World) -> None:
     await settled(world)
     redis = Redis.from_url(world.valkey.url)
     await redis.config_set("maxmemory-policy", "noeviction")
-    await redis.config_set("maxmemory", "100kb")  # less than it needs for itself: every write fails
+    # Less than Redis needs for itself, so every write fails.
+    await redis.config_set("maxmemory", "100kb")
     try:
         async with Traffic(world) as traffic:
             await until(lambda: not is_store_up(world), within_s=10.0)
@@ -392,7 +393,7 @@ async def test_a_redis_without_memory_costs_no_request_and_no_queue(world: World
 
 
 @pytest.mark.fault("F21")
-async def test_a_wiped_jetstream_store_is_filled_again_and_no_process_restarts(
+async def test_a_wiped_jetstream_store_is_filled_again_without_a_restart(
     world: World,
 ) -> None:
     await settled(world)
@@ -417,18 +418,18 @@ async def test_a_wiped_jetstream_store_is_filled_again_and_no_process_restarts(
 
 
 @pytest.mark.fault("F12", "F18")
-async def test_without_nats_gateways_serve_from_the_last_view_for_so_long_then_refuse(
+async def test_without_nats_gateways_serve_from_their_last_view_until_it_is_too_old(
     world: World,
 ) -> None:
-    """The masters fence themselves: the gateway ranks alone, until its view is older than STALE_S;
-    then 503, and back.
+    """The masters fence themselves, so the gateway ranks by itself. When its view is older than
+    STALE_S, it answers 503, until NATS is back.
     """
     await settled(world)
     try:
         async with Traffic(world) as traffic:
             world.nats.pause()
             await asyncio.sleep(STALE_S - 3.0)
-            traffic.stop()  # the long streams go on over gRPC
+            traffic.stop()  # the long streams continue over gRPC
         assert traffic.longest_gap_s < 1.0 + SLACK_S
         async with httpx.AsyncClient(timeout=20) as client:
 

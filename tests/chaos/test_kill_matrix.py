@@ -1,10 +1,10 @@
-"""Any one process dies, is asked to stop, or freezes while 32 streams run; every stream still ends
-well.
+"""Any one process dies, is asked to stop, or freezes while 32 streams run, and every stream still
+ends well.
 
-Two prefills and two decodes on the sim engine. Every stream must end with exactly the text a single
-sim model gives, or with one clear error (only where the process that held the client's connection
-was hit); nothing may leak, and a new request works within 5 s of the restart. The bounds measured
-here are written to `docs/kill-matrix.md` by `make kill-matrix`.
+There are two prefills and two decodes on the sim engine. Every stream must get the exact text of a
+single sim model. Only if its own gateway was hit may it end with one clear error. Nothing may leak,
+and a new request works within 5 s of the restart. `make kill-matrix` writes the measured bounds to
+`docs/kill-matrix.md`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ KILL, TERM, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP
 class Case:
     victim: str
     signal: signal.Signals
-    gap_s: float  # longest silence any client may see
-    may_fail: bool = False  # streams may end by a cut connection or one error
+    gap_s: float  # the longest silence that any client may have
+    may_fail: bool = False  # streams may end with a cut connection or one error
 
     def __str__(self) -> str:
         return f"{self.victim}-{self.signal.name}"
 
 
-# What we promise (docs/kill-matrix.md has what was measured); a loaded two-core machine adds up to
-# a second to each, hence SLACK_S.
+# The promised bounds; docs/kill-matrix.md has the measured values. A loaded two-core machine adds
+# up
+# to a second to each, hence SLACK_S.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),
@@ -85,13 +86,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> fleet.Reference:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    """One mesh takes all the blows: what one fault leaves behind, the next case finds."""
+    """All cases share one mesh, so each case also finds what earlier faults left behind."""
     async with Mesh(fleet.two_by_two(), tmp_path_factory.mktemp("mesh"), report=print) as running:
         yield running
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """Of varied length, some on block boundaries; printable tokens of the sim vocabulary."""
+    """Prompts of printable sim tokens, with different lengths, some of them on block boundaries."""
     rng = random.Random(seed)
     lengths = [rng.choice((1, 17, 63, 64, 65, 127, 128, 129, 300)) for _ in range(NUM_STREAMS)]
     return [[rng.randrange(40, 120) for _ in range(n)] for n in lengths]
@@ -108,7 +109,7 @@ class Measured:
     num_cut: int
     longest_gap_s: float
     gap_bound_s: float
-    next_request_s: float  # until a new request worked, from the moment the victim was back
+    next_request_s: float  # from the victim's return until a new request worked
     freed_s: float  # until nothing was held for any request
 
 
@@ -132,7 +133,7 @@ async def test_every_stream_ends_well_when_one_process_is_hit(
         ]
         await asyncio.sleep(
             1.2
-        )  # a third of them decode, others prefill, are handed over, or come later
+        )  # a third of the streams decode; others prefill, are handed over, or come later
         await _hit(mesh, case, victim_pid)
         outcomes = await asyncio.wait_for(asyncio.gather(*streams), timeout=60)
         next_request_s = await _until_new_request_works(client, mesh, case, reference)
@@ -153,7 +154,7 @@ async def _hit(mesh: Mesh, case: Case, pid: int) -> None:
     mesh.kill(case.victim, case.signal)
     if case.signal is STOP:
         await asyncio.sleep(FROZEN_S)
-        with contextlib.suppress(ProcessLookupError):  # it may have been replaced meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it may have been replaced in the meantime
             os.kill(pid, signal.SIGCONT)
 
 
@@ -191,7 +192,7 @@ def _measure(
 
 
 def _record(measured: Measured) -> None:
-    """For the table of measured bounds; only where the make target asks for it."""
+    """Record a row of the table of measured bounds, if the make target asks for it."""
     if directory := os.environ.get("KILL_MATRIX_DIR"):
         path = Path(directory) / f"{measured.victim}-{measured.signal}.json"
         path.write_text(json.dumps(asdict(measured)))

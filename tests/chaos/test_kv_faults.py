@@ -1,10 +1,10 @@
-"""A prefill or a decode dies, or freezes, at a chosen moment of a KV hand-over; every client still
-gets its text, within the fault's bound.
+"""A prefill or decode dies or freezes at a chosen moment of a KV hand-over, and every client still
+gets its text within the fault's bound.
 
-Two prefills and two decodes on the sim engine, with KV heavy enough to travel in several ranges.
-One mesh for each way of handing KV over takes its cases one after the other: a round of streams in
-peace, then one prefill or decode starts again with a failpoint armed, and rounds of the same
-streams go on until it is met.
+There are two prefills and two decodes on the sim engine, with KV large enough for several ranges.
+Each mode of the hand-over has one mesh for all its cases. A case begins with a round of streams
+without a fault. Then one prefill or decode is restarted with a failpoint, and rounds of the same
+streams run until the failpoint is hit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS = 8, 12
-MAX_ROUNDS = 5  # until a failpoint is met: few requests of a round may go that way
+MAX_ROUNDS = 5  # until a failpoint is hit: few requests of a round may take that path
 QUIESCE_S = 14.0  # ticket lease 10 s, registry lease 3 s, and a little
 PARAMS = SimParams(num_layers=8, token_bytes=512)
 KV = {"PDMESH_SIM_NUM_LAYERS": "8", "PDMESH_SIM_TOKEN_BYTES": "512"}
@@ -47,19 +47,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Case:
-    """`bound_s`: what the fault may cost a client beyond peace."""
+    """`bound_s`: how much longer than without the fault a client may wait."""
 
     fault: str
     victim: str
     failpoint: str
     bound_s: float
-    ends: str = "dies"  # or freezes, or lives
+    ends: str = "dies"  # dies, freezes or lives
 
     def __str__(self) -> str:
         return f"{self.fault}-{self.victim}-{self.failpoint}"
 
 
-# The KV of a whole prompt lies staged, and nothing of it has left, at prefill.staged.
+# At prefill.staged, the KV of a whole prompt is staged, and no byte of it has been sent.
 WHOLE = [
     Case("F2", "prefill-0", "prefill.staged=sigkill@1", 3.0),
     Case("F6", "decode-0", "decode.range=sigkill@1", 3.0),
@@ -93,11 +93,11 @@ async def site(
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.fault("F3")
 @pytest.mark.parametrize("site", ["whole"], indirect=True)
-async def test_a_prefill_killed_when_all_is_sent_and_not_acknowledged_is_not_replaced(
+async def test_the_loss_of_a_prefill_before_the_acknowledgement_does_not_repeat_the_prompt(
     site: Site,
 ) -> None:
-    """It dies of the acknowledgement's arrival, before it is acted upon: to everybody else, of
-    having got none.
+    """The prefill dies when the acknowledgement arrives, before it handles it. To all others, it
+    died without an acknowledgement.
     """
     mesh, streams = site.mesh, site.streams
     others = ("prefill-1", "decode-0", "decode-1")
@@ -155,7 +155,7 @@ async def check(site: Site, case: Case) -> None:
             break
         assert number < MAX_ROUNDS, "the failpoint was not met"
     if case.ends == "freezes":
-        mesh.kill(case.victim, signal.SIGCONT)  # what it still says finds nobody
+        mesh.kill(case.victim, signal.SIGCONT)  # its late messages reach no process
     await mesh.wait_ready(timeout_s=30)
     await fleet.until_nothing_held(mesh, QUIESCE_S)
     what = f"{case.victim} at {case.failpoint}, {site.mode}"

@@ -1,8 +1,8 @@
-"""Links between prefill and decode that are slow, or cut in the middle of a message, as a mesh of
-processes sees them.
+"""Slow links between prefill and decode, and links that are cut within a message, in a mesh of
+processes.
 
-Two prefills and two decodes on the sim engine; what prefill-0 sends is at fault. KV is heavy enough
-to travel in many parts, each of which a slow link delays.
+There are two prefills and two decodes on the sim engine, and the output of prefill-0 is slow or
+cut. KV is large enough for many parts, and a slow link delays each part.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS, NUM_LAYERS = 8, 8, 16
-FEW_STREAMS = 3  # beside which computing a prompt takes a fraction of what a slow link does
-FAULT_S = 3.0  # what it may cost a client, beyond what the same streams take in peace
-# until a slow link is known: three slow pulls one after the other, once computing can be predicted
+FEW_STREAMS = 3  # few enough that a prompt is computed much faster than the slow link transfers it
+FAULT_S = 3.0  # how much longer than without the fault a client may wait
+# until a slow link is detected: three slow pulls in a row, once computing times can be predicted
 MAX_ROUNDS = 16
 TOKEN_BYTES = 512
 PARAMS = SimParams(num_layers=NUM_LAYERS, token_bytes=TOKEN_BYTES)
@@ -52,7 +52,7 @@ def one_pair(service_env: dict[str, dict[str, str]], **env: str) -> MeshSpec:
 async def stream_all(
     mesh: Mesh, reference: fleet.Reference, seed: int, num_streams: int = NUM_STREAMS
 ) -> list[StreamOutcome]:
-    """Prompts that share nothing, at once; each must end with its text."""
+    """Stream prompts without a common prefix at the same time. Each must get its text."""
     rng = random.Random(seed)
     prompts = [
         [rng.randrange(40, 120) for _ in range(rng.randrange(600, 1200))]
@@ -95,7 +95,7 @@ async def stream_until_known(watch: Watch, reference: fleet.Reference) -> list[S
 
 
 @pytest.mark.fault("F24")
-async def test_a_slow_link_slows_its_own_requests_until_it_is_avoided(tmp_path: Path) -> None:
+async def test_a_slow_link_only_delays_its_own_requests_until_it_is_avoided(tmp_path: Path) -> None:
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     async with (
         Mesh(spec_with("prefill.link=slow"), tmp_path / "mesh") as mesh,
@@ -114,16 +114,18 @@ async def test_a_slow_link_slows_its_own_requests_until_it_is_avoided(tmp_path: 
         await until(lambda: len(watch.finished) == FEW_STREAMS)
         pairs = {(e.prefill_id, e.decode_id) for e in watch.finished}
         assert not pairs & {("prefill-0", decode) for decode in avoiding}
-        assert counted(mesh, "pdmesh_kv_transfer_failures_total") == 0, "slow is no failure"
+        assert counted(mesh, "pdmesh_kv_transfer_failures_total") == 0, (
+            "a slow pull does not count as a failure"
+        )
         await fleet.until_nothing_held(mesh, 14.0)
 
 
 @pytest.mark.fault("F24")
-async def test_where_the_only_link_is_slow_no_kv_moves_until_it_may_be_better(
+async def test_if_the_only_link_is_slow_no_kv_moves_for_a_while(
     tmp_path: Path,
 ) -> None:
-    """One prefill, one decode: once the link is known each of them serves requests alone, and
-    nobody waits for KV.
+    """With one prefill and one decode, both serve requests by themselves after the link is known to
+    be slow, and no request waits for KV.
     """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "prefill.link=slow"}})
@@ -139,12 +141,12 @@ async def test_where_the_only_link_is_slow_no_kv_moves_until_it_may_be_better(
 
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("part", [1, 5, 8])
-async def test_a_link_cut_within_a_part_costs_no_client_anything(tmp_path: Path, part: int) -> None:
-    """The part was announced and its bytes never came; then the connection is there again."""
+async def test_a_link_cut_within_a_part_fails_no_request(tmp_path: Path, part: int) -> None:
+    """A part is announced but its bytes never arrive. Then the connection works again."""
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     async with Mesh(spec_with(f"prefill.sending=cut@{part}"), tmp_path / "mesh") as mesh:
         outcomes = await stream_all(mesh, reference, seed=part)
-        assert counted(mesh, "pdmesh_kv_transfer_failures_total") >= 1, "the cut was not met"
+        assert counted(mesh, "pdmesh_kv_transfer_failures_total") >= 1, "the cut was not hit"
         in_peace = await stream_all(mesh, reference, seed=100 + part)
         assert longest_gap_s(outcomes) <= FAULT_S + 2 * longest_gap_s(in_peace)
         await fleet.until_nothing_held(mesh, 14.0)
@@ -152,23 +154,23 @@ async def test_a_link_cut_within_a_part_costs_no_client_anything(tmp_path: Path,
 
 @pytest.mark.fault("F23", "F24")
 @pytest.mark.parametrize("mode", ["whole", "per_layer"])
-async def test_where_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
+async def test_if_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
     tmp_path: Path, mode: str
 ) -> None:
-    """One prefill, one decode, and nothing that the decode asks for arrives.
+    """There are one prefill and one decode, and no request for KV arrives.
 
-    The first requests find out; the next ones do not try.
+    The first requests detect this, and the next ones do not try.
     """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({}, PDMESH_KV_TRANSFER=mode)
     async with Mesh(spec, tmp_path / "mesh") as mesh, Watch(mesh).on() as watch:
-        # A mesh that begins with a dead link is never ready.
+        # A mesh whose link is dead from the beginning never becomes ready.
         await fleet.arm(mesh, "decode-0", "decode.asking=drop", stays=True)
         outcomes = await stream_all(mesh, reference, seed=23)
         await until(lambda: watch.excluded() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
         failures = counted(mesh, "pdmesh_kv_transfer_failures_total")
         in_peace = await stream_all(mesh, reference, seed=123)
-        # One instance computes again what later ones share between two.
+        # One instance computes what two instances share later.
         assert longest_gap_s(outcomes) <= FAULT_S + 4 * longest_gap_s(in_peace)
         assert counted(mesh, "pdmesh_kv_transfer_failures_total") == failures, "nobody tried"
         await until(lambda: len(watch.finished) == 2 * NUM_STREAMS)

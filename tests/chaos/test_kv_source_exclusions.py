@@ -1,9 +1,10 @@
-"""KV that keeps arriving wrong, or not at all, between some instances of a mesh: clients get their
-text, and the mesh learns.
+"""KV between some instances is corrupt or lost, again and again: clients get their text, and the
+mesh excludes the source.
 
-Two prefills and two decodes on the sim engine, as processes: a round in peace, then the one at
-fault starts again with a failpoint. The exclusion is told in the decode's record and as an event,
-both the master and a gateway without a master go by it, and nobody loses an instance that is well.
+There are two prefills and two decodes on the sim engine, as processes. After a round without
+faults, the faulty one is restarted with a failpoint. The decode reports the exclusion in its record
+and as an event. The master and a gateway without a master respect it, and no good instance is
+excluded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 
 MAX_TOKENS = 6
 PULL_S = 1.0
-F23_S = 3.0  # beyond peace; of F34 it is one more prefill: no more than what took peace its longest
+F23_S = 3.0  # beyond the time without faults; for F34 the bound is one more prefill
 LOST = {
     "asking": "requests",
     "hearing": "answers",
@@ -39,19 +40,19 @@ LOST = {
 
 @dataclass
 class Asked:
-    """A mesh that is watched, and the longest silence of a client in each round."""
+    """A mesh with a watch, and the longest silence of a client in each round."""
 
     watch: Watch
     streams: fleet.Streams
     gaps_s: list[float] = field(default_factory=list)
 
     async def ask(self, n: int) -> None:
-        """`n` requests at once, each of which must end with the right text."""
+        """Send `n` requests at once. Each must get the right text."""
         self.watch.num_asked += n
         self.gaps_s.append(await self.streams.longest_gap_s(n, MAX_TOKENS))
 
     async def peace_s(self, n: int) -> float:
-        """The longest silence of several rounds of `n`, none of which is kept."""
+        """The longest silence in several rounds of `n` requests, which are not recorded."""
         for _ in range(3):
             await self.ask(n)
         longest_s = max(self.gaps_s)
@@ -72,11 +73,11 @@ async def watched_mesh(spec: MeshSpec, directory: Path, seed: int) -> AsyncItera
 
 @pytest.mark.fault("F34")
 @pytest.mark.req("S53")
-async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
+async def test_a_prefill_that_corrupts_kv_is_excluded_until_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
-    """The first bytes of whatever prefill-0 sends are flipped after their checksum was made, as
-    failing memory does.
+    """The first bytes of each message from prefill-0 are flipped after the checksum was made, as by
+    failing memory.
     """
     async with watched_mesh(fleet.two_by_two(), tmp_path, 34) as asked:
         watch, mesh = asked.watch, asked.watch.mesh
@@ -92,7 +93,7 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
         await asked.ask(12)
         pairs = await watch.pairs_since(mark, 12)
         assert {prefill for prefill, _ in pairs} == {"prefill-1"}
-        assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}, "no decode is out"
+        assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}, "no decode is excluded"
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
         assert fleet.counted(mesh, ["decode-0"], "pdmesh_kv_sources_excluded") == 1
         what = "prefill-0 sends corrupt KV, until no decode asks it"
@@ -110,7 +111,7 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
         await until(lambda: mesh.supervisor.pid("prefill-0") not in (None, before))
         await mesh.wait_ready(["prefill-0"], timeout_s=30)
         while watch.num_errors("KV_CORRUPT") == num_corrupt:
-            await asked.ask(4)  # another incarnation is trusted again, and found out again
+            await asked.ask(4)  # the next incarnation is trusted again, until it is detected again
 
 
 @pytest.mark.fault("F23")
@@ -121,8 +122,8 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
 async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
     tmp_path: Path, mode: str, lost: str
 ) -> None:
-    """What decode-0 asks of prefill-0 is lost, or what comes back, though both hear everybody else:
-    a cut link, seen from the mesh.
+    """All requests from decode-0 to prefill-0 are lost, or all answers, but both can reach all
+    other instances. To the mesh this is a cut link.
     """
     ways = ["asking", "hearing"] if lost == "both ways" else [lost]
     failpoint = ",".join(f"decode.{way}[prefill-0]=drop" for way in ways)
@@ -141,7 +142,9 @@ async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
             await asked.ask(8)
         pairs = await watch.pairs_since(mark, 24)
         assert ("prefill-0", "decode-0") not in pairs
-        assert {prefill for prefill, _ in pairs} == {"prefill-0", "prefill-1"}, "no worker is out"
+        assert {prefill for prefill, _ in pairs} == {"prefill-0", "prefill-1"}, (
+            "no instance is excluded"
+        )
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}
         assert watch.num_errors("KV_TRANSFER_FAILED") == num_failed, "no storm of retries"
         what = f"{LOST[lost]} between decode-0 and prefill-0 are lost, {mode}"

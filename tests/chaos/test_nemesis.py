@@ -1,9 +1,9 @@
-"""Everything at once: random faults and random orders of an operator while clients ask, and the
-invariants after each step (F42).
+"""Random faults and operator's orders while clients send requests, with all invariants checked
+after each step (F42).
 
-`make chaos` runs it for two minutes, `CHAOS_S=600 make chaos` is its nightly form, `CHAOS_SEED=7`
-repeats a plan. The plan is printed as it goes; a failure prints the seed, all that was done up to
-then, what was violated, and where the logs are.
+`make chaos` runs for two minutes. `CHAOS_S=600 make chaos` is the nightly form, and `CHAOS_SEED=7`
+repeats a plan. The plan is printed while it runs. A failure prints the seed, all actions so far,
+the violations, and the path of the logs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tests.support.waiting import until
 DURATION_S: Final = float(os.environ.get("CHAOS_S") or 120)
 SEED: Final = int(os.environ.get("CHAOS_SEED") or random.randrange(10_000))
 _READY_S: Final = 40.0  # until every process is up again
-_AFTER_S: Final = 1.5  # the faults of a step go on being felt: requests run meanwhile
+_AFTER_S: Final = 1.5  # requests continue, because faults have effects after their end
 
 pytestmark = [
     pytest.mark.timeout(DURATION_S + 300),
-    # nats-py leaves the socket of a server that went away to the collector.
+    # After an outage of the server, nats-py leaves its socket to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
 ]
 
 
 class Journal:
-    """What was done and seen, with seconds since the beginning: printed at once, and again with a
+    """The actions and findings, with their times. They are printed at once, and again after a
     failure.
     """
 
@@ -71,11 +71,11 @@ class Run:
         self._books = Books()
         self._canary = random.Random(SEED)
         self._canaries: list[str] = []
-        self._armed: set[str] = set()  # live with a failpoint that may end them in any step
+        self._armed: set[str] = set()  # processes with a failpoint that may kill them in any step
         self.num_requests = self.num_errors = 0
 
     async def step(self, step: Step) -> list[Violation]:
-        """Act, let it be over, look; what was violated."""
+        """Carry out a step, wait until it is over, and return the violations."""
         self._armed |= invariants.armed_by(step)
         await asyncio.gather(*(self._act(after_s, action) for after_s, action in step.actions))
         await asyncio.sleep(_AFTER_S)
@@ -93,7 +93,7 @@ class Run:
         await self._world.act(action)
 
     async def _come_to_rest(self) -> list[Violation]:
-        """All processes are there and every group is as it shall be, while clients ask."""
+        """Wait until all processes run and all groups match the desired state, under load."""
         began = time.monotonic()
         await self._world.mesh.wait_ready(
             [n for n in self._world.mesh.names if not n.startswith("gateway")], _READY_S
@@ -106,11 +106,11 @@ class Run:
         return []
 
     async def _look(self, step: Step, asked: list[Asked]) -> list[Violation]:
-        """At rest: nobody asks."""
+        """Check the mesh at rest, without requests."""
         found: list[Violation] = []
         replaced, unhit = invariants.count_deaths(self._world, self._books, step, self._armed)
         self._armed -= set(replaced) - invariants.armed_by(step)
-        found += [Violation("I8", f"{name} was replaced though nobody hit it") for name in unhit]
+        found += [Violation("I8", f"{name} was replaced although it was not hit") for name in unhit]
         num_lost = invariants.lost(step, replaced)
         found += await asyncio.to_thread(
             invariants.judge_requests, asked, step, num_lost, self._reference
@@ -138,7 +138,7 @@ class Run:
         return found
 
     async def _watch_consumers(self) -> list[Violation]:
-        """I4: what a killed process watched in NATS is gone soon."""
+        """I4: the watches of a killed process in NATS end soon."""
         missing = await within(
             invariants.QUIESCE_S, lambda: invariants.too_many_consumers(self._world, self._books)
         )
@@ -163,7 +163,7 @@ class Run:
 
 @pytest.mark.req("S10", "S36", "S37", "S71", "S74", "S79")
 @pytest.mark.fault("F42", "F1", "F11", "F12", "F13", "F18", "F19", "F21", "F37")
-async def test_whatever_happens_every_invariant_holds(tmp_path: Path) -> None:
+async def test_every_invariant_holds_under_random_faults(tmp_path: Path) -> None:
     journal = Journal()
     journal(f"CHAOS_SEED={SEED} CHAOS_S={DURATION_S:g}, logs in {tmp_path}")
     reference = fleet.Reference.load(tmp_path / "model")

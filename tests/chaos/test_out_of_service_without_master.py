@@ -1,5 +1,5 @@
-"""No master leads: what it had decided about single instances holds at gateways that rank by
-themselves (S42, S10).
+"""Without a leading master, its decisions about single instances still hold at gateways that rank
+by themselves (S42, S10).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 NUM_REQUESTS = 24
 CORDONED, DRAINED = "prefill-0", "decode-1"
-# The scenario must keep two decodes and there is no blank instance: the drained one stays as it is.
+# The scenario must keep two decodes and there is no blank instance, so the drained one stays.
 GROUPS = "groups:\n  default: {prefill: 2, decode: 2}\n"
 
 
@@ -52,7 +52,7 @@ async def test_cordoned_instances_get_nothing_while_no_master_leads(tmp_path: Pa
         operator = Operator(bus)
 
         async def ask() -> set[str]:
-            """Whom requests went to."""
+            """The instances that requests went to."""
             finished.clear()
             for i in range(NUM_REQUESTS):
                 prompt = [40 + (7 * i + k) % 80 for k in range(30)]
@@ -72,13 +72,14 @@ async def test_cordoned_instances_get_nothing_while_no_master_leads(tmp_path: Pa
         await operator.until_serving(2, 2)
         await operator.cordon(DRAINED, pb.LEAVE_MODE_DRAIN)
         await until(lambda: waits(operator), within_s=CHANGE_S)
-        assert DRAINED in await operator.members(ROLE_DECODE)  # it serves until a substitute comes
+        # The drained decode serves until a substitute comes.
+        assert DRAINED in await operator.members(ROLE_DECODE)
         mesh.supervisor.lose(["master-scheduler"])
         assert DRAINED not in await ask()
         await bus.close()
 
 
 async def waits(operator: Operator) -> bool:
-    """The group's detail says that the drained one may not go."""
+    """Whether the group's detail says that the drained decode must stay."""
     (group,) = (await operator.groups()).groups
     return "would be left with" in group.detail

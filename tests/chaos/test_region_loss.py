@@ -1,11 +1,11 @@
 """A region is lost: all its instances, its gateway and its master at once (S58).
 
-The other one takes its scenarios, and gives them back.
+The other region takes over the scenarios, and later gives them back.
 
-`chat` has a group in each region; `notes` has one, at home in eu, with us to fall back to. Clients
-are of a region and ask its gateway; the load balancer before them, played here, sends them to the
-other one when theirs refuses the connection. Bounds are RECOVERED_S, and that what fails was in
-flight at the lost gateway.
+`chat` has a group in each region. `notes` has one group, with its home in eu and with us as the
+fallback. Each client belongs to a region and asks the gateway of that region. A simulated load
+balancer sends it to the other gateway when the connection is refused. The mesh must recover within
+RECOVERED_S, and only requests in flight at the lost gateway may fail.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def spec(groups_file: Path) -> MeshSpec:
 
 @dataclass
 class Asked:
-    """One request: of a client of `region`, answered through the gateway of `via`."""
+    """One request of a client in `region`, through the gateway of the region `via`."""
 
     region: str
     scenario: str
@@ -78,13 +78,13 @@ class Asked:
 
 @dataclass
 class Clients:
-    """Of both regions, for both scenarios, each one request after the other until the block is
-    left.
+    """Clients of both regions and both scenarios. Each sends requests one after another until the
+    block ends.
     """
 
     mesh: Mesh
     asked: list[Asked] = field(default_factory=list)
-    in_flight: Counter[str] = field(default_factory=Counter)  # of each region's clients
+    in_flight: Counter[str] = field(default_factory=Counter)  # requests in flight by region
     _is_over: bool = False
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ class Clients:
             self.asked.append(Asked(region, scenario, outcome, via, begun_at))
 
     async def _listens(self, region: str) -> bool:
-        """What a load balancer's health check asks."""
+        """The health check of a load balancer."""
         port = self.mesh.wiring.ports[region].http
         try:
             _, writer = await asyncio.open_connection(self.mesh.spec.host, port)
@@ -129,9 +129,7 @@ class Clients:
         return [a for a in self.asked if not a.outcome.is_complete]
 
     async def until_answered_in(self, region: str) -> float:
-        """Seconds until each scenario's clients of `region` had an answer to what they asked from
-        now on.
-        """
+        """The seconds until clients of `region` got answers to new requests, for each scenario."""
         mark = time.monotonic()
         wanted = set(SCENARIOS)
 
@@ -143,7 +141,7 @@ class Clients:
 
 
 async def where(operator: Operator, group_id: str) -> str:
-    """The region in which the group serves, whole; empty: it does not."""
+    """The region in which the whole group serves; empty if it does not."""
     for group in (await operator.groups()).groups:
         if group.group_id == group_id and group.state == "serving":
             return ",".join({m.instance_id.partition("-")[0] for m in group.members})
@@ -153,7 +151,9 @@ async def where(operator: Operator, group_id: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.req("S10", "S37", "S58")
 @pytest.mark.fault("F1", "F7", "F9", "F11")
-async def test_the_other_region_takes_all_scenarios_and_gives_them_back(tmp_path: Path) -> None:
+async def test_the_other_region_takes_over_all_scenarios_and_gives_them_back(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "groups.yaml"
     file.write_text(GROUPS)
     reference = fleet.Reference.load(tmp_path / "model")
@@ -183,7 +183,7 @@ async def test_the_other_region_takes_all_scenarios_and_gives_them_back(tmp_path
             lost_at = time.monotonic()
             assert len(lost) == 5  # three instances, gateway, master
             await until(lambda: not any(map(mesh.supervisor.pid, lost)), within_s=CHANGE_S)
-            gone_at = time.monotonic()  # until then the kernel takes connections for it
+            gone_at = time.monotonic()  # until then the kernel accepts connections for the gateway
             answered_s = [await clients.until_answered_in(region) for region in (LOST, KEPT)]
             await until(lambda: _is_where(operator, "notes", KEPT), within_s=CHANGE_S)
             recovered_s = time.monotonic() - lost_at
@@ -207,7 +207,7 @@ async def test_the_other_region_takes_all_scenarios_and_gives_them_back(tmp_path
                 await clients.until_answered_in(region)
             await until(lambda: _since(returned_at, served_by), within_s=CHANGE_S)
             _check_homes(_since(returned_at, served_by), {"chat": None, "notes": LOST})
-            assert len(clients.failed()) == num_failed  # nobody noticed the return
+            assert len(clients.failed()) == num_failed  # no request failed because of the return
             took = [a.outcome.ended_at - a.begun_at for a in clients.since(return_began)]
         print(f"region lost: {num_cut} of {num_in_flight} requests in flight there failed and "
             f"{num_failed - num_cut} that its"
@@ -227,14 +227,14 @@ async def _is_where(operator: Operator, group_id: str, region: str) -> bool:
 
 
 def _since(wall: float, finished: list[RequestFinished]) -> list[RequestFinished]:
-    """Those that began after that time."""
+    """The requests that began after this time."""
     return [
         f for f in finished if f.header.occurred_at.ToMicroseconds() / 1e6 - f.e2e_ms / 1e3 > wall
     ]
 
 
 def _check_homes(finished: list[RequestFinished], homes: dict[str, str | None]) -> None:
-    """Each request was served within one region: the one that is said, or that of its gateway."""
+    """Check that each request was served in one region: that in `homes`, or its gateway's."""
     for each in finished:
         regions = {i.partition("-")[0] for i in (each.prefill_id, each.decode_id) if i}
         home = homes[each.scenario] or each.header.publisher_id.partition("-")[0]

@@ -1,5 +1,5 @@
-"""Every process is stopped in order and started again, one after the other, while clients ask:
-nobody notices (F41).
+"""Every process is stopped in order and started again, one after another, under load: no client
+notices (F41).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tests.support.attack.steady_clients import Clients
 from tests.support.sites import fleet
 from tests.support.waiting import until
 
-STEP_S = 15.0  # each process, until it is ready again
+STEP_S = 15.0  # how long a process may take until it is ready again
 SLACK_S = 5.0  # for a loaded machine of two cores
-# A connection that the kernel had given to a gateway's listener before it closed is reset, or told
-# to go elsewhere.
+# A connection in the listener's queue when the gateway closes it is reset, or refused with the hint
+# to try elsewhere.
 MAX_UNLUCKY = 2
 
 

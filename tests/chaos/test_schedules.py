@@ -1,5 +1,5 @@
-"""Schedules in a mesh of processes, by the real clock: minutes long, since cron knows none shorter
-(S11, S21).
+"""Schedules in a mesh of processes with the real clock. The test takes minutes, because cron has no
+shorter intervals (S11, S21).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ schedules:
   - {{at: "{lend}", scenario: default, lend: 1}}
   - {{at: "{reclaim}", scenario: default, reclaim: 1}}
 """
-LEAD_S = 300  # a reclaim begins so early, until set-ups were seen that take longer
+LEAD_S = 300  # a reclaim begins this early, unless observed set-ups take longer
 
 
 def cron(wall: float) -> str:
@@ -32,7 +32,7 @@ def cron(wall: float) -> str:
 
 @pytest.mark.timeout(420)
 @pytest.mark.req("S11", "S21")
-async def test_a_group_is_lent_and_back_before_its_time_and_no_request_fails(
+async def test_a_lent_group_is_back_in_time_and_no_request_fails(
     tmp_path: Path,
 ) -> None:
     spec = MeshSpec(

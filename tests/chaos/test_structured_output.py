@@ -1,4 +1,4 @@
-"""Answers keep to their schemas while prefills and decodes are killed under them."""
+"""Answers keep to their schemas while prefills and decodes are killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def kill_at_random(mesh: Mesh, rng: random.Random, killed: list[str]) -> None:
-    """A prefill and a decode in turn, each when the last is back, as long as there are requests."""
+    """Kill a prefill and a decode in turn, each after the last one is back, while requests run."""
     while True:
         for role in ("prefill", "decode"):
             killed.append(f"{role}-{rng.randrange(2)}")
@@ -85,10 +85,10 @@ async def ask(
 @pytest.mark.req("S37", "S43")
 @pytest.mark.fault("F1", "F7")
 @pytest.mark.timeout(900)
-async def test_every_answer_that_ends_is_valid_whoever_dies(
+async def test_every_answer_that_ends_is_valid_whichever_instance_dies(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
-    """Its pieces are the text that one engine draws, and it is of its schema."""
+    """Each answer is the text that one engine draws, and valid under its schema."""
     reference = fleet.Reference.load(tmp_path / "model")
     async with Mesh(fleet.two_by_two(), tmp_path / "mesh") as mesh:
         killed: list[str] = []
@@ -104,7 +104,7 @@ async def test_every_answer_that_ends_is_valid_whoever_dies(
     for number, outcome in enumerate(outcomes):
         assert outcome.fault_in_ending() == ""
         if not outcome.is_complete:
-            continue  # two instances died of it
+            continue  # two instances died during it
         schema = SCHEMAS[number % len(SCHEMAS)]
         assert (outcome.text, outcome.finish_reason) == expected(reference, outcome, schema)
         if outcome.finish_reason == FinishReason.STOP.value:

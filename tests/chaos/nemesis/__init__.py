@@ -1,3 +1,3 @@
-"""The seeded nemesis (F42): random faults and random orders of an operator against a mesh that
-serves, and what must hold after each.
+"""The seeded nemesis (F42): random faults and operator's orders while a mesh serves, and the
+invariants that must hold after each.
 """

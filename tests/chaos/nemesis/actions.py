@@ -1,4 +1,4 @@
-"""What the nemesis can do to a mesh. Plain data: `arena` carries it out."""
+"""The actions of the nemesis, as plain data. `arena` carries them out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """The process ends, and is started again.
+    """End the process, which is then started again.
 
-    `armed`: the failpoint that its next life begins with, once.
+    `armed`: a failpoint for its next incarnation only.
     """
 
     target: str
@@ -23,7 +23,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """SIGSTOP, and SIGCONT after so many seconds. A service, an instance, nats or valkey."""
+    """SIGSTOP a process, and SIGCONT it after some seconds: a service, an instance or a server."""
 
     target: str
     for_s: float
@@ -34,7 +34,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """nats or valkey is killed and comes back after so many seconds; `is_wiped`: with an empty
+    """Kill nats or valkey, and restart it after some seconds; with `is_wiped`, with an empty
     store.
     """
 
@@ -43,13 +43,13 @@ class Outage:
     is_wiped: bool = False
 
     def __str__(self) -> str:
-        how = "loses all it stored" if self.is_wiped else "is away"
+        how = "loses all its data" if self.is_wiped else "is down"
         return f"{self.target} {how} for {self.for_s} s"
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes between the process and its server; connections stay open."""
+    """Pass nothing between the process and its server. Connections stay open."""
 
     target: str
     for_s: float
@@ -60,7 +60,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Each message between the process and its server takes so much longer."""
+    """Delay each message between the process and its server."""
 
     target: str
     delay_s: float
@@ -72,7 +72,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """The instance's device has a fault of this level, and is well again after so many seconds."""
+    """Give the instance's device a fault of this level for some seconds."""
 
     target: str
     level: int
@@ -84,7 +84,7 @@ class DeviceFault:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Another desired state; `shape` says what is in it."""
+    """Apply another desired state; `shape` describes it."""
 
     shape: str
     text: str
@@ -95,7 +95,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """To the version before."""
+    """Roll back to the previous version."""
 
     def __str__(self) -> str:
         return "rollback"

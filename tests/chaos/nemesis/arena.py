@@ -1,7 +1,7 @@
-"""The mesh that the nemesis plays with, and how each of its actions is carried out there.
+"""The mesh that the nemesis attacks, and how each action is carried out.
 
-NATS and Valkey are ours, so that they can be lost and wiped; some processes reach theirs through a
-link that can be cut.
+The arena starts NATS and Valkey itself, so that it can kill and wipe them. Some processes reach
+their server through a link that can be cut.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tests.support.waiting import until
 
 TENANTS: Final = ("acme", "umbrella")
 _FAILPOINT: Final = "PDMESH_INSTANCE_FAILPOINT"
-_ORDER_S: Final = 30.0  # until an order is taken, by whoever leads then
-_MESH: Final = "master-scheduler"  # the author of desired states that it restores
+_ORDER_S: Final = 30.0  # the longest until a leader accepts an order
+_MESH: Final = "master-scheduler"  # the author of desired states that a rollback restores
 _KINDS: Final = {"drain": LEAVE_MODE_DRAIN, "cordon": LEAVE_MODE_AT_ONCE}
 _ENV: Final = {
     "PDMESH_INSTANCE_NUM_SLOTS": "24",  # room for all clients on one instance
@@ -54,7 +54,8 @@ _ENV: Final = {
     "PDMESH_ENGINE_HUNG_S": "5.0",
     "PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "5.0",
     "PDMESH_NODE_AGENT_PERIOD_S": "1.0",
-    "PDMESH_INSTANCE_NUM_KV_BLOCKS": "256",  # so few that blocks are evicted, and come back
+    # Few enough that blocks are evicted, and are loaded again.
+    "PDMESH_INSTANCE_NUM_KV_BLOCKS": "256",
     "PDMESH_KV_HOST_POOL_BYTES": "1000000",  # from the tier below
 }
 
@@ -66,23 +67,23 @@ class Arena:
     links: dict[str, Link]
     operator: Operator
     bus: NatsBus
-    keys: dict[str, str]  # of each tenant
+    keys: dict[str, str]  # API keys by tenant
     say: Callable[[str], None]
     texts: dict[int, str] = field(default_factory=lambda: {0: FIRST})  # desired states, by version
-    cordoned: dict[str, str] = field(default_factory=dict)  # instance, kind of order
+    cordoned: dict[str, str] = field(default_factory=dict)  # kind of order by instance
     num_wipes: int = 0
 
     @property
     def text(self) -> str:
-        """The desired state of the latest order that was taken."""
+        """The desired state of the last accepted order."""
         return self.texts[max(self.texts)]
 
     def follow(self, desired: DesiredVersion) -> None:
-        """What the mesh went back to by itself, since a release lost instances as it was watched: a
-        fault is no better reason to it.
+        """Accept a rollback by the mesh itself. A release that loses instances in its trial is
+        rolled back, even if the nemesis killed them.
         """
         if desired.author == _MESH and desired.version not in self.texts:
-            self.say(f"the mesh went back, version {desired.version}: {desired.reason}")
+            self.say(f"the mesh rolled back, version {desired.version}: {desired.reason}")
             self.texts[desired.version] = desired.text
 
     @property
@@ -90,7 +91,7 @@ class Arena:
         return self.mesh.state_dir / "logs"
 
     async def act(self, action: Action) -> None:
-        """Returns when the fault is over, or the order was taken."""
+        """Carry out an action. Returns when the fault is over, or the order is accepted."""
         match action:
             case Signal():
                 await self._signal(action)
@@ -112,12 +113,13 @@ class Arena:
                 await self._order(action)
 
     async def uncordon_the_ejected(self) -> None:
-        """What the operator of a real mesh does when the hardware is mended: the mesh lets nobody
-        back by itself.
+        """Uncordon ejected instances, as an operator does after a repair.
+
+        The mesh does not do this by itself.
         """
         for entry in (await self.operator.groups()).out_of_service:
             if entry.instance_id not in self.cordoned:
-                self.say(f"the operator lets {entry.instance_id} back ({entry.reason})")
+                self.say(f"the operator uncordons {entry.instance_id} ({entry.reason})")
                 with contextlib.suppress(InvalidRequest):
                     await self.operator.uncordon(entry.instance_id)
 
@@ -129,10 +131,10 @@ class Arena:
         if action.armed:
             supervisor.start(replace(clean, env={**clean.env, _FAILPOINT: action.armed}))
         pid = supervisor.pid(name)
-        with contextlib.suppress(KeyError):  # it is just being restarted
+        with contextlib.suppress(KeyError):  # it is being restarted now
             self.mesh.kill(name, signal.Signals[action.name])
         await until(lambda: supervisor.pid(name) not in (None, pid))
-        supervisor.start(clean)  # whoever dies of the failpoint comes back without it
+        supervisor.start(clean)  # a process that dies of the failpoint comes back without it
 
     async def _freeze(self, name: str, for_s: float) -> None:
         if name in self.servers:
@@ -144,7 +146,7 @@ class Arena:
         if pid is not None:
             self.mesh.kill(name, signal.SIGSTOP)
             await asyncio.sleep(for_s)
-            with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it was replaced in the meantime
                 os.kill(pid, signal.SIGCONT)
 
     async def _outage(self, action: Outage) -> None:
@@ -166,8 +168,9 @@ class Arena:
     # --- an operator's orders --------------------------------------------------------------------
 
     async def _order(self, action: Apply | Rollback | Cordon | Uncordon) -> None:
-        """An order whose answer was lost is given again: that it was carried out already is no
-        error then.
+        """Give an order, and repeat it if its answer was lost.
+
+        If the first attempt was carried out, the error of a repetition does not count.
         """
         try:
             match action:
@@ -185,7 +188,7 @@ class Arena:
             self.say(f"refused: {action}: {exc.message}")
 
     async def _roll_back(self) -> None:
-        """To a version by its number, so that asking twice does not go to and fro."""
+        """Roll back to a version by its number, so that a repeated order has the same effect."""
         current = await self.operator.desired()
         if current.version > 1:
             text = (await self.operator.desired(current.version - 1)).text
@@ -195,7 +198,7 @@ class Arena:
 
 @contextlib.asynccontextmanager
 async def arena(directory: Path, say: Callable[[str], None]) -> AsyncIterator[Arena]:
-    """Up and serving the first desired state."""
+    """A running mesh that serves the first desired state."""
     nats, valkey = servers.nats(directory), servers.valkey(directory)
     groups_file, keys_file = directory / "groups.yaml", directory / "keys.json"
     groups_file.write_text(FIRST)

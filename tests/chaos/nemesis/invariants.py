@@ -1,7 +1,6 @@
-"""What must hold when a step's faults are over: each check says which invariant it proves (I1 to I9
-of the fault matrix).
+"""Checks the invariants after a step's faults: each check names its invariant (I1 to I9).
 
-Here the mesh is looked at whole, at rest; `witness` holds what is seen at any moment (I3, I7).
+These checks need the whole mesh at rest. `witness` checks what must hold at any moment (I3, I7).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tests.support.streams import StreamOutcome
 
 SLACK_S: Final = 1.5  # for a loaded machine of two cores, as in the kill matrix
 GAP_S: Final = 4.5  # the longest silence that one lost instance may cost a client (F8)
-SETTLE_S: Final = 45.0  # until every group is what the desired state says
+SETTLE_S: Final = 45.0  # until every group matches the desired state
 QUIESCE_S: Final = 16.0  # ticket lease 10 s, registry lease 3 s, and a little
 AGAIN_S: Final = 5.0  # until a new request works (I8)
 FILE_SLACK: Final = 48
@@ -57,24 +56,25 @@ _BUGS: Final = re.compile(
     rb'"event": ?"(rpc\.bug|groups\.bug|plans\.bug|[a-z_.]*\.died)"'
     rb"|never retrieved|Traceback \(most"
 )
-_EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint's doing
+_EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint causes this
 
 
 @dataclass
 class Books:
-    """What is compared from one step to the next."""
+    """The counts of a step, to compare with those of the next one."""
 
     pids: dict[str, int] = field(default_factory=dict)
     files: dict[int, int] = field(
         default_factory=dict
-    )  # open ones of each process, at its first rest
-    requests: dict[int, float] = field(default_factory=dict)  # that each gateway process has ended
-    consumers: int = 0  # of NATS streams, at the first rest
-    read: dict[Path, int] = field(default_factory=dict)  # how far each log was looked at
+    )  # open files of each process, at its first rest
+    # Requests that each gateway process has ended.
+    requests: dict[int, float] = field(default_factory=dict)
+    consumers: int = 0  # consumers of NATS streams, at the first rest
+    read: dict[Path, int] = field(default_factory=dict)  # how far each log was scanned
 
 
 async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str:
-    """Empty once `condition()` is; else the last of what it said was still missing."""
+    """Wait until `condition()` returns an empty string. Return its last result."""
     deadline = time.monotonic() + seconds
     while missing := await condition():
         if time.monotonic() > deadline:
@@ -89,10 +89,10 @@ async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str
 def judge_requests(
     asked: Iterable[Asked], step: Step, num_lost: int, reference: fleet.Reference
 ) -> list[Violation]:
-    """I1 and I2.
+    """Check I1 and I2.
 
-    `num_lost`: instances that were hit or died in this step, of which the first alone must cost no
-    request.
+    `num_lost`: the number of instances that were hit or died in this step. The loss of only one
+    must not fail any request.
     """
     gateways = [fault for fault in step.faults if fault.target in GATEWAYS]
     frozen_s = sum(f.for_s for f in gateways if isinstance(f, Freeze))
@@ -109,9 +109,11 @@ def judge_requests(
         elif outcome.is_complete:
             found += _judge_answer(each, outcome, gap_s, reference)
         elif not _is_beginning(each, outcome, reference):
-            found.append(Violation("I2", f"{outcome.text!r} is no beginning of the right text"))
+            found.append(
+                Violation("I2", f"{outcome.text!r} is not the beginning of the right text")
+            )
         elif outcome.error is None and not gateways:
-            found.append(Violation("I1", "cut off, though no gateway was hit"))
+            found.append(Violation("I1", "cut off, although no gateway was hit"))
         elif outcome.error is not None:
             found += _judge_error(outcome, may_fail=bool(gateways) or num_lost > 1)
     return found
@@ -137,17 +139,17 @@ def _judge_error(outcome: StreamOutcome, *, may_fail: bool) -> Iterator[Violatio
     if code not in ERRORS:
         yield Violation("I1", f"{outcome.status} {outcome.error}")
     elif not may_fail:
-        yield Violation("I1", f"{code}, though another instance could serve it")
+        yield Violation("I1", f"{code}, although another instance could serve it")
 
 
 def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Violation]:
-    """I9: no prompt and no key in any log; and no line that only a bug writes (I1)."""
+    """Check that no log has a prompt or a key (I9), or a line that only a bug writes (I1)."""
     found: list[Violation] = []
     hidden = [secret.encode() for secret in secrets]
     for path in sorted(directory.glob("*.log")):
         begin = books.read.get(path, 0)
         with path.open("rb") as file:
-            begin = begin if path.stat().st_size >= begin else 0  # it was cut meanwhile
+            begin = begin if path.stat().st_size >= begin else 0  # it was truncated in the meantime
             file.seek(begin)
             data = file.read()
         books.read[path] = begin + len(data)
@@ -164,9 +166,7 @@ def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Vio
 
 
 async def settled(arena: Arena) -> str:
-    """What still differs from the desired state; empty: every group serves with exactly what it
-    shall have (I8).
-    """
+    """What still differs from the desired state; empty if there is nothing (I8)."""
     try:
         states = await arena.operator.groups()
         desired = await arena.operator.desired()
@@ -180,7 +180,7 @@ async def settled(arena: Arena) -> str:
     wanted = read(desired.text).groups
     for group in states.groups:
         if group.group_id not in wanted:
-            return f"{group.group_id} is still there"
+            return f"the group {group.group_id} still exists"
         ready = Counter(ROLES[m.role] for m in group.members if m.phase == INSTANCE_PHASE_READY)
         shall = {role: wanted[group.group_id].num(role) for role in SERVING_ROLES}
         if group.state != "serving" or ready != Counter({r: n for r, n in shall.items() if n}):
@@ -193,8 +193,8 @@ def _named(counts: Counter[Role]) -> str:
 
 
 async def nothing_held(arena: Arena, records: Mapping[str, InstanceRecord]) -> str:
-    """I4: slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks are free when nobody
-    asks.
+    """I4: without requests, all slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks
+    are free. Returns what is not.
     """
     with contextlib.suppress(URLError, ValueError, OSError):
         rest = await asyncio.to_thread(held, arena.mesh, [*INSTANCES, *GATEWAYS])
@@ -213,7 +213,7 @@ def _blocks_free(arena: Arena, instance_id: str) -> float:
 
 
 def count_files(arena: Arena, books: Books) -> list[Violation]:
-    """I4: no process keeps opening files."""
+    """I4: the number of open files of a process does not grow."""
     found: list[Violation] = []
     for name in arena.mesh.names:
         pid = arena.mesh.supervisor.pid(name)
@@ -227,7 +227,7 @@ def count_files(arena: Arena, books: Books) -> list[Violation]:
 
 
 async def too_many_consumers(arena: Arena, books: Books) -> str:
-    """Watches of processes that are no more; the first rest says how many there are to be."""
+    """Whether there are watches of dead processes: more consumers than at the first rest."""
     streams = await arena.bus.client.jetstream().streams_info()
     number = sum(stream.state.consumer_count for stream in streams)
     books.consumers = books.consumers or number
@@ -239,9 +239,9 @@ async def too_many_consumers(arena: Arena, books: Books) -> str:
 def count_requests(
     arena: Arena, books: Books, asked: Sequence[Asked], step: Step
 ) -> list[Violation]:
-    """I6: what clients asked is what gateways accepted, and what those ended.
+    """I6: gateways accept and end as many requests as clients send.
 
-    Who gave up may have been too quick to be accepted.
+    A client that gives up early may do so before its request is accepted.
     """
     before, now = books.requests, _ended(arena)
     found = [
@@ -254,12 +254,12 @@ def count_requests(
     ended = sum(now.values()) - sum(before.values())
     most, num_gave_up = len(asked), sum(each.gave_up for each in asked)
     if before.keys() == now.keys() and not is_hit and not most - num_gave_up <= ended <= most:
-        found.append(Violation("I6", f"clients asked {most}, gateways ended {ended:g}"))
+        found.append(Violation("I6", f"clients sent {most} requests, gateways ended {ended:g}"))
     return found
 
 
 def note_requests(arena: Arena, books: Books) -> None:
-    """Before clients go on."""
+    """Note the counts of requests, before clients continue."""
     books.requests = _ended(arena)
 
 
@@ -274,7 +274,7 @@ def _total(arena: Arena, process: str, metric: str) -> float:
 def count_deaths(
     arena: Arena, books: Books, step: Step, armed: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Processes that are not those of the step before: (all, those that nobody hit)."""
+    """The processes that were replaced since the last step: (all, those that were not hit)."""
     now = {n: pid for n in arena.mesh.names if (pid := arena.mesh.supervisor.pid(n)) is not None}
     replaced = [name for name, pid in now.items() if books.pids.get(name, pid) != pid]
     books.pids = now
@@ -283,10 +283,7 @@ def count_deaths(
 
 
 async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> list[Violation]:
-    """I8: a new request works at once.
-
-    I5: what one tenant asked, the other does not find cached.
-    """
+    """Check that a new request works at once (I8), and that tenants share no cached prefix (I5)."""
     found: list[Violation] = []
     expected = reference.text(reference.tokenizer.encode(prompt).ids, _CANARY_TOKENS)
     async with httpx.AsyncClient(base_url=arena.mesh.http_url, timeout=20) as client:
@@ -294,7 +291,7 @@ async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> l
             headers = {"authorization": f"Bearer {arena.keys[tenant]}"}
             tries: list[
                 tuple[str, int]
-            ] = []  # the first of them alone can find what is not its own
+            ] = []  # only the first one of a tenant can find blocks of the other tenant
 
             async def fails(
                 headers: dict[str, str] = headers, tries: list[tuple[str, int]] = tries
@@ -311,14 +308,16 @@ async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> l
             elif tries[-1][0] != expected:
                 found.append(Violation("I2", f"{tries[-1][0]!r} instead of {expected!r}"))
             if tries[0][1]:
-                found.append(Violation("I5", f"{tenant} finds {tries[0][1]} tokens of another"))
+                found.append(
+                    Violation("I5", f"{tenant} finds {tries[0][1]} tokens of the other tenant")
+                )
     return found
 
 
 async def _ask(client: httpx.AsyncClient, headers: dict[str, str], prompt: str) -> tuple[str, int]:
-    """What it says, and how many tokens of the prompt were cached.
+    """The answer, and how many tokens of the prompt were cached.
 
-    Raises HTTPStatusError where it is refused.
+    Raises HTTPStatusError if the request is refused.
     """
     body = {
         "model": "default",
@@ -334,7 +333,7 @@ async def _ask(client: httpx.AsyncClient, headers: dict[str, str], prompt: str) 
 
 
 def lost(step: Step, replaced: Iterable[str]) -> int:
-    """Instances that clients may have lost in this step."""
+    """The number of instances that clients may have lost in this step."""
     targets = {fault.target for fault in step.faults} | set(replaced)
     return len(targets & set(INSTANCES))
 

@@ -1,12 +1,11 @@
-"""What the nemesis does, drawn from a seed alone: the same seed is the same plan, whatever the mesh
-makes of it.
+"""Draws the actions of the nemesis from a seed. The same seed gives the same plan for any mesh.
 
-A step is one to three faults that overlap, and perhaps an operator's order. The limits keep what is
-drawn within what the mesh promises to survive: at most two instances and one gateway are hit in a
-step, one instance is cordoned at a time, and the store is not wiped while masters are hit. A new
-release needs room for all of it beside the old one (docs/groups.md), so it comes only while nobody
-is cordoned. Kinds are drawn from a bag that is filled anew when it is empty, so that a short run
-meets all of them too.
+A step is one to three overlapping faults, and perhaps an operator's order. Limits keep a step
+within the faults that the mesh promises to survive. At most two instances and one gateway are hit
+in a step, one instance is cordoned at a time, and the store is not wiped while masters are hit. A
+new release needs room for all its instances besides the old ones (docs/groups.md), so it comes only
+while no instance is cordoned. Kinds of faults are drawn from a bag, which is refilled when it is
+empty. So even a short run has all of them.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ INSTANCES: Final = tuple(f"instance-{i}" for i in range(NUM_INSTANCES))
 GATEWAYS: Final = ("gateway-0", "gateway-1")
 MASTERS: Final = ("master-scheduler", "master-scheduler-1")
 HELPERS: Final = ("kv-cache-index", "health-monitor", "node-agent")
-LINKED: Final = (*MASTERS, *INSTANCES[:3], "kv-cache-index")  # have a link that can be cut
+LINKED: Final = (*MASTERS, *INSTANCES[:3], "kv-cache-index")  # these have a link that can be cut
 MAX_FAULTS: Final = 3
 MAX_INSTANCES_HIT: Final = 2
-_SPREAD_S: Final = 3.0  # the faults of a step begin within this
+_SPREAD_S: Final = 3.0  # the faults of a step begin within this time
 
-# At most four of the eight instances: there is room for a new release of them all.
+# At most four of the eight instances, so that a new release has room for all its instances.
 _SHAPES: Final = {
     "2P:2D": "groups:\n  chat: {prefill: 2, decode: 2}\n",
     "3P:1D": "groups:\n  chat: {prefill: 3, decode: 1}\n",
@@ -66,7 +65,7 @@ _FAILPOINTS: Final = (
     ("engine.step=hang", 20, 400),
 )
 
-# Draws one fault of its kind. The instances are those that may be hit.
+# Draws one fault of a kind. The arguments are the instances that may be hit.
 Draw = Callable[[random.Random, Sequence[str]], Fault]
 
 
@@ -75,7 +74,7 @@ def _seconds(draw: random.Random) -> float:
 
 
 def _failpoint(draw: random.Random) -> str:
-    """Half of those that are killed come back with a fault that acts later, under another step."""
+    """A failpoint for half of the killed processes, which acts later, in another step."""
     point, least, most = draw.choice(_FAILPOINTS)
     at = draw.randint(least, most)
     return f"{point}@{at}" if draw.random() < 0.5 else ""
@@ -134,7 +133,7 @@ _ORDERS: Final[tuple[OrderKind, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Each action begins so many seconds after the step did."""
+    """Each action has its delay after the beginning of the step."""
 
     number: int
     actions: tuple[tuple[float, Action], ...]
@@ -152,12 +151,12 @@ FIRST: Final = desired_text("2P:2D", 1)
 
 
 def steps(seed: int) -> Iterator[Step]:
-    """Without an end."""
+    """The endless steps of a seed."""
     return Plan(seed).steps()
 
 
 class Plan:
-    """Draws step after step, and knows whom an operator holds meanwhile."""
+    """Draws steps one after another, and tracks which instance is cordoned."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"nemesis {seed}")
@@ -189,10 +188,10 @@ class Plan:
             return [Uncordon(ended.target)]
         self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
         match self._orders.pop():
-            case "apply":  # a second one finds the first half done
+            case "apply":  # a second one comes while the first is half done
                 num = self._random.choice((1, 1, 2))
                 return [self._draw_desired() for _ in range(num)]
-            case "rollback" if self._cordoned is None:  # it may be one to another release
+            case "rollback" if self._cordoned is None:  # it may restore another release
                 return [Rollback()]
             case "drain":
                 return self._draw_cordon("drain", number)
@@ -202,7 +201,7 @@ class Plan:
                 return []
 
     def _draw_desired(self) -> Apply:
-        """Now and then with another release: then every instance is replaced."""
+        """A desired state, sometimes with another release, which replaces every instance."""
         if self._random.random() < 0.4 and self._cordoned is None:
             self._release += 1
         shape = self._random.choice(sorted(_SHAPES))
@@ -231,7 +230,7 @@ class Plan:
 
 
 def _goes_with(fault: Fault, drawn: list[Fault]) -> bool:
-    """Whether it stays within the limits beside what the step holds already."""
+    """Whether the step stays within the limits with this fault."""
     together = [*drawn, fault]
     targets = [each.target for each in together]
     is_wiped = any(isinstance(each, Outage) and each.is_wiped for each in together)

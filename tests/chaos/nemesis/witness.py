@@ -1,8 +1,8 @@
-"""Watches a mesh from outside, all the time, and remembers what must never be: two leaders, an old
-epoch's write, a wrong pair.
+"""Watches a mesh from outside all the time, and records what must never happen: two leaders, a
+write of an old epoch, a wrong pair.
 
-What it sees comes from the registry, the bucket of assignments, and the events; while NATS is away
-it sees nothing and says nothing.
+It reads the registry, the bucket of assignments, and the events. While NATS is unreachable, it
+sees nothing and reports nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.chaos.nemesis.plan import MASTERS
 
-_MARGIN_S: Final = 3.0  # a record is as old as its watch's latency
+_MARGIN_S: Final = 3.0  # a record may be outdated by the latency of its watch
 _PROBE_EVERY_S: Final = 0.4
 _MAX_LIVES: Final = 64
 
@@ -52,7 +52,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """What an instance's record said, from one moment on until the next."""
+    """An instance's record from one moment on, until the next one."""
 
     since: float
     record: InstanceRecord | None
@@ -64,7 +64,7 @@ class Witness:
         self._found: list[Violation] = []
         self._lives: dict[str, deque[Lived]] = defaultdict(lambda: deque(maxlen=_MAX_LIVES))
         self._given: dict[str, Assignment] = {}
-        self._blind_since = 0.0  # when the registry was last seen whole
+        self._blind_since = 0.0  # when the registry was last complete
         self.num_pairs = 0
         self.num_leaders_asked = 0
 
@@ -89,12 +89,12 @@ class Witness:
         await self._view.close()
 
     def take(self) -> list[Violation]:
-        """What was found since they were last taken."""
+        """The violations found since the last `take`."""
         found, self._found = self._found, []
         return found
 
     def forget_assignments(self) -> None:
-        """The bucket is about to be wiped: epochs are compared anew."""
+        """Forget all assignments, because the bucket is about to be wiped."""
         self._given.clear()
 
     @property
@@ -104,7 +104,7 @@ class Witness:
     def _on_blind(self) -> None:
         self._blind_since = time.monotonic()
 
-    # --- who is there ----------------------------------------------------------------------------
+    # --- records ---------------------------------------------------------------------------------
 
     def _on_record(self, change: RecordChanged) -> None:
         self._note(change.instance_id, change.record)
@@ -119,7 +119,7 @@ class Witness:
         self._lives[instance_id].append(Lived(time.monotonic(), copy))
 
     def _during(self, instance_id: str, since: float) -> Iterator[InstanceRecord]:
-        """Each record that the instance had from then on until now."""
+        """All records that the instance has had since then."""
         lives = list(self._lives[instance_id])
         for i, lived in enumerate(lives):
             until = lives[i + 1].since if i + 1 < len(lives) else time.monotonic()
@@ -127,13 +127,13 @@ class Witness:
                 yield lived.record
 
     def _check_peers(self, record: InstanceRecord) -> None:
-        """Connected are prefills with decodes of one revision, and nobody else (S13, S26)."""
+        """Check that only prefills and decodes of one revision are connected (S13, S26)."""
         for peer in record.verified_peers:
             other = self._view.records.get(peer.instance_id)
             if other is None or other.incarnation != peer.incarnation:
                 continue
-            # An incarnation is blank before it has a role, never after: of a blank one the news is
-            # still to come.
+            # An incarnation is blank only before it has a role. So a blank one will have newer
+            # records.
             if other.role != ROLE_NONE:
                 self._check_pair(record, other, "connected")
 
@@ -143,7 +143,7 @@ class Witness:
         elif (one.revision, one.group_id) != (other.revision, other.group_id):
             self._say("I3", f"{how}: {_brief(one)} and {_brief(other)} of different revisions")
 
-    # --- who decides -----------------------------------------------------------------------------
+    # --- leaders ---------------------------------------------------------------------------------
 
     def _on_assignment(self, entry: KvEntry) -> None:
         if entry.value is None:
@@ -167,8 +167,9 @@ class Witness:
                 self._say("I3", f"{entry.key} and {peer.instance_id} are assigned as peers")
 
     async def _ask_leaders(self) -> None:
-        """Two masters lead if one plans, then the other, then the first again in the same epoch
-        (F12, F13).
+        """Check that no two masters lead at once (F12, F13).
+
+        They do if one plans, then the other, and then the first again in the same epoch.
         """
         async with contextlib.AsyncExitStack() as stack:
             channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
@@ -186,11 +187,12 @@ class Witness:
                         self._say("I7", f"both masters lead, in epochs {epochs[0]} and {epochs[1]}")
                 await asyncio.sleep(_PROBE_EVERY_S)
 
-    # --- who serves ------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     async def _on_finished(self, message: Message) -> None:
-        """Whoever took part was READY while the request ran; a prefill and a decode that met are of
-        one revision and group.
+        """Check the instances of a finished request.
+
+        Each was READY while the request ran. Its prefill and decode have one revision and group.
         """
         event = decode_event(message, RequestFinished)
         since = time.monotonic() - event.e2e_ms / 1e3 - _MARGIN_S
@@ -232,7 +234,7 @@ def _brief(record: InstanceRecord) -> str:
 
 
 async def _plans(channel: grpc.aio.Channel) -> int:
-    """The epoch in which it plans; 0 if it does not."""
+    """The epoch in which a master plans; 0 if it does not plan."""
     query = PlanQuery(request_id="witness", num_prompt_tokens=64, max_tokens=1)
     request = PlanRequest(gateway_id="witness", queries=[query])
     try:
