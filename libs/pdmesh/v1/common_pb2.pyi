@@ -54,6 +54,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens reached, or the context is full"""
     FINISH_REASON_REPETITION: _FinishReason.ValueType  # 3
     """the answer repeats itself, and the client asked to end it there"""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """the model waits for the results of its calls; told by the gateway alone"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -65,6 +67,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the context is full"""
 FINISH_REASON_REPETITION: FinishReason.ValueType  # 3
 """the answer repeats itself, and the client asked to end it there"""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""the model waits for the results of its calls; told by the gateway alone"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _KvFault:
@@ -519,20 +523,24 @@ class Usage(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_completion_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens that prefill did not compute"""
+    num_reasoning_tokens: _builtins.int
+    """of the completion, in a chat whose reasoning is told apart"""
     def __init__(
         self,
         *,
         num_prompt_tokens: _builtins.int = ...,
         num_completion_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        num_reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_reasoning_tokens", b"num_reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,16 @@ class InferenceServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_inference__service__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdmesh.v1.InferenceService/Tokenize',
+                request_serializer=pdmesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdmesh.v1.InferenceService/Detokenize',
+                request_serializer=pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -101,6 +111,20 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens that a prompt or a conversation has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +152,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.ListModelsRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_inference__service__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +300,60 @@ class InferenceService:
             '/pdmesh.v1.InferenceService/ListModels',
             pdmesh_dot_v1_dot_inference__service__pb2.ListModelsRequest.SerializeToString,
             pdmesh_dot_v1_dot_inference__service__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.InferenceService/Tokenize',
+            pdmesh_dot_v1_dot_inference__service__pb2.TokenizeRequest.SerializeToString,
+            pdmesh_dot_v1_dot_inference__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.InferenceService/Detokenize',
+            pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeRequest.SerializeToString,
+            pdmesh_dot_v1_dot_inference__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

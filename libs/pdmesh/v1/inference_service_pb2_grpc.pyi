@@ -43,6 +43,10 @@ class InferenceServiceStub:
     """Continue a conversation, answered as it is produced."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]
     """The models that can be asked for now."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
+    """The tokens that a prompt or a conversation has."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]
+    """The text of tokens."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -59,6 +63,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Continue a conversation, answered as it is produced."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListModelsRequest, _inference_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that can be asked for now."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The tokens that a prompt or a conversation has."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.DetokenizeRequest, _inference_service_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of tokens."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the gateway."""
@@ -102,5 +110,21 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.ListModelsResponse, _abc.Awaitable[_inference_service_pb2.ListModelsResponse]]:
         """The models that can be asked for now."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_service_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.TokenizeResponse, _abc.Awaitable[_inference_service_pb2.TokenizeResponse]]:
+        """The tokens that a prompt or a conversation has."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_service_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.DetokenizeResponse, _abc.Awaitable[_inference_service_pb2.DetokenizeResponse]]:
+        """The text of tokens."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

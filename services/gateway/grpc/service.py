@@ -10,8 +10,8 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -23,20 +23,19 @@ from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
 from pdmesh.net.loopback import join
 from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
-from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec
+from pdmesh.services.gateway.grpc.answers import (
+    ChatParts,
+    GenerateParts,
+    chat_response,
+    generate_response,
+)
+from pdmesh.services.gateway.grpc.calls import chat_spec, detokenized, generate_spec, tokenized
 from pdmesh.services.gateway.grpc.health import HealthServicer
+from pdmesh.services.gateway.request.deltas import AnswerStream, whole_text
 from pdmesh.services.gateway.request.frontend import Call, Frontend, new_request_id
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1 import inference_service_pb2 as pb
-from pdmesh.v1.common_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_REPETITION,
-    FINISH_REASON_STOP,
-    FinishReason,
-    StopReason,
-    Usage,
-)
 
 log = structlog.get_logger(__name__)
 
@@ -48,11 +47,13 @@ _HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
 _MAX_STREAMS: Final = 1024  # at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
 _MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
-_REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
-    "stop": FINISH_REASON_STOP,
-    "length": FINISH_REASON_LENGTH,
-    "repetition": FINISH_REASON_REPETITION,
-}
+Part_co = TypeVar("Part_co", covariant=True)
+
+
+class _Parts(Protocol[Part_co]):
+    """The messages of one stream."""
+
+    def part(self, delta: TextDelta, *, is_end: bool) -> Part_co | None: ...
 
 
 class InferenceServicer:
@@ -78,80 +79,36 @@ class InferenceServicer:
     ) -> pb.GenerateResponse:
         async with self._permit(context) as permit:
             spec = await generate_spec(request, self._frontend, permit.tenant)
-            request_id, choices, usage = await self._whole(spec, permit, context)
-        first = choices[0]
-        return pb.GenerateResponse(
-            request_id=request_id,
-            model=spec.model,
-            text=first.text,
-            token_ids=first.token_ids,
-            finish_reason=first.finish_reason,
-            stop_reason=_of(first, "stop_reason"),
-            logprobs=first.logprobs,
-            prompt_logprobs=_of(first, "prompt_logprobs"),
-            usage=usage,
-            other_choices=choices[1:],
-        )
+            async with self._opened(spec, permit, context, is_streamed=False) as call:
+                return generate_response(call, await whole_text(call))
 
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         async with self._permit(context) as permit:
             spec = await generate_spec(request.request, self._frontend, permit.tenant)
-            async for call, delta, is_end in self._streamed(spec, permit, context):
-                response = pb.GenerateStreamResponse(
-                    request_id=call.request_id,
-                    index=delta.index,
-                    text=delta.text,
-                    token_ids=delta.token_ids,
-                    logprobs=delta.logprobs,
-                    prompt_logprobs=delta.prompt_logprobs,
-                    stop_reason=_stop_reason(delta),
-                )
-                if delta.is_last:
-                    response.finish_reason = _REASONS[delta.finish_reason]
-                if is_end:
-                    response.usage.CopyFrom(_usage(call))
-                yield response
+            async with self._opened(spec, permit, context, is_streamed=True) as call:
+                parts = GenerateParts(call, counts_each=request.continuous_usage)
+                async for part in self._streamed(call, parts):
+                    yield part
 
     async def Chat(  # noqa: N802
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
         async with self._permit(context) as permit:
             spec = await chat_spec(request, self._frontend, permit.tenant)
-            request_id, choices, usage = await self._whole(spec, permit, context)
-        first = choices[0]
-        return pb.ChatResponse(
-            request_id=request_id,
-            model=spec.model,
-            message=pb.ChatMessage(role="assistant", content=first.text),
-            finish_reason=first.finish_reason,
-            stop_reason=_of(first, "stop_reason"),
-            logprobs=first.logprobs,
-            prompt_logprobs=_of(first, "prompt_logprobs"),
-            usage=usage,
-            other_choices=choices[1:],
-        )
+            async with self._opened(spec, permit, context, is_streamed=False) as call:
+                return chat_response(call, await whole_text(call))
 
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
         async with self._permit(context) as permit:
             spec = await chat_spec(request.request, self._frontend, permit.tenant)
-            async for call, delta, is_end in self._streamed(spec, permit, context):
-                response = pb.ChatStreamResponse(
-                    request_id=call.request_id,
-                    index=delta.index,
-                    content=delta.text,
-                    logprobs=delta.logprobs,
-                    prompt_logprobs=delta.prompt_logprobs,
-                    stop_reason=_stop_reason(delta),
-                )
-                if delta.is_last:
-                    response.finish_reason = _REASONS[delta.finish_reason]
-                if is_end:
-                    response.usage.CopyFrom(_usage(call))
-                yield response
+            async with self._opened(spec, permit, context, is_streamed=True) as call:
+                parts = ChatParts(call, counts_each=request.continuous_usage)
+                async for part in self._streamed(call, parts):
+                    yield part
 
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: Context
@@ -162,8 +119,32 @@ class InferenceServicer:
         models = [m for m in served if not allowed or m.name in allowed]
         return pb.ListModelsResponse(
             models=[m.name for m in models],
-            infos=[pb.ModelInfo(name=m.name, max_model_len=m.max_model_len) for m in models],
+            infos=[
+                pb.ModelInfo(
+                    name=m.name,
+                    max_model_len=m.max_model_len,
+                    parent=m.parent or "",
+                    created_at_s=int(time.time() - m.age_s),
+                )
+                for m in models
+            ],
         )
+
+    async def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: Context
+    ) -> pb.TokenizeResponse:
+        async with self._permit(context) as permit:
+            tokens, model = await tokenized(request, self._frontend, permit)
+            spelt = await model.tokenizer.strings(tokens) if request.return_token_strs else ()
+        return pb.TokenizeResponse(
+            token_ids=tokens, max_model_len=model.context_length, token_strs=spelt
+        )
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        async with self._permit(context) as permit:
+            return pb.DetokenizeResponse(text=await detokenized(request, self._frontend, permit))
 
     @contextlib.asynccontextmanager
     async def _permit(self, context: Context) -> AsyncIterator[Permit]:
@@ -175,74 +156,55 @@ class InferenceServicer:
         finally:
             permit.leave()
 
-    async def _whole(
-        self, spec: CallSpec, permit: Permit, context: Context
-    ) -> tuple[str, list[pb.Choice], Usage]:
-        num_choices = spec.n * len(spec.prompts)
-        choices = [pb.Choice(index=i) for i in range(num_choices)]
-        texts: list[list[str]] = [[] for _ in range(num_choices)]
-        request_id, usage = "", Usage()
-        async for call, delta, is_end in self._deltas(spec, permit, context, is_streamed=False):
-            texts[delta.index].append(delta.text)
-            choice = choices[delta.index]
-            choice.token_ids.extend(delta.token_ids)
-            choice.logprobs.extend(delta.logprobs)
-            if delta.prompt_logprobs is not None:
-                choice.prompt_logprobs.CopyFrom(delta.prompt_logprobs)
-            if delta.is_last:
-                choice.finish_reason = _REASONS[delta.finish_reason]
-                if (reason := _stop_reason(delta)) is not None:
-                    choice.stop_reason.CopyFrom(reason)
-            if is_end:
-                request_id, usage = call.request_id, _usage(call)
-        for choice, parts in zip(choices, texts, strict=True):
-            choice.text = "".join(parts)
-        return request_id, choices, usage
-
-    async def _streamed(
-        self, spec: CallSpec, permit: Permit, context: Context
-    ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The deltas of `_deltas`, with a watch on how long each takes to be written."""
-        writer = _Writer(asyncio.current_task())
-        self._writing[writer] = None
-        try:
-            async for call, delta, is_end in self._deltas(spec, permit, context, is_streamed=True):
-                writer.request_id = call.request_id
-                writer.blocked_since = time.monotonic()
-                yield call, delta, is_end
-                writer.blocked_since = math.inf
-        finally:
-            del self._writing[writer]
-
-    async def _deltas(
+    @contextlib.asynccontextmanager
+    async def _opened(
         self, spec: CallSpec, permit: Permit, context: Context, *, is_streamed: bool
-    ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The call's deltas, each with whether it is the last one.
+    ) -> AsyncIterator[Call]:
+        """The call, closed in the end. A client that leaves cancels this task, which frees it.
 
-        If the client disconnects, this task is cancelled, which frees the call.
+        Raises MeshError.
         """
+        is_quiet = not is_streamed and not spec.sampling.stop
         traceparent = _metadata(context, "traceparent")
         call = await charged(
-            permit, lambda: self._frontend.open(spec, new_request_id(), permit, traceparent)
+            permit,
+            lambda: self._frontend.open(
+                spec, new_request_id(), permit, traceparent, is_quiet=is_quiet
+            ),
         )
-        num_open, has_begun = len(call.generations), False
+        error: MeshError | None = None
         try:
-            while num_open:
-                await call.changed()
-                failed: MeshError | None = None
-                for taken in call.take():
-                    delta, failed = taken, failed or taken.error
-                    if taken.error is not None:  # the client first gets the text before the error
-                        delta = replace(taken, is_last=False, error=None)
-                    num_open -= delta.is_last
-                    if delta.is_last or delta.text or delta.token_ids:
-                        has_begun = True
-                        yield call, delta, not num_open
-                if failed is not None:
-                    call.is_void = not (is_streamed and has_begun)
-                    raise failed
+            yield call
+        except MeshError as exc:
+            error = exc
+            raise
         finally:
-            self._frontend.close(call)
+            self._frontend.close(call, error)
+
+    async def _streamed(self, call: Call, parts: _Parts[Part_co]) -> AsyncIterator[Part_co]:
+        """The messages of a stream, while watching how long each takes to be written."""
+        writer = _Writer(asyncio.current_task(), call.request_id)
+        self._writing[writer] = None
+        stream, has_begun = AnswerStream(call), False
+        try:
+            while stream.num_open:
+                deltas = await stream.news()
+                num_left = len(deltas)
+                for delta in deltas:
+                    num_left -= 1
+                    part = parts.part(delta, is_end=not stream.num_open and not num_left)
+                    if part is None:
+                        continue
+                    has_begun = True
+                    writer.blocked_since = time.monotonic()
+                    yield part
+                    writer.blocked_since = math.inf
+                if stream.failure is not None:  # its client first got what came before
+                    call.is_void = not has_begun
+                    raise stream.failure
+        finally:
+            stream.close()
+            del self._writing[writer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,39 +294,14 @@ class _Writer:
 
     __slots__ = ("_task", "blocked_since", "request_id")
 
-    def __init__(self, task: asyncio.Task[Any] | None) -> None:
-        self.request_id = ""
+    def __init__(self, task: asyncio.Task[Any] | None, request_id: str) -> None:
+        self.request_id = request_id
         self.blocked_since = math.inf
         self._task = task
 
     def cut(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-
-def _stop_reason(delta: TextDelta) -> StopReason | None:
-    if delta.finish_reason == "repetition":
-        return None
-    match delta.stop_reason:
-        case None:
-            return None
-        case int():
-            return StopReason(token_id=delta.stop_reason)
-        case str():
-            return StopReason(text=delta.stop_reason)
-
-
-def _of(choice: pb.Choice, field: str) -> Any:
-    """The choice's message `field`, or None if it is not set, so that the answer leaves it out."""
-    return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
-
-
-def _usage(call: Call) -> Usage:
-    return Usage(
-        num_prompt_tokens=call.num_prompt_tokens,
-        num_completion_tokens=call.num_completion_tokens,
-        num_cached_tokens=call.num_cached_tokens,
-    )
 
 
 def _metadata(context: Context, name: str) -> str:

@@ -17,7 +17,6 @@ from pdmesh.errors import InvalidRequest, MeshError, NoInstance, shortened
 from pdmesh.services.gateway.access.access_control import (
     AccessControl,
     Permit,
-    charged,
     check_model,
 )
 from pdmesh.services.gateway.http.answers import (
@@ -292,9 +291,7 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_tokenize(body, self._intake.ignored(exchange))
-            tokens, model = await tokenized(request, self._frontend, permit.tenant)
-            await charged(permit, lambda: permit.charge(len(tokens)))
-            permit.settle(len(tokens))
+            tokens, model = await tokenized(request, self._frontend, permit)
             strings = await model.tokenizer.strings(tokens) if request.return_token_strs else None
         finally:
             permit.leave()
@@ -311,9 +308,7 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_detokenize(body, self._intake.ignored(exchange))
-            await charged(permit, lambda: permit.charge(len(request.tokens)))
-            text = await detokenized(request, self._frontend, permit.tenant)
-            permit.settle(len(request.tokens))
+            text = await detokenized(request, self._frontend, permit)
         finally:
             permit.leave()
         await exchange.json(msgspec.json.encode({"prompt": text}))

@@ -13,6 +13,7 @@ from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.sampling.repetition import RepetitionRule, repetition_rule
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
 from pdmesh.services.gateway.openai.schema import (
@@ -113,9 +114,12 @@ async def _parsed_sampling(
 
 
 async def completion_spec(
-    request: CompletionRequest, frontend: Frontend, tenant: Tenant
+    request: CompletionRequest,
+    frontend: Frontend,
+    tenant: Tenant,
+    default_max_tokens: int | None = _COMPLETION_DEFAULT_TOKENS,
 ) -> CallSpec:
-    """Raises MeshError."""
+    """`default_max_tokens`: where the model has no default of its own. Raises MeshError."""
     model = await frontend.served_model(request.model, tenant, request.scenario)
     check_logprobs(frontend, model.name, request.logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
@@ -151,7 +155,7 @@ async def completion_spec(
         tokenizer=model.tokenizer,
         sampling=replace(
             sampling,
-            default_max_tokens=sampling.default_max_tokens or _COMPLETION_DEFAULT_TOKENS,
+            default_max_tokens=sampling.default_max_tokens or default_max_tokens,
             num_prompt_logprobs=num_prompt_logprobs,
         ),
         n=n,
@@ -167,13 +171,13 @@ async def completion_spec(
 
 
 async def tokenized(
-    request: TokenizeRequest, frontend: Frontend, tenant: Tenant
+    request: TokenizeRequest, frontend: Frontend, permit: Permit
 ) -> tuple[array[int], ServedModel]:
     """The tokens of a request with this prompt or conversation, and its model.
 
     Raises MeshError.
     """
-    model = await frontend.served_model(request.model, tenant)
+    model = await frontend.served_model(request.model, permit.tenant)
     has_special = request.add_special_tokens
     if request.messages is None:
         has_special = has_special is not False
@@ -181,15 +185,20 @@ async def tokenized(
     else:
         conversation = conversation_of(request)
         tokens = await chat_tokens(conversation, model, add_special_tokens=bool(has_special))
+    await charged(permit, lambda: permit.charge(len(tokens)))
+    permit.settle(len(tokens))
     return tokens, model
 
 
-async def detokenized(request: DetokenizeRequest, frontend: Frontend, tenant: Tenant) -> str:
+async def detokenized(request: DetokenizeRequest, frontend: Frontend, permit: Permit) -> str:
     """The text of the tokens, including special ones. Raises MeshError."""
-    model = await frontend.served_model(request.model, tenant)
+    await charged(permit, lambda: permit.charge(len(request.tokens)))
+    model = await frontend.served_model(request.model, permit.tenant)
     tokenizer = model.tokenizer
     ids = checked_ids(request.tokens, tokenizer.vocab_size, model.context_length, "tokens")
-    return await tokenizer.decode_prompt(ids)
+    text = await tokenizer.decode_prompt(ids)
+    permit.settle(len(request.tokens))
+    return text
 
 
 async def text_tokens(

@@ -7,7 +7,8 @@ out and reported by name.
 from __future__ import annotations
 
 import json
-from typing import Final, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -25,6 +26,9 @@ _NAMES_A_FIELD: Final = {
 _MAX_EXPLAINED: Final = 256
 
 T = TypeVar("T", bound=msgspec.Struct)
+# Any: JSON.
+Object = dict[str, Any]
+_object: Final = msgspec.json.Decoder(Object)
 
 
 def decoded(
@@ -50,6 +54,40 @@ def decoded(
             _check_no_nul(request)
         return request
     raise refusal  # not chained to the parser's error, which may hold the whole body
+
+
+def objects_of(texts: Mapping[str, str]) -> dict[str, Object]:
+    """The objects that fields of a typed request hold as JSON; together they have a body's bounds.
+
+    Raises InvalidRequest with the field.
+    """
+    bodies = {field: text.encode() for field, text in texts.items()}
+    try:
+        outline(b",".join(bodies.values()))
+    except InvalidRequest as exc:
+        largest = max(bodies, key=lambda field: len(bodies[field]))
+        message = exc.message.replace("the body", largest)
+        raise InvalidRequest(message, reason=exc.reason, field=largest) from None
+    return {field: _object_of(body, field) for field, body in bodies.items()}
+
+
+def _object_of(body: bytes, field: str) -> Object:
+    try:
+        found = _object.decode(body)
+        _find_duplicates(body.decode())
+    except InvalidRequest as exc:
+        refusal = InvalidRequest(exc.message, reason=exc.reason, field=f"{field}.{exc.field}")
+    except (msgspec.DecodeError, ValueError):
+        message = f"{field} is not a JSON object"
+        refusal = InvalidRequest(message, reason="INVALID_JSON", field=field)
+    except RecursionError:
+        message = f"{field} is nested too deeply"
+        refusal = InvalidRequest(message, reason="INVALID_JSON", field=field)
+    else:
+        if b"\\u0000" in body:
+            _check_no_nul({field: found})
+        return found
+    raise refusal  # without the parser's error
 
 
 def _parsed(

@@ -300,16 +300,27 @@ def check_chat(request: ChatCompletionRequest) -> None:
 def parse_completion(body: bytes, ignored: list[str] | None = None) -> CompletionRequest:
     """As `parse_chat`."""
     request = decoded(_completion_decoder, _NESTED, body, ignored)
-    _check_common(request, _NEUTRAL_COMPLETION)
+    check_completion(request)
     in_range("logprobs", request.logprobs, 0, 5)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of must equal n", field="best_of")
     return request
 
 
+def check_completion(request: CompletionRequest) -> None:
+    """Raises InvalidRequest with the field."""
+    _check_common(request, _NEUTRAL_COMPLETION)
+
+
 def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeRequest:
     """As `parse_chat`."""
     request = decoded(_tokenize_decoder, _NESTED, body, ignored)
+    check_tokenize(request)
+    return request
+
+
+def check_tokenize(request: TokenizeRequest) -> None:
+    """Raises InvalidRequest with the field."""
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
     _check_neutral(request, _NEUTRAL_TOKENIZE)
@@ -322,7 +333,6 @@ def parse_tokenize(body: bytes, ignored: list[str] | None = None) -> TokenizeReq
                 raise InvalidRequest(f"{field} needs messages", field=field)
     check_tools(request.tools, None)
     check_depth(request.chat_template_kwargs, "chat_template_kwargs")
-    return request
 
 
 def parse_detokenize(body: bytes, ignored: list[str] | None = None) -> DetokenizeRequest:
@@ -372,7 +382,7 @@ def checked_ids(
     """Raises InvalidRequest."""
     if len(ids) > max_tokens:
         raise context_exceeded(f"{len(ids)} tokens", max_tokens, field)
-    if not all(type(i) is int for i in ids):
+    if ids and set(map(type, ids)) != {int}:
         raise _wrong_prompt()
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         raise InvalidRequest(f"token ids must be 0 to {vocab_size - 1}", field=field)

@@ -16,7 +16,6 @@ from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import ServedModel
-from pdmesh.v1 import inference_service_pb2 as pb
 
 # Any: a JSON schema, which the compiler of grammars reads.
 _Schema = dict[str, Any]
@@ -66,27 +65,6 @@ def asked_over_http(
         message = "structured_outputs and response_format exclude each other"
         raise InvalidRequest(message, field="structured_outputs")
     return by_openai or by_vllm
-
-
-def asked_over_grpc(asked: pb.StructuredOutput) -> AskedGrammar:
-    """Raises InvalidRequest with the field."""
-    kind = asked.WhichOneof("kind")
-    field = f"structured_output.{kind}"
-    has_any_whitespace = not asked.disable_any_whitespace
-    match kind:
-        case None:
-            raise InvalidRequest("structured_output has no kind", field="structured_output")
-        case "json_object":
-            if not asked.json_object:
-                raise InvalidRequest(f"{field} is true, or not given", field=field)
-            return AskedGrammar(GrammarKind.JSON_OBJECT, "", field, has_any_whitespace)
-        case "json_schema":
-            return AskedGrammar(GrammarKind.JSON, asked.json_schema, field, has_any_whitespace)
-        case "choice":
-            text = _json(list(asked.choice.choices), field)
-            return AskedGrammar(GrammarKind.CHOICE, text, field)
-        case _:
-            return AskedGrammar(GrammarKind(kind), getattr(asked, kind), field)
 
 
 async def constraint_of(
