@@ -17,7 +17,8 @@ from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.instance.legs import convert
 from pdmesh.net.grpc import rpc
-from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec
+from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT
+from pdmesh.services.gateway.grpc.calls import chat_spec, generate_spec, tokenized
 from pdmesh.services.gateway.openai.schema import MAX_CHOICES
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.v1 import inference_service_pb2 as pb
@@ -68,7 +69,7 @@ def feed(data: bytes) -> None:
     if not data:
         return
     try:
-        (_generate, _chat, _session)[data[0] % 3](data[1:])
+        _KINDS[data[0] % len(_KINDS)](data[1:])
     except MeshError as exc:
         errors.check(exc)
 
@@ -93,6 +94,13 @@ def _chat(data: bytes) -> None:
     request = _parsed(pb.ChatRequest, data)
     loop, frontend = _frontend()
     _check(loop.run_until_complete(chat_spec(request, frontend, ANYONE)))
+
+
+def _tokenize(data: bytes) -> None:
+    request = _parsed(pb.TokenizeRequest, data)
+    loop, frontend = _frontend()
+    tokens, _ = loop.run_until_complete(tokenized(request, frontend, ANYONES_PERMIT))
+    assert len(tokens) <= _MAX_TOKENS
 
 
 def _check(spec: Any) -> None:
@@ -125,6 +133,9 @@ def _session(data: bytes) -> None:
             convert.ticket_from_proto(m.ticket)
 
 
+_KINDS: Final = (_generate, _chat, _session, _tokenize)
+
+
 def honest() -> bytes:
     text = pb.GenerateRequest(model="tiny", text="a b " * (MAX_LEN // 4 - 16))
     return b"\0" + text.SerializeToString()
@@ -139,6 +150,20 @@ def seeds() -> dict[str, bytes]:
     chat = pb.ChatRequest(
         model="tiny", messages=[pb.ChatMessage(role="user", content="hello")], params=params
     )
+    tool = pb.Tool(function=pb.FunctionDefinition(name="f", parameters='{"type": "object"}'))
+    call = pb.ToolCall(id="c", function=pb.FunctionCall(name="f", arguments="{}"))
+    tools = pb.ChatRequest(
+        messages=[
+            pb.ChatMessage(role="system", content_parts=[pb.ContentPart(text="p")]),
+            pb.ChatMessage(role="assistant", reasoning="hm", tool_calls=[call]),
+            pb.ChatMessage(role="tool", content="x", tool_call_id="c"),
+        ],
+        tools=[tool],
+        tool_choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE),
+        reasoning_effort=pb.REASONING_EFFORT_LOW,
+        chat_template_kwargs='{"a": 1}',
+    )
+    tokenize = pb.TokenizeRequest(text="abc", return_token_strs=True)
     prefill = instance_pb.Prefill(key=1, prompt_token_ids=b"\1\0\0\0" * 4, block_hashes=[bytes(16)])
     start = instance_pb.Start(key=2, prompt_token_ids=b"\1\0\0\0" * 4)
     start.ticket.ticket_id = "t"
@@ -150,7 +175,14 @@ def seeds() -> dict[str, bytes]:
             instance_pb.Command(abort=instance_pb.Abort(key=1)),
         ]
     )
-    messages: list[tuple[int, Any]] = [(0, generate), (0, ids), (1, chat), (2, session)]
+    messages: list[tuple[int, Any]] = [
+        (0, generate),
+        (0, ids),
+        (1, chat),
+        (2, session),
+        (1, tools),
+        (3, tokenize),
+    ]
     found = {
         f"message-{i:02}": bytes([kind]) + m.SerializeToString()
         for i, (kind, m) in enumerate(messages)
