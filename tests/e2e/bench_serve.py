@@ -1,4 +1,4 @@
-"""`vllm bench serve`, whose command does not start where vLLM is installed under another name."""
+"""Runs `vllm bench serve`, whose own command does not start if vLLM has another package name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The prompts of the equality test, and the comparison, for whatever can generate.
+"""The prompts of the equality tests, and the comparison of answers.
 
-Anything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two
-engines in memory, or the whole mesh behind `/v1/completions`.
+Everything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two
+engines in memory, or the whole mesh with `/v1/completions`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Case:
 
 
 def cases(block_size: int, seed: int = 7) -> list[Case]:
-    """All the lengths at which blocks end, a few long prompts, shared prefixes, and many short
+    """Prompts of all lengths around block boundaries, long ones, shared prefixes, and many short
     ones.
     """
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def differences(expected: Sequence[list[int]], got: Sequence[list[int]]) -> list
 
 
 def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """What is drawn of `tokens` when one of `stops` ends it; the stop token itself is drawn too."""
+    """The drawn part of `tokens` if one of `stops` ends the answer, including the stop token."""
     for index, token in enumerate(tokens):
         if token in stops:
             return list(tokens[: index + 1])

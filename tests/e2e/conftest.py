@@ -22,12 +22,12 @@ from tests.e2e.pair import Pair, running
 
 BLOCK_SIZE = 64
 DTYPE = "float32"
-NEAR_TIE = 5e-4  # log probability; rounding moves it by some 1e-5
+NEAR_TIE = 5e-4  # in log probability; rounding changes it by some 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What plain vLLM, started for this run, draws for the cases."""
+    """The tokens that plain vLLM, started for this run, draws for the cases."""
 
     cases: list[Case]
     tokens: list[list[int]]
@@ -41,13 +41,14 @@ class Plain:
     folder: Path
 
     def tokens(self) -> list[list[int]]:
-        """What it drew, in the order asked. Waits for its end."""
+        """The drawn tokens, in the order of the cases. Waits until vLLM has finished."""
         tokens: list[list[int]] = self._answers()["tokens"]
         return tokens
 
     def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
-        """The first of those asked, each up to its first near-tie, and what was drawn: a batch's
-        shape may decide a near-tie.
+        """The cases, each cut at its first near-tie, and the drawn tokens.
+
+        A near-tie depends on the shape of the batch, so it cannot be compared.
         """
         answers = self._answers()
         todo, drawn = [], []
@@ -81,7 +82,7 @@ def plain_vllm(
     block_size: int = BLOCK_SIZE,
     **engine: object,
 ) -> Iterator[Plain]:
-    """Plain vLLM with these engine arguments, drawing what is asked in a process of its own."""
+    """Plain vLLM with these engine arguments, which draws the cases in a separate process."""
     cases_file, tokens_file = folder / "cases.json", folder / "tokens.json"
     cases_file.write_text(json.dumps([asdict(case) for case in asked]))
     arguments = [model_dir, dtype, block_size, cases_file, tokens_file, json.dumps(engine)]
@@ -97,7 +98,7 @@ def plain_vllm(
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
-    """At work on the cases beside the start of the engines that are compared with it."""
+    """Plain vLLM, which works on the cases while the engines to compare start."""
     asked = [*cases(BLOCK_SIZE), *long_cases()]
     with plain_vllm(model_dir, asked, tmp_path_factory.mktemp("plain")) as plain:
         yield plain
@@ -123,7 +124,7 @@ def decode_config(model_dir: Path) -> VllmConfig:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Pair]:
-    """`plain` first, if a test of this run needs it, so that it computes while these start."""
+    """A pair. `plain` starts first if a test needs it, so that it computes while these start."""
     items = request.session.items
     if any("plain" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("plain")

@@ -1,8 +1,7 @@
-"""One prefill and one decode engine on vLLM, driven as an instance host drives them, without the
-services.
+"""One prefill and one decode engine on vLLM, driven as by an instance host, but without services.
 
-The engines' workers are processes of their own, and the KV moves between those. What is here of a
-host is the least: ranges from the arenas, sessions in memory, and a check that all is given back.
+The engines' workers are separate processes, and KV moves between them. The host here is minimal: it
+has arena ranges, sessions in memory, and a check that everything is freed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.kv.tiers.peers import FindHolders
 
 PULL_DEADLINE_S = 60.0
-_legs = itertools.count(1)  # of all engines, since pairs share some
+_legs = itertools.count(1)  # keys for all engines, because pairs share engines
 
 
 class LegFailed(Exception):
@@ -64,14 +63,15 @@ class Host:
     info: EngineInfo
     legs: dict[int, asyncio.Queue[Output]] = field(default_factory=dict)
     tickets: dict[str, ArenaRange] = field(default_factory=dict)
-    ticket_of: dict[int, str] = field(default_factory=dict)  # of legs without their first output
+    # The tickets of legs without a first output.
+    ticket_of: dict[int, str] = field(default_factory=dict)
     landings: dict[int, ArenaRange] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
     kv_stages: dict[int, list[type[Output]]] = field(default_factory=dict)
     blocks: set[bytes] = field(default_factory=set)
     pool_blocks: set[bytes] = field(default_factory=set)  # the host pool holds them
     tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (tier, event)
-    adapters: tuple[str, ...] = ()  # digests of those that are loaded
+    adapters: tuple[str, ...] = ()  # the digests of the loaded adapters
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class Host:
             case BlocksChanged():
                 self._hear_blocks(output)
             case TicketOpened():
-                del self.ticket_of[output.leg]  # it is closed by itself, whatever comes of the leg
+                del self.ticket_of[output.leg]  # the ticket is closed separately from the leg
                 self.legs[output.leg].put_nowait(output)
             case Prefilled() | Failed():
                 self._hear_end(output)
@@ -149,7 +149,7 @@ class Host:
             await asyncio.wait_for(self.changed.wait_for(is_so), timeout_s)
 
     async def until_idle(self) -> None:
-        """Everything reserved has been given back, and the engine holds nothing."""
+        """Wait until all reservations are freed and the engine holds nothing."""
         await self.until(lambda: not self.tickets and not self.landings)
         assert self.staging.bytes_used == 0
         assert self.landing.bytes_used == 0
@@ -163,7 +163,7 @@ class Host:
 async def running(
     config: VllmConfig, find_holders: FindHolders | None = None
 ) -> AsyncIterator[Host]:
-    """A started engine with its outputs followed; stopped at the end whatever happened."""
+    """A running engine whose outputs are collected. It is always stopped at the end."""
     engine = VllmEngine(config, find_holders)
     info = await engine.start()
     host = Host(
@@ -180,7 +180,7 @@ async def running(
 
 @dataclass(slots=True)
 class Pair:
-    """`generate` is what a gateway does with one request, without retries."""
+    """A prefill and a decode. `generate` handles one request as a gateway does, without retries."""
 
     prefill: Host
     decode: Host
@@ -191,7 +191,7 @@ class Pair:
     adapter: Adapter | None = None
 
     def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
-        """Of the prompt's full blocks."""
+        """The names of the prompt's full blocks."""
         root = bytes.fromhex(self.root())
         return tuple(block_hashes(root, prompt, self.prefill.info.block_size))
 
@@ -221,8 +221,9 @@ class Pair:
         return first
 
     async def generate_per_layer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-        """As a gateway that chooses decode at Accepted; a prompt of one token to draw has no ticket
-        to choose it for.
+        """Generate as a gateway that chooses the decode at Accepted.
+
+        An answer of one token has no ticket, and so no decode.
         """
         if sampling.max_tokens == 1:
             return await self.generate(prompt, sampling)
@@ -270,13 +271,13 @@ class Pair:
         return await self.rest(await self.start_decode(prompt, token, ticket, sampling))
 
     async def rest(self, leg: int) -> list[int]:
-        """All that a decode draws."""
+        """All tokens that a decode draws."""
         received = await self.decode.next_output(leg)
         if isinstance(received, Failed):
             raise LegFailed(received)
-        assert isinstance(received, KvReceived), "the first word of a decode is about its KV"
+        assert isinstance(received, KvReceived), "the first output of a decode is about its KV"
         stages = self.decode.kv_stages.pop(leg, [])
-        assert stages in ([], [KvPulling, KvArrived]), "none where all blocks were cached"
+        assert stages in ([], [KvPulling, KvArrived]), "there are none if all blocks were cached"
         self.num_computed_at_decode += received.num_computed_tokens
         self.num_handed_over += 1
         self.last_received = received
@@ -295,7 +296,7 @@ class Pair:
         sampling: Sampling,
         deadline_s: float = PULL_DEADLINE_S,
     ) -> int:
-        """Returns the leg of a decode that has begun."""
+        """Begin a decode, and return its leg."""
         host = self.decode
         landing = await _reserve(host, host.landing, ticket.kv_bytes)
         leg = self.next_leg(host)
@@ -326,7 +327,7 @@ class Pair:
 
 
 async def _reserve(host: Host, arena: ArenaAllocator, length: int) -> ArenaRange:
-    """What the admission core does, except that it would refuse where this waits."""
+    """Reserve as the admission core does, but wait where that would refuse."""
     found: list[ArenaRange] = []
 
     def reserved() -> bool:

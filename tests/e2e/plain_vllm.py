@@ -1,9 +1,10 @@
-"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another,
-and how clearly each was drawn.
+"""Plain vLLM without the mesh: reads cases from a JSON file, and writes the drawn tokens and their
+margins to another.
 
-A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the
-cases, their structural tags, and which core a rank computes on. Arguments: model directory, dtype,
-block size, file of cases, file of tokens, further engine arguments as JSON.
+It is a separate process with vLLM's engine in it. It has no connector, no events and no code of
+ours, except for the cases, their structural tags, and the choice of the core for each rank.
+Arguments: model directory, dtype, block size, file of cases, file of tokens, further engine
+arguments as JSON.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ def main() -> None:
         "margins": [[margin(likely) for likely in answer.logprobs] for answer in drawn],
     }
     Path(tokens_file).write_text(json.dumps(answers))
-    os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+    os._exit(0)  # vLLM's own exit is not always clean, and there is nothing left to do
 
 
 def lora_requests(folders: list[str]) -> Any:
-    """vLLM's own, as its server would make them of names; None if no case has an adapter."""
+    """vLLM's LoRA requests, as its server makes them from names; None without adapters."""
     if not any(folders):
         return None
     from vllm.lora.request import LoRARequest
@@ -81,7 +82,7 @@ def lora_requests(folders: list[str]) -> Any:
 
 
 def sampling_params(case: Mapping[str, Any]) -> Any:
-    """vLLM's own, as its server would make it of a client's request."""
+    """vLLM's sampling parameters, as its server makes them from a client's request."""
     from vllm import SamplingParams
 
     form = case["form"]
@@ -101,7 +102,7 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
         thinking_token_budget=budget["num_tokens"] if budget else None,
         **shaping,
     )
-    params._bad_words_token_ids = words or None  # which it makes with its tokenizer
+    params._bad_words_token_ids = words or None  # vLLM would make these with its tokenizer
     return params
 
 
@@ -114,7 +115,7 @@ def structured(kind: str, text: str) -> Any:
         case "choice":
             return StructuredOutputsParams(choice=json.loads(text))
         case "structural_tag":
-            # vLLM 0.32 reads each schema as one of a schema: any JSON is valid by that.
+            # vLLM 0.32 reads each schema as the schema of a schema, under which any JSON is valid.
             lark = grammar_of(AskedGrammar(GrammarKind(kind), text))
             return StructuredOutputsParams(grammar=lark)
         case _:
@@ -122,7 +123,7 @@ def structured(kind: str, text: str) -> Any:
 
 
 def margin(likely: Mapping[int, Any]) -> float:
-    """By how much the likeliest token's log probability exceeds the next one's."""
+    """The difference between the log probabilities of the likeliest token and the next one."""
     first, second = sorted((token.logprob for token in likely.values()), reverse=True)[:2]
     return float(first - second)
 

@@ -1,4 +1,4 @@
-"""Which tests need more of the processor than every machine has: they skip with what it lacks."""
+"""Skips tests that need processor features which not every machine has, and names these."""
 
 from __future__ import annotations
 

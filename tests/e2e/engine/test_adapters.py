@@ -1,7 +1,7 @@
-"""LoRA adapters hold across a hand-over and a death, and never meet another content's KV.
+"""LoRA adapters stay in effect after a hand-over and a death, and never use KV of other content.
 
-Two adapters of random weights, and the model itself, all at once. Plain vLLM with the same adapters
-is the measure.
+Requests use two adapters of random weights and the model itself, all at the same time. Their
+answers must equal those of plain vLLM with the same adapters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Generate = Callable[[Adapter | None, Sequence[int], Sampling], Awaitable[list[in
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked, of which adapter, and what plain vLLM answers."""
+    """The cases with their adapters, and the answers of plain vLLM."""
 
     adapters: dict[str, Adapter]
     cases: list[Case]
@@ -69,7 +69,7 @@ def wanted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
         for index, prompt in enumerate(prompts)
         for path in (adapters["one"].path, adapters["two"].path, "")
     ]
-    # A slot more than adapters: vLLM computes rows without one with the last slot (on a CPU).
+    # One more slot than adapters: on a CPU, vLLM uses the last slot for rows without an adapter.
     with plain_vllm(
         model_dir, cases, tmp_path_factory.mktemp("adapted"),
         enable_lora=True, max_loras=3, max_lora_rank=8, max_num_batched_tokens=512,
@@ -79,7 +79,7 @@ def wanted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def adapted(model_dir: Path, wanted: Wanted) -> AsyncIterator[Pair]:
-    """A pair with slots, and with a tier below the prefill's blocks."""
+    """A pair with adapter slots, and with a tier below the prefill's blocks."""
     prefill = replace(prefill_config(model_dir), tiers=TIERS, **LORA)
     decode = replace(decode_config(model_dir), **LORA)
     async with running(prefill) as p, running(decode) as d:
@@ -99,7 +99,7 @@ async def fusion(model_dir: Path, wanted: Wanted) -> AsyncIterator[Host]:
 async def answers(
     wanted: Wanted, cases: Sequence[Case], generate: Generate, num_concurrent: int = 6
 ) -> list[list[int]]:
-    """All adapters at once."""
+    """The answers to requests with all adapters at once."""
     slots = asyncio.Semaphore(num_concurrent)
 
     async def one(case: Case) -> list[int]:
@@ -128,7 +128,7 @@ def alone(host: Host, num_drawn: int = 0) -> Generate:
 
 
 def test_each_adapter_answers_in_its_own_way(wanted: Wanted) -> None:
-    """Else their equality would show nothing."""
+    """Otherwise the equality of answers would prove nothing."""
     ones, twos, plain = (wanted.tokens[at::3] for at in range(3))
     for some, others in ((ones, twos), (ones, plain), (twos, plain)):
         assert len(differences(some, others)) > NUM_PROMPTS * 0.9
@@ -143,7 +143,9 @@ async def test_a_pair_draws_what_one_engine_draws(adapted: Pair, wanted: Wanted)
 
 
 @pytest.mark.req("S48")
-async def test_so_it_does_when_kv_is_handed_over_per_layer(adapted: Pair, wanted: Wanted) -> None:
+async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
+    adapted: Pair, wanted: Wanted
+) -> None:
     def per_layer(
         adapter: Adapter | None, prompt: Sequence[int], s: Sampling
     ) -> Awaitable[list[int]]:
@@ -154,17 +156,17 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(adapted: Pair, wanted
 
 
 @pytest.mark.req("S72")
-async def test_so_does_fusion(fusion: Host, wanted: Wanted) -> None:
+async def test_fusion_draws_what_one_engine_draws(fusion: Host, wanted: Wanted) -> None:
     got = await answers(wanted, wanted.cases, alone(fusion), 12)
     assert differences(wanted.tokens, got) == []
 
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, NUM_TOKENS - 2])
-async def test_an_answer_goes_on_with_its_adapter_after_a_death_at_any_token(
+async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
     adapted: Pair, fusion: Host, wanted: Wanted, num_drawn: int
 ) -> None:
-    """As the gateway goes on: what was emitted is part of the prompt now."""
+    """As at a gateway, the emitted tokens are part of the new prompt."""
     replayed = [
         replace(case, prompt=(*case.prompt, *tokens[:num_drawn]), max_tokens=NUM_TOKENS - num_drawn)
         for case, tokens in zip(wanted.cases, wanted.tokens, strict=True)
@@ -177,10 +179,12 @@ async def test_an_answer_goes_on_with_its_adapter_after_a_death_at_any_token(
 
 
 @pytest.mark.req("S77", "S80")
-async def test_other_content_under_the_same_name_meets_no_old_kv(
+async def test_new_content_under_the_same_name_uses_no_old_kv(
     adapted: Pair, wanted: Wanted, tmp_path: Path
 ) -> None:
-    """With a prefix cache, a host pool, and as many slots as adapters: vllm issues 42125, 48352."""
+    """This uses a prefix cache, a host pool, and one slot per adapter (vLLM issues 42125,
+    48352).
+    """
     path = str(tmp_path / "same")
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=200))
     greedy, cached = Sampling(NUM_TOKENS), dict[str, list[int]]()
@@ -202,7 +206,7 @@ async def test_other_content_under_the_same_name_meets_no_old_kv(
 
 
 async def failure_of(pair: Pair, prompt: Sequence[int], *, is_per_layer: bool) -> str:
-    """Why the prefill of a prompt fails. A ticket that is opened before says nothing."""
+    """The reason why a prompt's prefill fails, even if its ticket was opened before."""
     leg = await pair.start_prefill(prompt, Sampling(4), is_per_layer=is_per_layer)
     output = await pair.prefill.next_output(leg)
     if isinstance(output, TicketOpened):
@@ -212,7 +216,7 @@ async def failure_of(pair: Pair, prompt: Sequence[int], *, is_per_layer: bool) -
     return output.reason
 
 
-async def test_what_cannot_be_loaded_ends_its_own_requests_only(
+async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
     adapted: Pair, model_dir: Path, wanted: Wanted, tmp_path: Path
 ) -> None:
     good, prompt = wanted.adapters["one"], wanted.cases[0].prompt

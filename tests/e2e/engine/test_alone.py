@@ -1,5 +1,5 @@
-"""vLLM by itself: either role does both phases when the other is gone, and an engine process that
-hangs answers no ping.
+"""One vLLM instance by itself: it does both phases if the other role is gone, and a hung engine
+process does not answer pings.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ async def test_an_engine_process_that_hangs_answers_no_ping_and_one_that_works_d
 async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_is_frozen(
     pair: Pair,
 ) -> None:
-    """A ping is not answered within a step, which may take long; the layers of it are what tells it
-    from a hang.
+    """No ping is answered during a step, which may take long.
+
+    Its layers show that it is not hung.
     """
     engine = pair.prefill.engine
     prompt = tuple(random.Random(5).randrange(100, 40_000) for _ in range(1500))
@@ -100,7 +101,7 @@ async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_i
     os.kill(pid, signal.SIGSTOP)
     try:
         leg = await pair.start_prefill((19, *prompt[1:]), Sampling(max_tokens=1))
-        await asyncio.sleep(1.0)  # what was on its way is read
+        await asyncio.sleep(1.0)  # read what was in flight
         frozen = engine.stats().num_signs
         await asyncio.sleep(1.0)
         assert engine.stats().num_signs == frozen

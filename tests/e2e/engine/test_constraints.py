@@ -1,7 +1,7 @@
-"""Answers keep to a schema, regular expression, choice or grammar across a hand-over and a death.
+"""Answers keep to a schema, regular expression, choice or grammar after a hand-over and a death.
 
-The matcher at decode has taken the tokens that prefill drew, and after a death those of all legs
-before. Plain vLLM's answers are the measure: one request there, several in the mesh.
+The decode's matcher first takes the tokens that the prefill drew, and after a death those of all
+earlier legs. Answers must equal those of plain vLLM, which draws each in one request.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 
 
 def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> dict[str, list[int]]:
-    """Which answers differ, by feature."""
+    """The indexes of differing answers, by feature."""
     wrong: dict[str, list[int]] = {}
     names = list(FEATURES)
     for index in differences(expected, got):
@@ -108,7 +108,7 @@ def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> d
 
 
 def test_each_answer_that_ends_is_of_its_form(expected: list[list[int]], model_dir: Path) -> None:
-    """Else equality would show nothing."""
+    """Otherwise the equality of answers would prove nothing."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     num_ended = dict.fromkeys(FEATURES, 0)
     for case, tokens in zip(CASES, expected, strict=True):
@@ -134,16 +134,16 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 
 
 @pytest.mark.req("S48")
-async def test_so_it_does_when_kv_is_handed_over_per_layer(
+async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
-    """Decode has its request before token 1 is drawn, which its matcher takes in the first step."""
+    """Decode gets its request before token 1 is drawn. Its matcher takes that in the first step."""
     got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
     assert wrong_features(expected, got) == {}
 
 
 @pytest.mark.req("S72")
-async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
+async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
     assert wrong_features(expected, got) == {}
 
@@ -151,7 +151,7 @@ async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]], Callable[[Sampling], Sampling]]:
-    """As the gateway goes on: what was emitted is part of the prompt now.
+    """As at a gateway, the emitted tokens are part of the new prompt.
 
     A `num_drawn` below 0 counts from the end of each answer.
     """
@@ -168,7 +168,7 @@ def after_death(
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, -1])
-async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+async def test_an_answer_is_the_same_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
     replayed, rest, goes_on = after_death(expected, num_drawn)
@@ -180,10 +180,10 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
 
 
 @pytest.mark.req("S118")
-async def test_a_decode_that_proposes_tokens_draws_the_same_where_nothing_is_drawn_by_chance(
+async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
     pair: Pair, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """Greedy ones: what is proposed must be allowed, and the matcher goes back over what is not."""
+    """For greedy answers: the matcher must accept each proposed token, or undo its step."""
     config = replace(
         decode_config(model_dir),
         instance_id="decode-s",
@@ -197,10 +197,10 @@ async def test_a_decode_that_proposes_tokens_draws_the_same_where_nothing_is_dra
         assert differences([expected[index] for index in greedy], got) == []
 
 
-async def test_one_that_forgets_what_was_drawn_draws_something_else(
+async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: a matcher that begins anew within the answer."""
+    """The negative control: a matcher that starts again within the answer."""
     replayed, rest, _ = after_death(expected, 5)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[:NUM_PROMPTS], 12)
     assert len(differences(rest[:NUM_PROMPTS], got)) > NUM_PROMPTS // 2

@@ -1,7 +1,8 @@
-"""Prefill on one vLLM, decode on another, against one plain vLLM: greedy outputs are identical in
+"""Prefill on one vLLM and decode on another give the same greedy outputs as one plain vLLM, in
 fp32.
 
-The comparison itself is shown to see wrong KV: with the KV zeroed on arrival it must fail.
+A negative control shows that the comparison detects wrong KV: it must fail if KV is zeroed on
+arrival.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ async def test_outputs_equal_those_of_plain_vllm_and_decode_computes_no_prompt(
     assert differences(reference.tokens, got) == []
     assert run.num_handed_over >= 180
     assert run.num_computed_at_decode == 0
-    # The one token a decode computes of what vLLM calls its prompt is token 1, drawn at prefill.
+    # Of the prompt in vLLM's sense, a decode computes only token 1, which prefill drew.
     after = pair.decode.engine.stats().extra
     counted = {name: after[name] - before[name] for name in after}
     assert counted["num_preempted"] == 0

@@ -1,4 +1,4 @@
-"""What happens to a vLLM hand-off that is aborted, fails, is preempted, or loses its worker."""
+"""A hand-over between vLLM engines that is aborted, fails, is preempted, or loses its worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def staged(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, Ticket]:
 async def test_aborts_at_any_moment_free_everything_and_harm_no_other_request(
     pair: Pair, reference: Reference
 ) -> None:
-    """Aborted loads overlap healthy ones, whose blocks they would spoil if they wrote late."""
+    """Aborted loads overlap others, whose blocks late writes would corrupt."""
     rng = random.Random(3)
     is_done = False
 
@@ -109,7 +109,7 @@ async def test_a_frozen_sender_fails_the_leg_at_its_deadline(
 async def test_preempted_decodes_draw_the_same_tokens_and_a_lost_worker_is_noticed(
     pair: Pair, reference: Reference, model_dir: Path
 ) -> None:
-    """A cache of a few blocks: eight prompts of one block each grow until some must step back."""
+    """The cache has few blocks. Eight prompts of one block each grow until some are preempted."""
     config = replace(
         decode_config(model_dir),
         instance_id="decode-2",

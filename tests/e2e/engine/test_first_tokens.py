@@ -1,4 +1,4 @@
-"""Token 1 in the place of its stand-in, in vLLM's own request."""
+"""Token 1 replaces its placeholder in vLLM's own request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def request(prompt: list[int]) -> Any:
-    """vLLM's own type, imported late: it takes its time, and warns."""
+    """vLLM's own request, imported late because the import is slow and warns."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

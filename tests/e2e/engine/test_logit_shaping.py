@@ -1,7 +1,7 @@
-"""Penalties, biases and the rest of vLLM's sampling parameters hold across a hand-over and a death.
+"""vLLM's sampling parameters stay in effect after a hand-over and a death.
 
-What counts the tokens of an answer counts those that another engine drew. Plain vLLM's answers are
-the measure: one request there, several in the mesh.
+Parameters that count the tokens of an answer also count those that another engine drew. Answers
+must equal those of plain vLLM, which draws each in one request.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ pytestmark = [
 ]
 NUM_PROMPTS = 20
 NUM_TOKENS = 12
-# Few tokens, so that an answer draws each of them again and again.
+# Few tokens, so that an answer repeats each of them.
 FEW = tuple(range(2000, 2024))
-# Of words of two tokens, some of whose first tokens are drawn, by whatever leg.
+# Words of two tokens. Any leg may draw the first token of some of them.
 PAIRS = tuple((first, second) for first in FEW for second in FEW if first != second)
 FEATURES: Mapping[str, LogitShaping] = MappingProxyType(
     {
@@ -84,7 +84,7 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 
 
 def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> dict[str, list[int]]:
-    """Which answers differ, by feature."""
+    """The indexes of differing answers, by feature."""
     wrong: dict[str, list[int]] = {}
     names = list(FEATURES)
     for index in differences(expected, got):
@@ -93,7 +93,7 @@ def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> d
 
 
 def test_each_feature_changes_answers(expected: list[list[int]]) -> None:
-    """Else their equality would show nothing."""
+    """Otherwise the equality of answers would prove nothing."""
     by_name = {
         name: expected[at * NUM_PROMPTS : (at + 1) * NUM_PROMPTS]
         for at, name in enumerate(FEATURES)
@@ -105,7 +105,7 @@ def test_each_feature_changes_answers(expected: list[list[int]]) -> None:
     forbidden = set(PAIRS[:400])
     assert not any(forbidden & set(itertools.pairwise(a)) for a in by_name["bad_words"])
     lengths = [len(answer) for answer in by_name["min_tokens"]]
-    assert min(lengths) == 8, "the first that may end comes after 7, and ends it"
+    assert min(lengths) == 8, "token 8 is the first that may end an answer, and it does"
     assert any(forbidden & set(itertools.pairwise(a)) for a in by_name["allowed_token_ids"])
 
 
@@ -116,7 +116,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 
 
 @pytest.mark.req("S48")
-async def test_so_it_does_when_kv_is_handed_over_per_layer(
+async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
     got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
@@ -125,7 +125,7 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(
 
 @pytest.mark.nightly
 @pytest.mark.req("S72")
-async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
+async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
     assert wrong_features(expected, got) == {}
 
@@ -133,7 +133,7 @@ async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]], Callable[[Sampling], Sampling]]:
-    """As the gateway goes on: what was emitted is part of the prompt now."""
+    """As at a gateway, the emitted tokens are part of the new prompt."""
     longer = [index for index, tokens in enumerate(expected) if len(tokens) > num_drawn]
     replayed = [
         replace(
@@ -152,7 +152,7 @@ def after_death(
     "num_drawn",
     [5, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, NUM_TOKENS - 2))],
 )
-async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+async def test_an_answer_is_the_same_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
     replayed, rest, goes_on = after_death(expected, num_drawn)
@@ -162,10 +162,10 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
-async def test_one_that_forgets_what_was_drawn_draws_something_else(
+async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: tokens drawn elsewhere that count as prompt."""
+    """The negative control: tokens that other engines drew count as prompt."""
     replayed, rest, _ = after_death(expected, 5)
     penalised = slice(NUM_PROMPTS, 3 * NUM_PROMPTS)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[penalised], 12)

@@ -1,6 +1,4 @@
-"""KV handed on per layer between two vLLMs: the same outputs, and what happens when it is given up
-(S48).
-"""
+"""KV handed over per layer between two vLLMs: equal outputs, and the effects of an abort (S48)."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ pytestmark = [
 async def test_outputs_equal_those_of_plain_vllm_and_decode_computes_no_prompt(
     pair: Pair, reference: Reference
 ) -> None:
-    """Lengths around block boundaries, token 1 as the last of a full block among them, and shared
-    prefixes.
+    """The prompts have lengths around block boundaries, and shared prefixes. Token 1 of some is the
+    last one of a full block.
     """
     run = Pair(pair.prefill, pair.decode, salt="per-layer")
     before = dict(pair.decode.engine.stats().extra)
@@ -81,7 +79,7 @@ async def test_a_stop_token_ends_the_output_at_either_side(
 async def test_requests_given_up_at_any_moment_free_everything_and_harm_no_other(
     pair: Pair, reference: Reference
 ) -> None:
-    """The prefill, the decode or both are aborted after a random time, while others go on."""
+    """The prefill, the decode or both are aborted after a random time, and others continue."""
     rng = random.Random(5)
     run = Pair(pair.prefill, pair.decode, salt="aborts")
 
@@ -133,13 +131,13 @@ async def test_a_prefill_that_gives_up_fails_its_decode(pair: Pair, reference: R
 async def test_a_prompt_that_decode_has_wholly_waits_for_its_token(
     pair: Pair, reference: Reference
 ) -> None:
-    """Nothing is pulled, and vLLM would compute at once from a token that is not known yet."""
+    """No KV is pulled, so vLLM could compute at once with a token that is not known yet."""
     run = Pair(pair.prefill, pair.decode, salt="known")
     prompt = longest(reference.cases)[:512]
     sampling = Sampling(max_tokens=6)
     expected = await run.generate(prompt, sampling)
     assert await run.generate_per_layer(prompt, sampling) == expected
     assert run.last_received is not None
-    assert run.last_received.kv_bytes == 0, "it held every block"
+    assert run.last_received.kv_bytes == 0, "the decode already held every block"
     await pair.prefill.until_idle()
     await pair.decode.until_idle()

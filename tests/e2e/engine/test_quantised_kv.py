@@ -1,8 +1,8 @@
-"""KV kept as fp8: handed over at a byte per number with the same outputs, and not to an engine that
-keeps it otherwise.
+"""KV in fp8 is handed over with one byte per number and equal outputs, and only to engines that
+store it in fp8.
 
-The requests run one by one at both, since fp8 rounds away what the order of a batch's sums leaves
-equal in fp32 alone.
+Both sides run one request at a time, because the order of sums in a batch changes results in fp8,
+but not in fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="module"),
 ]
-DTYPE = "bfloat16"  # of the computation
+DTYPE = "bfloat16"  # the dtype of the computation
 BLOCK_SIZE = 32
 
 
@@ -78,7 +78,7 @@ def plainly(model_dir: Path, folder: Path, stored: str) -> AbstractContextManage
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plain]]:
-    """By how it keeps KV. At work beside the start of the engines that are compared with it."""
+    """Plain vLLM by KV format. It works on the cases while the engines to compare start."""
     with (
         plainly(tiny_llama, tmp_path_factory.mktemp("plain-fp8"), "fp8") as fp8,
         plainly(tiny_llama, tmp_path_factory.mktemp("plain-auto"), "auto") as auto,
@@ -88,7 +88,7 @@ def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def prefill(tiny_llama: Path, plain: dict[str, Plain]) -> AsyncIterator[Host]:
-    """`plain` first, so that it computes while this starts."""
+    """The prefill. `plain` starts first, so that it computes while this starts."""
     async with running(config(tiny_llama, "prefill-fp8", 1)) as prefill:
         yield prefill
 
@@ -111,7 +111,7 @@ async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
 
 @pytest.mark.req("S126")
 async def test_what_is_compared_depends_on_how_kv_is_kept(plain: dict[str, Plain]) -> None:
-    """Else the test above would be content with KV of any precision."""
+    """Otherwise the test above would pass with KV of any precision."""
     assert differences(plain["auto"].tokens(), plain["fp8"].tokens())
 
 

@@ -1,4 +1,4 @@
-"""The table of vLLM's request fields in docs/api.md has all that the installed vLLM knows."""
+"""The table of vLLM's request fields in docs/api.md has all fields of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 def fields_of(file: str, name: str) -> set[str]:
-    """Of a class in vLLM's source, without importing it, which takes half a minute."""
+    """The fields of a class in vLLM's source, without its import, which takes half a minute."""
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations

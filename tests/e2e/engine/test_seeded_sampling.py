@@ -1,8 +1,8 @@
 """A seeded draw depends on the seed and on the token's position, not on the engine that draws it.
 
-At temperature 2 nearly every draw is another token than the likeliest, so an answer shows which
-noise each of its tokens was drawn with. Plain vLLM's answers, whose generators run on from the
-first token to the last, are the measure.
+At temperature 2, nearly no draw is the likeliest token, so an answer depends on the noise of each
+of its tokens. Answers must equal those of plain vLLM, whose generators run from the first token to
+the last without a break.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS = 24
-CHUNK = 128  # tokens of a step of the engine that computes prompts in pieces
+CHUNK = 128  # tokens per step of the engine with chunked prompts
 SEEDS = (0, 1, 7, 42, -2, -3, 1 << 40, (1 << 62) + 5)
 
 
@@ -44,7 +44,7 @@ def seeded_cases() -> list[Case]:
 
 
 def growing_cases() -> list[Case]:
-    """Each begins within one block of KV and ends in its third."""
+    """Each answer begins within one block of KV and ends in the third."""
     rng = random.Random(31)
     return [Case(tuple(rng.choices(VOCABULARY, k=60)), 100, 2.0, 50 + n) for n in range(6)]
 
@@ -65,7 +65,7 @@ def expected(plain_answers: list[list[int]]) -> list[list[int]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fusion(model_dir: Path) -> AsyncIterator[Host]:
-    """One whose prompts come in chunks, beside the decodes of others."""
+    """An engine that computes chunks of prompts together with the decodes of other requests."""
     config = replace(
         prefill_config(model_dir),
         instance_id="fusion-0",
@@ -99,7 +99,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 
 
 @pytest.mark.req("S48")
-async def test_so_it_does_when_kv_is_handed_over_per_layer(
+async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
     got = await generate_all(pair.generate_per_layer, seeded_cases(), num_concurrent=3)
@@ -107,7 +107,7 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(
 
 
 @pytest.mark.req("S72")
-async def test_so_does_fusion_with_prompts_in_chunks_beside_decodes(
+async def test_fusion_draws_the_same_with_chunked_prompts_and_decodes_together(
     fusion: Host, expected: list[list[int]]
 ) -> None:
     got = await generate_all(
@@ -118,10 +118,10 @@ async def test_so_does_fusion_with_prompts_in_chunks_beside_decodes(
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 11, NUM_TOKENS - 2])
-async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+async def test_an_answer_is_the_same_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
-    """As the gateway does it: what was emitted is part of the prompt now."""
+    """As at a gateway, the emitted tokens are part of the new prompt."""
     replayed = [
         replace(
             case,
@@ -145,10 +145,10 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
-async def test_one_that_was_preempted_goes_on_as_it_would_have(
+async def test_an_answer_is_the_same_after_a_preemption(
     model_dir: Path, plain_answers: list[list[int]]
 ) -> None:
-    """Six answers need eighteen blocks, and there are fewer."""
+    """Six answers need eighteen blocks, but there are fewer."""
     config = replace(
         prefill_config(model_dir),
         instance_id="small-0",
@@ -165,8 +165,8 @@ async def test_one_that_was_preempted_goes_on_as_it_would_have(
         assert host.engine.stats().extra["num_preempted"] > 0
 
 
-async def test_a_seed_that_vllm_takes_for_none_is_a_seed_all_the_same(fusion: Host) -> None:
-    """`seed: -1`, which `seed: -2` gives its second choice too."""
+async def test_the_seed_that_vllm_reads_as_none_is_an_ordinary_seed(fusion: Host) -> None:
+    """The seed is -1, which the second choice of a request with the seed -2 also has."""
     prompt = seeded_cases()[0].prompt
     sampling = Sampling(NUM_TOKENS, 2.0, seed=-1)
     once, again = [await locally(fusion, prompt, sampling) for _ in range(2)]

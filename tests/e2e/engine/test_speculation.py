@@ -1,6 +1,4 @@
-"""Tokens that a decode looks up and checks are those it would have drawn, and the KV it was handed
-is as good for it.
-"""
+"""A decode with speculation draws the same tokens as without, also with handed-over KV."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ pytestmark = [
 async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
     pair: Pair, reference: Reference, model_dir: Path
 ) -> None:
-    """Alone it proposes four, in company fewer, and none at its largest batch."""
+    """One request gets four proposals, several get fewer, and the largest batch gets none."""
     speculation = Speculation(4, 0.6, 0.05)
     assert {count for _, _, count in speculation.schedule(32)} >= {4, 1, 0}
     config = replace(
@@ -51,7 +49,7 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
 async def test_a_decode_that_expects_nothing_proposes_where_the_text_repeats_itself(
     pair: Pair, model_dir: Path
 ) -> None:
-    """Its schedule is all zeros. So what is proposed beyond a try now and then was measured."""
+    """Its schedule is all zeros, so it proposes only tries, and more where measurements allow."""
     speculation = Speculation(4, 0.0, 0.001)
     assert speculation.schedule(8) == [(1, 8, 0)]
     config = replace(
@@ -64,7 +62,7 @@ async def test_a_decode_that_expects_nothing_proposes_where_the_text_repeats_its
         answers = await asyncio.gather(*(run.generate(p, Sampling(256)) for p in prompts))
         counted = decode.engine.stats().extra
         num_repeated = sum(answer[100:160] == answer[106:166] for answer in answers)
-        assert num_repeated >= 2, "the model goes on with what repeats"
+        assert num_repeated >= 2, "the model continues the repetition"
         num_steps = 256
         assert counted["num_proposed_tokens"] > 8 * 4 * num_steps / PROBE_EVERY
         assert counted["num_accepted_tokens"] > counted["num_proposed_tokens"] / 2

@@ -1,7 +1,7 @@
 """A thinking budget counts the answer's tokens, whichever engines drew them.
 
-The model does not reason. Two of the few tokens that an answer draws, and one in a row of two, are
-the marks around what counts as reasoning. Plain vLLM's answers are the measure.
+The model does not reason. The marks of reasoning are a token that answers often draw, and a pair of
+such tokens. Answers must equal those of plain vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGETS: Final = (0, 1, 3, 6, 30)
 
 
 def budgeted_cases() -> list[Case]:
-    """Half of the prompts end within the reasoning."""
+    """The cases. Half of the prompts end within the reasoning."""
     rng = random.Random("thinking")
     found: list[Case] = []
     for index in range(NUM_PROMPTS):
@@ -80,7 +80,7 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]]]:
-    """As the gateway goes on: what was emitted is part of the prompt now."""
+    """As at a gateway, the emitted tokens are part of the new prompt."""
     replayed = [
         replace(case, prompt=(*case.prompt, *drawn[:num_drawn]), max_tokens=NUM_TOKENS - num_drawn)
         for case, drawn in zip(CASES, expected, strict=True)
@@ -89,7 +89,7 @@ def after_death(
 
 
 def within_end_mark(expected: Sequence[list[int]], num_drawn: int) -> int:
-    """How many answers are cut between the two tokens of their end mark."""
+    """The number of answers that are cut between the two tokens of their end mark."""
     cuts = (tuple(drawn[num_drawn - 1 : num_drawn + 1]) for drawn in expected)
     return sum(cut == MARKS.end for cut in cuts)
 
@@ -114,7 +114,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 
 @pytest.mark.nightly
 @pytest.mark.req("S48")
-async def test_so_it_does_when_kv_is_handed_over_per_layer(
+async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
     got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
@@ -123,7 +123,7 @@ async def test_so_it_does_when_kv_is_handed_over_per_layer(
 
 @pytest.mark.nightly
 @pytest.mark.req("S72")
-async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
+async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
     assert differences(expected, got) == []
 
@@ -131,7 +131,7 @@ async def test_so_does_fusion(fusion: Host, expected: list[list[int]]) -> None:
 @pytest.mark.nightly
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, NUM_TOKENS - 2])
-async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+async def test_an_answer_is_the_same_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
     assert num_drawn != 1 or within_end_mark(expected, 1) > 0
@@ -147,10 +147,10 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
 
 
 @pytest.mark.nightly
-async def test_one_that_forgets_what_was_drawn_draws_something_else(
+async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: an answer whose budget begins anew."""
+    """The negative control: an answer whose budget starts again."""
     replayed, rest = after_death(expected, 5)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed, 12)
     assert differences(rest, got) != []

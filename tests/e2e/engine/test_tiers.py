@@ -1,7 +1,7 @@
-"""vLLM with a cache of a dozen blocks over the tiers: evicted KV is loaded, and every output equals
-plain vLLM's.
+"""vLLM with a small cache above the tiers: evicted KV is loaded, and outputs equal plain vLLM's.
 
-The comparison is shown to see wrong KV: with the KV zeroed on its way from the pool it must fail.
+A negative control shows that the comparison detects wrong KV: it must fail if the KV from the pool
+is zeroed.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ async def tiny(
 
 
 def long_prompts(reference: Reference) -> tuple[list[Case], list[list[int]]]:
-    """Those of two full blocks and more, with what plain vLLM draws for them."""
+    """The prompts with at least two full blocks, and the tokens that plain vLLM draws for them."""
     picked = [i for i, case in enumerate(reference.cases) if len(case.prompt) > 2 * BLOCK_SIZE]
     return [reference.cases[i] for i in picked], [reference.tokens[i] for i in picked]
 
 
 def num_blocks(todo: list[Case]) -> int:
-    """Full blocks of all prompts together that need not be computed again, shared ones counted each
-    time.
+    """The number of full blocks, over all prompts, that need not be computed again.
+
+    A shared block counts for each prompt.
     """
     return sum((len(case.prompt) - 1) // BLOCK_SIZE for case in todo)
 
@@ -126,7 +127,7 @@ async def test_a_new_engine_is_served_by_the_file_store(
 
 @pytest.mark.req("S68", "S80")
 async def test_a_file_store_answers_nothing_for_another_models_weights(tmp_path: Path) -> None:
-    """A fine-tune of the model that filled it: one layout, other projections of K and V."""
+    """The other model is a fine-tune with the same layout, but other projections of K and V."""
     prompt = tuple(random.Random(31).choices(VOCABULARY, k=250))
     tiers = TierConfig(64 << 20, str(tmp_path / "files"), 1 << 30, timeout_s=20.0)
     original = VllmConfig(
@@ -196,7 +197,9 @@ async def test_another_engines_host_pool_serves_what_that_one_computed(
             await second.until(lambda: second.tier_counts.get(SERVED_BY_PEER, 0) > 0)
             print(second.tier_counts, first.tier_counts)
             await second.until_idle()
-        assert second.tier_counts[SERVED_BY_PEER] > num_blocks(todo) // 3, "shared ones come once"
+        assert second.tier_counts[SERVED_BY_PEER] > num_blocks(todo) // 3, (
+            "a shared block comes only once"
+        )
         assert first.tier_counts["host", "lent"] >= second.tier_counts[SERVED_BY_PEER]
         await first.until_idle()
 
@@ -241,7 +244,7 @@ async def test_two_ranks_load_the_same_blocks_each_from_its_own_pool_and_files(
         tiers=tiers,
     )
     computed: list[list[int]] = []
-    for tier in (SERVED_BY_POOL, SERVED_BY_FILES):  # the second engine has the files alone
+    for tier in (SERVED_BY_POOL, SERVED_BY_FILES):  # the second engine has only the files
         async with running(config) as host:
             assert host.info.num_ranks == 2
             run = Pair(host, host, salt="tiers")
@@ -269,7 +272,7 @@ async def test_the_comparison_fails_when_the_kv_from_the_pool_is_zeroed(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def small(model_dir: Path) -> AsyncIterator[Host]:
-    """One engine for the tests that are left."""
+    """One engine for the remaining tests."""
     async with tiny(model_dir, POOL) as host:
         yield host
 
@@ -278,7 +281,7 @@ async def small(model_dir: Path) -> AsyncIterator[Host]:
 async def test_a_local_job_is_served_and_so_is_its_answer(
     pair: Pair, reference: Reference, small: Host
 ) -> None:
-    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was
+    """With fusion, turn 2 of a chat also finds the KV of turn 1's answer, although it was
     evicted.
     """
     fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
@@ -292,21 +295,21 @@ async def test_a_local_job_is_served_and_so_is_its_answer(
     num_named = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
     await small.until(lambda: small.tier_counts.get(SERVED_BY_POOL, 0) >= num_named)
     other = Pair(small, pair.decode, salt="another")
-    assert await locally(other, turn2, 8) == got, "as computed under a salt that nobody used"
+    assert await locally(other, turn2, 8) == got, "as computed under an unused salt"
     await small.until_idle()
 
 
 @pytest.mark.req("S49")
 async def test_staged_blocks_are_the_engines_again_before_any_pull(pair: Pair, small: Host) -> None:
-    """Prompts of twice the cache wait in the staging arena, and the next one is computed as if
-    there were none.
+    """Prompts of twice the cache's size wait in the staging arena, and the next prompt is computed
+    as usual.
     """
     rng, run = random.Random(49), Pair(small, pair.decode, salt="nobody pulls")
     prompts = [tuple(rng.choices(VOCABULARY, k=8 * BLOCK_SIZE)) for _ in range(5)]
     assert 2 * small.info.num_kv_blocks < 5 * 8
     firsts = [await run.prefilled(prompt, Sampling(max_tokens=2)) for prompt in prompts]
     tickets = [first.ticket for first in firsts if first.ticket is not None]
-    assert len(tickets) == len(small.tickets) == len(prompts), "nobody took any"
+    assert len(tickets) == len(small.tickets) == len(prompts), "no ticket was taken"
     assert len(await locally(run, prompts[0][::-1], 3)) == 3
     for ticket in tickets:
         small.engine.release(ticket.ticket_id)

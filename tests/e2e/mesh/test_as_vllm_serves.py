@@ -1,6 +1,6 @@
-"""The mesh's HTTP answers are vLLM's own server's, field by field; vLLM's own benchmark runs.
+"""The mesh's HTTP answers equal those of vLLM's own server, and vLLM's own benchmark runs.
 
-One server of vLLM is asked first, then a mesh of one prefill and one decode, the same requests.
+The same requests go first to a vLLM server, and then to a mesh of one prefill and one decode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 _RNG = random.Random(15)
-# Some of more tokens than a step computes.
+# Prompts, some with more tokens than one step computes.
 PROMPTS = [_RNG.choices(VOCABULARY, k=_RNG.choice((2, 5, 63, 64, 65, 130, 700))) for _ in range(20)]
 PARIS = "The capital of France is"
 COFFEE = "Ein Caf\u00e9 \u2014 \U0001f600 und"
@@ -44,7 +44,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         for index, prompt in enumerate(PROMPTS)
     ),
     ("completions", {"prompt": COFFEE, "max_tokens": 3, "prompt_logprobs": 2}),
-    # Of whole characters: a token of half a one is `bytes:...` here, as in OpenAI's API.
+    # Whole characters only: here a part of a character is `bytes:...`, as in OpenAI's API.
     ("completions", {"prompt": "Ein Caf\u00e9 und", "max_tokens": 3, "echo": True, "logprobs": 0}),
     ("completions", {"prompt": PARIS, "max_tokens": 4, "echo": True, "logprobs": 2}),
     ("completions", {"prompt": PARIS, "max_tokens": 0, "echo": True, "logprobs": 1}),
@@ -79,7 +79,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def vllm_answers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What vLLM's own server answers; it has ended by then."""
+    """The answers of vLLM's own server, which has stopped before the mesh starts."""
     with serving(model_dir, tmp_path_factory.mktemp("served")) as url:
         return [asked(url, path, body) for path, body in REQUESTS]
 
@@ -126,7 +126,7 @@ class serving:  # noqa: N801  # a context manager, named as one
 async def mesh(
     model_dir: Path, vllm_answers: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """After vLLM has answered: two cores are too few for both at once."""
+    """The mesh. It starts after vLLM has answered: two cores are too few for both at once."""
     spec = MeshSpec(
         engine="vllm",
         num_prefill=1,
@@ -150,7 +150,7 @@ def asked(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def told(answer: Any) -> Any:
-    """What both tell: vLLM tells of further things, and we of cached tokens."""
+    """The common fields: vLLM's answers have further fields, and ours have cached tokens."""
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
     choices = [
         {
@@ -169,7 +169,7 @@ def told(answer: Any) -> Any:
 
 
 def differences(theirs: Any, ours: Any, at: str = "") -> Iterator[str]:
-    """Paths where they differ; rounding may change numbers, and far ranks by a little."""
+    """The paths of differences. Rounding may change numbers, and high ranks by a little."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if theirs.keys() != ours.keys():
             yield f"{at}: {sorted(theirs)} not {sorted(ours)}"
@@ -245,7 +245,7 @@ async def test_vllms_own_benchmark_runs_against_it(
 async def test_it_runs_against_a_mesh_on_sim(
     model_dir: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """With the sampling parameters that it can send; sim draws other tokens for each of them."""
+    """The benchmark sends its sampling parameters, each of which changes the sim's tokens."""
     spec = MeshSpec(engine="sim", http_port=0, grpc_port=0, model_dir=model_dir)
     shaping = ("--temperature", "0.7", "--top-k", "5", "--repetition-penalty", "1.1")
     async with Mesh(spec, tmp_path / "mesh") as mesh:

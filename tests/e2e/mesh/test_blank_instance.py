@@ -1,6 +1,4 @@
-"""Blank vLLM processes: what is prefill in one run is decode in the next, and the text is that of
-plain vLLM (S23).
-"""
+"""Blank vLLM processes that change roles between runs, with the text of plain vLLM (S23)."""
 
 from __future__ import annotations
 
@@ -75,14 +73,14 @@ async def test_two_processes_change_places_and_the_text_stays(
 
 
 def engine_processes(pid: int) -> list[int]:
-    """What vLLM has spawned, from whichever thread."""
+    """The processes that vLLM has spawned, from any thread."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = [child for each in lists for child in each.read_text().split()]
     return [int(p) for p in found if b"spawn_main" in command_of(p)]
 
 
 def command_of(pid: str) -> bytes:
-    """Empty of a process that is gone."""
+    """The command line of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -94,8 +92,8 @@ def command_of(pid: str) -> bytes:
 async def test_a_load_that_is_no_longer_wanted_ends_and_leaves_no_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """Taken back while vLLM starts its processes: by the master, and then by whoever stops the
-    instance.
+    """While vLLM starts its processes, first the master withdraws the load, and then the instance
+    is stopped.
     """
     async with instance_site(tmp_path) as site:
         book = await NatsAssignments(site.bus).book()

@@ -1,7 +1,7 @@
 """The real model through the whole mesh, as a client sees it, against one plain vLLM.
 
-The mesh is what `pdmesh up` starts: six services, prefill and decode in their own processes, KV
-over UCX.
+`pdmesh up` starts the mesh: six services, with prefill and decode in separate processes and KV over
+UCX.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mesh_spec(model_dir: Path, num_pairs: int, num_fusion: int) -> MeshSpec:
         grpc_port=0,
         model_dir=model_dir,
         dtype=DTYPE,
-        # Two cores under test: a request may wait long for a slot, and that is not what is tested.
+        # On two cores, a request may wait long for a slot, which is not the subject of the test.
         env={"PDMESH_BLOCK_SIZE": str(BLOCK_SIZE), "PDMESH_GATEWAY_TTFT_S": "120"},
         start_timeout_s=240,
     )
@@ -50,7 +50,7 @@ def mesh_spec(model_dir: Path, num_pairs: int, num_fusion: int) -> MeshSpec:
 async def mesh(
     model_dir: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """After the reference is computed: two cores are too few for both at once."""
+    """The mesh. It starts after the reference is computed: two cores are too few for both."""
     async with Mesh(mesh_spec(model_dir, 1, 0), tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
@@ -111,13 +111,13 @@ async def test_a_newcomer_gets_paris(mesh: Mesh) -> None:
     )
     parts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
     assert "Paris" in "".join(parts)
-    assert len(parts) > 2, "it came in pieces"
+    assert len(parts) > 2, "the answer came in pieces"
     await client.close()
 
 
 async def test_every_token_comes_with_its_log_probability(mesh: Mesh) -> None:
-    """Token 1 is drawn at prefill and the others at decode: neither is left out, and greedy draws
-    the likeliest.
+    """Prefill draws token 1, and decode draws the others. All have a log probability, and greedy
+    tokens are the likeliest.
     """
     async with openai.AsyncOpenAI(
         base_url=f"{mesh.http_url}/v1", api_key="none", timeout=120

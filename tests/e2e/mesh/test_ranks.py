@@ -1,7 +1,7 @@
-"""Two tensor-parallel ranks at each side on real vLLM: rank i pulls from rank i, and a lost rank
-takes its engine along.
+"""Two tensor-parallel ranks on each side with real vLLM: rank i pulls from rank i, and the loss of
+a rank ends its engine.
 
-SmolLM2's heads do not divide by two, so the model here is a small Llama of random weights.
+SmolLM2's heads cannot be divided by two, so the model is a small Llama with random weights.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ async def test_two_ranks_hand_over_to_two_ranks_and_nothing_is_computed_twice(
 
 @pytest.mark.req("S57")
 async def test_each_rank_moves_its_own_shard_and_the_slowest_sets_the_time(ranks: Pair) -> None:
-    """Rank 1 of prefill stands still: what is asked of it waits, what already runs at decode does
-    not.
-    """
+    """Rank 1 of prefill is frozen: pulls from it wait, but running requests at decode do not."""
     sampling = Sampling(max_tokens=4)
     prompt, other = (
         random.Random(seed).choices(VOCABULARY, k=length) for seed, length in ((9, 300), (10, 70))
@@ -196,12 +194,12 @@ def test_no_rank_outlives_a_killed_host(tiny_llama: Path, tmp_path: Path) -> Non
             host.kill()
     pids = {int(pid) for pid in told.read_text().split()}
     assert len(pids) == NUM_RANKS
-    assert pids < family, "the engine's process stands between the host and its ranks"
+    assert pids < family, "the engine's process is between the host and its ranks"
     wait_until(lambda: not any(is_alive(pid) for pid in family), 20)
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of all its threads, and theirs."""
+    """The children of all threads of a process, and all their descendants."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):

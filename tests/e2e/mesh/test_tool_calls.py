@@ -1,6 +1,6 @@
 """Tool calls of the real model through the whole mesh, with the decode killed in the middle of one.
 
-The model knows no tools. It goes on as the conversation before it, which is one of Hermes calls.
+The model was not trained on tools. It continues a conversation that consists of Hermes calls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Heard:
 
 
 async def heard(client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "") -> Heard:
-    """`kill`: the process that dies once the first of the arguments were told."""
+    """Stream a tool call. `kill`: the process that dies after the first piece of the arguments."""
     found = Heard()
     stream = await client.chat.completions.create(
         model="default", messages=conversation(town), tools=TOOLS, max_tokens=48, temperature=0,
@@ -77,7 +77,7 @@ async def heard(client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "
 
 
 @pytest.mark.fault("F7")
-async def test_a_call_goes_on_through_the_death_of_its_decode(
+async def test_a_tool_call_continues_after_the_death_of_its_decode(
     model_dir: Path, tmp_path: Path
 ) -> None:
     spec = replace(mesh_spec(model_dir, 1, 0), tool_parser="hermes")

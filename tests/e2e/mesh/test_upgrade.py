@@ -1,4 +1,4 @@
-"""Two groups of vLLM get another revision one after the other, under load: text unchanged, no
+"""Two groups of vLLM get another revision, one after the other, under load. No text changes, and no
 request fails (S24).
 """
 
@@ -28,14 +28,14 @@ NUM_CASES = 12
 
 
 def desired(num_slots: int) -> str:
-    """Another number of slots is another revision: its instances hand KV to their like alone."""
+    """A desired state. Each number of slots is a revision, which hands over no KV to others."""
     return f"""
 services:
   smollm2: {{options: {{num_slots: {num_slots}}}}}
 scenarios:
   default:
     service: smollm2
-    # A load takes both cores: that requests are slower meanwhile says nothing about the revision.
+    # A load uses both cores, so slower requests in that time do not count against the revision.
     upgrade: {{soak_s: 5, max_slowdown: 1000}}
 groups:
   chat: {{count: 2, prefill: 1, decode: 1}}
@@ -73,13 +73,14 @@ async def test_two_groups_of_vllm_get_another_revision_under_load_and_the_text_s
         assert rounds
         assert all(answers == expected for answers in rounds)
         assert await ask_all(mesh.http_url, todo, 2) == expected
-        assert {name: mesh.pid(name) for name in pids} == pids  # another life, in the same process
+        # A new incarnation in the same process.
+        assert {name: mesh.pid(name) for name in pids} == pids
         await bus.close()
 
 
 async def running(operator: Operator) -> set[str]:
-    """The revision of all members, if both groups serve and nothing else is there."""
-    await asyncio.sleep(0.2)  # the machine has other things to do than to answer this
+    """The revisions of all members, if both groups serve and no other group exists."""
+    await asyncio.sleep(0.2)  # do not load the machine with this query
     states = (await operator.groups()).groups
     found = {member.revision for group in states for member in group.members}
     return found if [g.state for g in states] == ["serving"] * 2 and len(found) == 1 else set()
