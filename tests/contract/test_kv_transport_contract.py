@@ -204,7 +204,7 @@ class ZeroOnArrival(AgentHooks):
         payload[:] = 0
 
 
-async def test_the_negative_control_zeroes_what_was_verified(transport: MakeTransport) -> None:
+async def test_the_negative_control_zeroes_verified_bytes(transport: MakeTransport) -> None:
     async with kv_pair(transport, hooks=ZeroOnArrival()) as pair:
         pair.stage(SMALL)
         landing = ArenaRange(0, SMALL.total_bytes)

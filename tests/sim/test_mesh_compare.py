@@ -53,7 +53,7 @@ def test_scheduling_takes_thirty_percent_off_the_p95_and_finds_more_of_the_prefi
     assert ours.within_slo_percent >= off.within_slo_percent
 
 
-def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_comparison_continues_from_where_it_was(tmp_path: Path) -> None:
     run = ran("default")
     kept = tmp_path / "out.jsonl"
     kept.write_text(json.dumps(asdict(run)) + "\n")

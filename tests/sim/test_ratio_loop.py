@@ -90,7 +90,7 @@ def test_a_profile_brings_the_group_to_its_best_split_at_once() -> None:
 
 @pytest.mark.req("S36", "S38")
 @pytest.mark.parametrize("seed", range(4))
-def test_an_instance_that_dies_is_stood_in_for_and_its_requests_go_on_elsewhere(seed: int) -> None:
+def test_an_instance_that_dies_is_replaced_and_its_requests_migrate(seed: int) -> None:
     machines = faults.machines_of_a_week(faults.RATES[-1], seed)
     outcome = faults.play(faults.RATES[-1], faults.episodes(machines)[0], seed)
     assert outcome.num_failed == 0

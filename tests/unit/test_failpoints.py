@@ -11,7 +11,7 @@ def _disarm() -> Iterator[None]:
     failpoints.arm("")
 
 
-def test_nothing_happens_where_nothing_is_armed() -> None:
+def test_an_unarmed_failpoint_does_nothing() -> None:
     assert failpoints.hit("prefill.staged") is None
 
 

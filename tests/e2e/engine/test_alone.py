@@ -57,7 +57,7 @@ async def test_either_role_alone_draws_what_plain_vllm_draws(
 
 
 @pytest.mark.req("S33", "S34")
-async def test_an_engine_process_that_hangs_answers_no_ping_and_one_that_works_does(
+async def test_a_hung_engine_process_answers_no_ping_but_a_working_one_does(
     pair: Pair, reference: Reference
 ) -> None:
     engine = pair.decode.engine

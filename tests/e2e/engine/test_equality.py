@@ -88,7 +88,7 @@ async def test_a_local_job_draws_the_same_tokens(pair: Pair, reference: Referenc
 
 
 @pytest.mark.req("S80")
-async def test_stored_blocks_are_told_by_their_mesh_hashes(
+async def test_stored_blocks_are_reported_by_their_mesh_names(
     pair: Pair, reference: Reference
 ) -> None:
     prompt = longest(reference.cases)

@@ -49,7 +49,7 @@ def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_fir
     assert early.block_hashes == expected.block_hashes
 
 
-def test_ranks_tell_the_same() -> None:
+def test_all_ranks_report_the_same() -> None:
     from pdmesh.engine.vllm.connector.scheduler.first_tokens import FirstTokens
 
     both = FirstTokens({1: 5}).aggregate(FirstTokens({1: 5, 2: 6}))

@@ -46,7 +46,7 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
 
 
 @pytest.mark.req("S118")
-async def test_a_decode_that_expects_nothing_proposes_where_the_text_repeats_itself(
+async def test_a_decode_without_a_schedule_proposes_tokens_for_repetitive_text(
     pair: Pair, model_dir: Path
 ) -> None:
     """Its schedule is all zeros, so it proposes only tries, and more where measurements allow."""

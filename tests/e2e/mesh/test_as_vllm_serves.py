@@ -191,7 +191,7 @@ def differences(theirs: Any, ours: Any, at: str = "") -> Iterator[str]:
 
 @pytest.mark.nightly
 @pytest.mark.req("S1")
-async def test_each_field_is_as_vllms_own_server_tells_it(
+async def test_each_field_equals_that_of_vllms_own_server(
     mesh: Mesh, vllm_answers: list[Any]
 ) -> None:
     wrong: dict[str, list[str]] = {}

@@ -89,7 +89,7 @@ def command_of(pid: str) -> bytes:
 
 @pytest.mark.req("S22", "S23")
 @pytest.mark.fault("F37")
-async def test_a_load_that_is_no_longer_wanted_ends_and_leaves_no_process(
+async def test_a_load_that_is_no_longer_needed_ends_and_leaves_no_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """While vLLM starts its processes, first the master withdraws the load, and then the instance

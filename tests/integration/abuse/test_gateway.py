@@ -230,7 +230,7 @@ async def test_a_malformed_request_gets_its_status_and_disturbs_no_other(mesh: M
 
 @pytest.mark.fault("F31", "F32")
 @pytest.mark.parametrize("case", BAD_BODIES)
-async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
+async def test_a_malformed_body_blocks_the_loop_no_longer_than_ten_honest_ones(
     mesh: Mesh, case: str
 ) -> None:
     """Both are measured in the same seconds. If another process disturbed one round, the next is
@@ -276,7 +276,7 @@ async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> 
 
 
 @pytest.mark.fault("F29", "F31")
-async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
+async def test_bytes_that_are_not_http_end_the_connection(mesh: Mesh) -> None:
     hello = bytes.fromhex("16030100a5010000a10303") + b"\x00" * 160
     both = HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     two = HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello!"
@@ -292,7 +292,7 @@ async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
 
 
 @pytest.mark.fault("F32")
-async def test_streams_hold_whole_characters_whatever_the_tokens_split(mesh: Mesh) -> None:
+async def test_streams_have_whole_characters_even_if_tokens_split_them(mesh: Mesh) -> None:
     """The sim's tokens are random bytes and parts of characters, but each event by itself is valid
     UTF-8 without a broken character.
     """
@@ -352,7 +352,7 @@ async def test_a_conversation_is_text_for_the_template_and_never_part_of_it(mesh
 
 
 @pytest.mark.fault("F30")
-async def test_the_grpc_door_survives_garbage(mesh: Mesh) -> None:
+async def test_the_grpc_port_survives_garbage(mesh: Mesh) -> None:
     grpc_port = int(mesh.grpc_address.rsplit(":", 1)[1])
     method = "/pdmesh.v1.InferenceService/Generate"
     memory = rss(mesh)

@@ -122,7 +122,7 @@ TRICKLES: dict[str, tuple[bytes, bytes]] = {
 
 
 @pytest.mark.fault("F29")
-async def test_what_trickles_is_cut_on_every_port(mesh: Mesh) -> None:
+async def test_a_slow_request_is_cut_on_every_port(mesh: Mesh) -> None:
     async def check(name: str, port: int, case: str) -> None:
         first, then = TRICKLES[case]
         ended = await attack(mesh, first, then, port=port)

@@ -104,7 +104,7 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
 
 @pytest.mark.req("S22", "S36")
 @pytest.mark.fault("F41")
-async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
+async def test_a_drain_cuts_no_request_and_the_next_stage_erases_everything(
     site: Site, master: Master
 ) -> None:
     """A running request and KV that waits for its decode both end as they should before the
@@ -150,7 +150,7 @@ async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
 
 
 @pytest.mark.fault("F5", "F12", "F13")
-async def test_what_is_meant_for_another_time_is_not_followed(site: Site, master: Master) -> None:
+async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> None:
     """The instance ignores a former leader's assignment, an assignment for an earlier incarnation,
     and one for a role that it does not have.
     """
@@ -258,7 +258,7 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
 
 
 @pytest.mark.req("S18")
-async def test_health_is_told_at_once_and_an_instance_with_a_fixed_role_follows_too(
+async def test_health_is_reported_at_once_and_fixed_roles_follow_assignments_too(
     site: Site, master: Master
 ) -> None:
     beats: list[InstanceHealth] = []

@@ -30,7 +30,7 @@ async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
     await view.close()
 
 
-async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
+async def test_if_two_operators_change_one_version_one_gets_an_error(bus: NatsBus) -> None:
     store = desired_store(bus)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     with pytest.raises(VersionConflict):
@@ -39,7 +39,7 @@ async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
     assert applied.version == 2
 
 
-async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> None:
+async def test_changes_without_a_version_succeed_one_after_another(bus: NatsBus) -> None:
     """Found by the nemesis: two orders came at the same moment, and one was refused although
     neither named a version.
     """

@@ -108,7 +108,7 @@ async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(si
 
 
 @pytest.mark.req("S33", "S34")
-async def test_what_an_instance_says_against_itself_is_on_the_board_until_it_heals(
+async def test_faults_that_an_instance_reports_stay_on_the_board_until_they_heal(
     site: Site,
 ) -> None:
     report = await site.until_level("decode-0", 2, HANGS)

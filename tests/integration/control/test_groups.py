@@ -86,7 +86,7 @@ def _check_order(operator: Operator) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.fault("F11", "F13")
-async def test_a_set_up_goes_on_under_another_leader_and_a_drained_instance_is_replaced(
+async def test_a_set_up_continues_under_another_leader_and_a_drained_instance_is_replaced(
     tmp_path: Path,
 ) -> None:
     running = spec(None, num_blank=5, num_masters=2)

@@ -293,7 +293,7 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
 
 
 @pytest.mark.fault("F21")
-async def test_a_leader_goes_on_above_the_epochs_that_instances_remember(
+async def test_a_leader_continues_above_the_epochs_that_instances_remember(
     leader: Running, leases: dict[str, NatsLease]
 ) -> None:
     """The store was wiped and the masters were restarted, but the instances were not."""

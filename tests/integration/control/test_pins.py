@@ -191,7 +191,7 @@ def _is_open(of: Pins) -> bool:
 
 
 @pytest.mark.req("S78")
-async def test_a_pin_ends_with_its_time_and_every_change_is_told(leader: Leader) -> None:
+async def test_a_pin_ends_with_its_time_and_every_change_is_reported(leader: Leader) -> None:
     state = await leader.pins.add(leader.request(), 1)
     assert [(c.model_fingerprint, c.num_blocks) for c in state.coverage] == [("fp", 3)]
     stored = leader.pins.known["a"]
@@ -233,7 +233,7 @@ async def test_pins_are_written_again_when_their_bucket_was_lost(leader: Leader)
         ({"scenario": "search"}, "scenario"),
     ],
 )
-async def test_what_cannot_be_pinned_is_refused_by_field(
+async def test_a_prefix_that_cannot_be_pinned_is_refused_by_field(
     leader: Leader, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -255,7 +255,7 @@ async def test_pins_have_bounds_together(leader: Leader) -> None:
         await leader.pins.add(leader.request("last"), 1)
 
 
-async def test_who_does_not_lead_or_knows_no_such_model_pins_nothing(leader: Leader) -> None:
+async def test_a_standby_and_an_unknown_model_pin_nothing(leader: Leader) -> None:
     with pytest.raises(ModelNotFound):
         await leader.pins.add(leader.request(model="other"), 1)
     leader.epoch = 2

@@ -101,7 +101,7 @@ async def fill(
     return waiting
 
 
-async def test_who_could_not_be_served_in_time_is_refused_before_the_master_is_asked(
+async def test_a_request_that_cannot_be_served_in_time_is_refused_without_the_master(
     tmp_path: Path,
 ) -> None:
     """Ten requests wait, and two begin each second.

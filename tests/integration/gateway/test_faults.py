@@ -224,7 +224,7 @@ async def test_an_absent_limit_is_what_the_context_leaves(
 
 
 @pytest.mark.fault("F8")
-async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_dropped(
+async def test_a_silent_decode_is_given_up_and_its_late_output_is_dropped(
     tmp_path: Path,
 ) -> None:
     async with (

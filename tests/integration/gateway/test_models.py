@@ -261,7 +261,7 @@ async def test_an_instance_that_turns_a_request_of_another_model_down_is_left_fo
     assert {prefill.model for prefill in liar.prefills} == {"beta"}
 
 
-async def test_tokens_go_only_to_instances_that_read_them_alike(
+async def test_tokens_go_only_to_instances_with_the_same_vocabulary(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
     """A new release of a model may have another vocabulary under the same name."""

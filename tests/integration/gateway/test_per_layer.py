@@ -55,7 +55,7 @@ def num_starts(mesh: GatewayMesh) -> int:
     return sum(len(i.starts) for i in mesh.instances.values())
 
 
-async def test_decode_is_started_at_accepted_and_told_token_1(mesh: GatewayMesh) -> None:
+async def test_decode_is_started_at_accepted_and_later_gets_token_1(mesh: GatewayMesh) -> None:
     hold_prefills(mesh)
     asking = asyncio.create_task(ask(mesh))
     await until(lambda: num_starts(mesh) == 1)
@@ -110,7 +110,7 @@ async def test_a_decode_lost_while_prefill_computes_is_replaced_at_token_1(
 
 
 @pytest.mark.fault("F2")
-async def test_a_prefill_lost_in_the_middle_frees_the_decode_and_the_request_goes_on(
+async def test_a_prefill_lost_in_the_middle_frees_the_decode_and_the_request_migrates(
     mesh: GatewayMesh,
 ) -> None:
     hold_prefills(mesh)

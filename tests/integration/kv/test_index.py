@@ -174,7 +174,7 @@ async def test_an_instance_that_just_stops_renewing_is_gone_from_memory_and_redi
 
 
 @pytest.mark.req("S76", "S98")
-async def test_a_host_pool_is_followed_beside_the_engine_by_delta_snapshot_and_store(
+async def test_the_index_follows_host_pools_and_engines_by_delta_snapshot_and_store(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     await worker.store([], host=chain(2))  # before the index listens: by snapshot
@@ -193,7 +193,7 @@ async def test_a_host_pool_is_followed_beside_the_engine_by_delta_snapshot_and_s
 
 
 @pytest.mark.req("S98")
-async def test_what_memory_forgets_for_lack_of_room_leaves_redis_too(
+async def test_blocks_dropped_from_memory_for_room_are_removed_from_redis_too(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     async with index(bus, valkey, max_blocks=50) as parts:

@@ -81,7 +81,7 @@ async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> Non
 
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F5")
-async def test_who_means_an_earlier_life_is_refused_though_the_port_is_the_same() -> None:
+async def test_a_peer_that_means_an_earlier_incarnation_is_refused_on_the_same_port() -> None:
     async with life() as (peer, _):
         async with life() as (_, first):
             (await peer.connect(first, CONNECT_S)).abort("done")

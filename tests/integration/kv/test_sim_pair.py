@@ -65,7 +65,7 @@ async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTra
 
 
 @pytest.mark.req("S37")
-async def test_a_seeded_answer_goes_on_the_same_after_a_death_at_any_token() -> None:
+async def test_a_seeded_answer_continues_the_same_after_a_death_at_any_token() -> None:
     """As at a gateway, the emitted tokens are part of the next attempt's prompt."""
     async with pair() as (p, _, to_p, to_d):
         for seed in (3, -1):
@@ -81,7 +81,7 @@ async def test_a_seeded_answer_goes_on_the_same_after_a_death_at_any_token() -> 
 
 
 @pytest.mark.req("S37")
-async def test_a_constrained_answer_goes_on_the_same_after_a_death_at_any_token() -> None:
+async def test_a_constrained_answer_is_the_same_after_a_death_at_any_token() -> None:
     """The constraint is about all of the answer, whichever engines draw it."""
     schema: dict[str, Any] = {
         "type": "object",

@@ -71,7 +71,7 @@ async def test_a_chat_reuses_all_it_said_and_not_whole_blocks_alone() -> None:
 
 
 @pytest.mark.req("S103", "S104")
-async def test_chats_that_part_within_a_block_share_what_is_named_of_it() -> None:
+async def test_chats_that_differ_within_a_block_share_its_named_beginning() -> None:
     async with (
         sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=SAMPLED) as f,
         TestSession(f) as to_f,

@@ -146,7 +146,7 @@ async def _has(client: httpx.AsyncClient, expected: dict[str, Any]) -> bool:
     return await models(client) == expected
 
 
-async def test_a_running_answer_goes_on_with_its_content_through_removal_and_death(
+async def test_a_running_answer_keeps_its_adapter_after_its_removal_and_a_death(
     tmp_path: Path,
 ) -> None:
     """Its adapter is removed, then its decode dies: the other decode loads the same content."""

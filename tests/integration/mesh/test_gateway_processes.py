@@ -81,7 +81,7 @@ def num_calls(mesh: Mesh, process: str) -> float:
 
 @pytest.mark.fault("F10")
 @pytest.mark.req("S74")
-async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is_new(
+async def test_after_sigterm_streams_end_normally_and_the_other_gateway_takes_new_requests(
     mesh: Mesh, token: tuple[str, Path], tmp_path: Path
 ) -> None:
     reference = fleet.Reference.load(tmp_path / "sim-model")

@@ -116,7 +116,7 @@ async def test_errors_and_answers_without_usage_are_errors_not_tokens() -> None:
     assert result.errors["no usage"] >= 1
 
 
-async def test_a_server_that_closes_in_the_middle_is_an_error_and_the_load_goes_on() -> None:
+async def test_a_server_that_closes_in_the_middle_is_an_error_and_the_load_continues() -> None:
     answers = 0
 
     async def answer(writer: Writer) -> AsyncIterator[None]:

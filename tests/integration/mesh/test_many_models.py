@@ -57,7 +57,7 @@ def expected(model: str, prompt: str) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
 
 
-async def test_models_are_added_and_removed_and_each_request_meets_its_own(tmp_path: Path) -> None:
+async def test_models_are_added_and_removed_and_each_request_gets_its_own(tmp_path: Path) -> None:
     write_models(tmp_path)
     spec = MeshSpec(
         engine="sim", num_prefill=0, num_decode=0, num_blank=4, http_port=0, grpc_port=0,

@@ -176,7 +176,7 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
 
 
 @pytest.mark.req("S74")
-def test_a_launcher_whose_reader_has_gone_goes_on_keeping_its_mesh(pdmesh: Pdmesh) -> None:
+def test_a_launcher_without_a_reader_keeps_its_mesh_running(pdmesh: Pdmesh) -> None:
     """After `pdmesh up | head`, or when the terminal was closed, nothing can be printed any more.
     Then a decode dies.
     """

@@ -91,7 +91,7 @@ async def message_text(claude: anthropic.AsyncAnthropic, content: str, begun: as
 
 
 @pytest.mark.fault("F7")
-async def test_streams_are_whole_though_decodes_are_killed_within_them(
+async def test_streams_are_whole_even_if_decodes_are_killed_within_them(
     mesh: Mesh, client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic
 ) -> None:
     asked = [f"question {number}" for number in range(6)]
@@ -109,7 +109,7 @@ async def test_streams_are_whole_though_decodes_are_killed_within_them(
         await mesh.wait_ready([victim])
 
 
-async def test_a_conversation_goes_on_and_survives_the_gateway(
+async def test_a_conversation_continues_after_the_loss_of_its_gateway(
     mesh: Mesh, client: openai.AsyncOpenAI
 ) -> None:
     first = await client.responses.create(model="default", input="one", max_output_tokens=8)

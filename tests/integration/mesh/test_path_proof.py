@@ -58,7 +58,7 @@ async def test_a_gateway_whose_requests_get_no_kv_across_is_not_ready_until_they
     await until(lambda: not waiting_for(gateway), 60)
 
 
-async def test_one_that_was_ready_stays_so_whatever_happens_to_the_way(site: Site) -> None:
+async def test_a_gateway_that_was_ready_stays_ready_if_its_path_fails(site: Site) -> None:
     await site.start("prefill", "prefill-0")
     gateway = await start_gateway(site)
     decode = await site.start("decode", "decode-0")

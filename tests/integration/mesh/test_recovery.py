@@ -113,7 +113,7 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 
 @pytest.mark.req("S33", "S34", "S74")
 @pytest.mark.fault("F37")
-async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_anew(
+async def test_an_engine_that_hangs_in_a_live_process_is_detected_and_restarted(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
     """The process still sends heartbeats and answers probes, as vLLM's host does while its engine
@@ -209,7 +209,7 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
 
 
 @pytest.mark.req("S33", "S34")
-async def test_idle_instances_are_tried_and_one_that_fails_is_suspected_before_a_client_meets_it(
+async def test_idle_instances_are_probed_so_faults_are_found_before_a_request(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     env = {

@@ -375,7 +375,7 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
 
 
 @pytest.mark.req("S138")
-async def test_the_numbers_of_a_request_are_in_the_metrics_of_who_served_it(
+async def test_the_numbers_of_a_request_are_in_the_metrics_of_its_instances(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
     """TTFT, tokens, time per token, and how full memory and batch are: all match the request."""

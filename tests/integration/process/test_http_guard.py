@@ -150,7 +150,9 @@ def told(answer: bytes) -> Any:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_what_is_no_body_has_a_bound(sent: bytes, statuses: set[int], at_once: bool) -> None:
+async def test_the_bytes_outside_the_body_are_bounded(
+    sent: bytes, statuses: set[int], at_once: bool
+) -> None:
     parts = [sent] if at_once else [sent[i : i + 512] for i in range(0, len(sent), 512)]
     async with serving(receive_timeout_s=30.0) as site:
         answer = await site.ask(*parts)
@@ -159,7 +161,7 @@ async def test_what_is_no_body_has_a_bound(sent: bytes, statuses: set[int], at_o
         await until(lambda: not site.server.num_connections)
 
 
-async def test_a_body_in_chunks_passes_with_what_frames_it() -> None:
+async def test_a_chunked_body_passes_with_its_framing() -> None:
     """With chunks of 64 bytes, the framing is longer than a head may be."""
     num_chunks = MAX_HEAD
     chunks = b"40\r\n" + b"x" * 64 + b"\r\n"
@@ -170,7 +172,7 @@ async def test_a_body_in_chunks_passes_with_what_frames_it() -> None:
 
 
 @pytest.mark.fault("F31")
-async def test_a_trailer_is_no_header() -> None:
+async def test_a_trailer_never_becomes_a_header() -> None:
     async with serving() as site:
         head = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
         answer = await site.ask(head + b"1\r\nx\r\n0\r\nauthorization: Bearer x\r\n\r\n")
@@ -235,7 +237,7 @@ async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
         CHUNKED + b"3\r\nab", CHUNKED + b"0\r\n", CHUNKED + b"0\r\na: b\r\n",
     ],
 )  # fmt: skip
-async def test_what_does_not_go_on_is_cut_in_time(sent: bytes) -> None:
+async def test_a_stalled_request_is_cut_in_time(sent: bytes) -> None:
     async with serving(receive_timeout_s=0.3) as site:
         assert status_of(await site.ask(sent)) == 408
         assert site.app.num_gone == site.app.num_begun
@@ -332,7 +334,7 @@ async def test_clients_that_do_not_read_do_not_fill_a_port_that_makes_room() -> 
             writer.transport.abort()
 
 
-async def test_a_stop_ends_what_keeps_alive() -> None:
+async def test_a_stop_ends_idle_keepalive_connections() -> None:
     async with serving() as site:
         reader, writer = await site.open()
         writer.write(GET % b"x")

@@ -115,7 +115,7 @@ def processes() -> Iterator[list[Process]]:
         process.process.wait()
 
 
-def test_health_and_metrics_tell_what_a_process_is_up_to(
+def test_health_and_metrics_show_the_state_of_a_process(
     tmp_path: Path, processes: list[Process]
 ) -> None:
     processes.append(process := Process(tmp_path))

@@ -115,7 +115,7 @@ async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_in
         await f.until_idle()
 
 
-async def test_a_canary_of_an_engine_that_hangs_fails_though_others_wait_there(hang: Any) -> None:
+async def test_a_canary_at_a_hung_engine_fails_even_if_other_requests_wait(hang: Any) -> None:
     async with (
         sim_instance("f", FUSION, MemoryTransport, sim_law="demo") as f,
         TestSession(f) as to_f,

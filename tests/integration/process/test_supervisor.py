@@ -91,7 +91,7 @@ async def test_a_failing_report_keeps_nothing_from_being_restarted(tmp_path: Pat
     assert problems
 
 
-async def test_what_could_not_be_started_can_be_stopped(
+async def test_a_program_that_could_not_be_started_can_be_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_process_left(*_: object) -> None:
@@ -117,7 +117,7 @@ async def test_a_killed_process_runs_again_at_once_under_another_pid(mesh: Super
     assert RestartScheduled("a", code=-9, deaths=1, delay_s=0.0) in mesh.notices
 
 
-async def test_what_is_stopped_ends_in_order_and_stays_down(mesh: Supervised) -> None:
+async def test_a_stopped_process_ends_in_order_and_stays_down(mesh: Supervised) -> None:
     mesh.supervisor.start(program("a", OBEDIENT))
     pid = await mesh.until_up("a")
     await mesh.supervisor.stop("a")
@@ -126,7 +126,7 @@ async def test_what_is_stopped_ends_in_order_and_stays_down(mesh: Supervised) ->
     assert not any(isinstance(n, RestartScheduled) for n in mesh.notices)
 
 
-async def test_what_ignores_the_request_to_stop_is_killed_after_its_grace(
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(
     mesh: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(

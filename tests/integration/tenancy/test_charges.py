@@ -115,7 +115,7 @@ async def test_an_answer_that_fails_whole_is_charged_nothing(tmp_path: Path) -> 
         assert ledger.settled == [0]
 
 
-async def test_grpc_streams_give_what_is_charged_and_whole_answers_are_charged_nothing(
+async def test_failed_grpc_streams_are_charged_for_their_output_and_whole_answers_are_not(
     tmp_path: Path,
 ) -> None:
     ledger = Ledger()

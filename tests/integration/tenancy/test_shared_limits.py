@@ -142,7 +142,7 @@ async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) 
         first.leave()
 
 
-async def test_what_was_used_of_the_day_stays_used_when_gateways_go(
+async def test_used_tokens_of_the_day_stay_used_when_gateways_end(
     tmp_path: Path, bus: NatsBus
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:

@@ -51,7 +51,9 @@ class Asker:
 
 @pytest.mark.req("S80", "S126")
 @pytest.mark.fault("F40")
-async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_path: Path) -> None:
+async def test_two_hundred_probes_reveal_nothing_about_another_tenants_prompts(
+    tmp_path: Path,
+) -> None:
     """B guesses A's prompts exactly, and sends the same number of prompts that are new to the mesh.
 
     The control: when A sends its own prompts again, the hits do show.

@@ -130,7 +130,7 @@ async def test_the_openai_client_works_with_its_key_and_says_so_without(tmp_path
                 await client.models.list()
 
 
-async def test_requests_over_the_rate_get_429_and_may_come_back_when_told(tmp_path: Path) -> None:
+async def test_requests_over_the_rate_get_429_and_succeed_after_retry_after(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(requests_per_s=3), beta=TenantEntry()) as k:
         answers = await asyncio.gather(*(k.ask("acme") for _ in range(20)))
         statuses = [a.status_code for a in answers]
@@ -165,7 +165,7 @@ async def test_open_requests_are_bounded_and_a_closed_one_makes_room(tmp_path: P
         assert (await k.ask("acme")).status_code == 200
 
 
-async def test_tokens_are_paid_in_advance_and_what_was_not_used_comes_back(tmp_path: Path) -> None:
+async def test_tokens_are_charged_in_advance_and_unused_ones_are_refunded(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(tokens_per_min=100, tokens_per_day=120)) as k:
         stop = k.mesh.expected_text("abc", 4)[2]
         for _ in range(3):  # each pays 83 in advance, and 6 in the end

@@ -65,7 +65,7 @@ def counted(mesh: Mesh, event: str) -> float:
 
 @pytest.mark.req("S105", "S68", "S76")
 @pytest.mark.fault("F2")
-async def test_what_was_stored_is_loaded_after_a_kill_and_nothing_of_it_is_computed(
+async def test_stored_blocks_are_loaded_after_a_kill_and_not_computed_again(
     tmp_path: Path,
 ) -> None:
     reference = fleet.Reference.load(tmp_path / "model")

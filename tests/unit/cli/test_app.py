@@ -166,7 +166,7 @@ def test_a_state_directory_that_is_a_file_is_named(
     assert capsys.readouterr().err == f"pdmesh: --state-dir: {file} is not a directory\n"
 
 
-def test_a_diff_that_cannot_be_made_is_no_difference(
+def test_a_failed_diff_does_not_count_as_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit codes are those of diff(1) and kubectl: 0 equal, 1 different, above 1 an error."""
@@ -239,7 +239,7 @@ def test_a_reader_that_leaves_an_answer_is_not_taken_for_a_lost_gateway(
         chat.run(app.build_parser().parse_args(["chat", "hi", "--url", url]))
 
 
-def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
+def test_a_mesh_without_its_nats_is_still_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
@@ -336,7 +336,7 @@ def test_a_stdin_that_is_closed_is_one_clear_line(
     assert "-: stdin is closed" in capsys.readouterr().err
 
 
-def test_an_answer_without_a_reader_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_reader_logs_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `>&-`, for example, Python has no stdout at all."""
     monkeypatch.setattr(sys, "stdout", None)
     with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(SystemExit) as ended:
@@ -399,7 +399,7 @@ def test_a_binary_event_is_decoded_and_its_hashes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("subject", ["mesh.v1.health.changed.x", "mesh.v1.new.kind.x", "short"])
-def test_an_event_that_cannot_be_read_is_shown_all_the_same(subject: str) -> None:
+def test_an_event_that_cannot_be_decoded_is_still_shown(subject: str) -> None:
     assert subject.removeprefix("mesh.v1.").replace(".x", " x") in events.as_line(
         Message(subject, b"\xff\xfe")
     )
@@ -560,7 +560,9 @@ def test_a_value_out_of_its_bounds_is_told_them(
     assert message in capsys.readouterr().err
 
 
-def test_no_keys_yet_is_no_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_key_file_is_not_an_error_before_the_first_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         app.main(["keys", "--state-dir", str(tmp_path), "list"])
     assert "no keys yet" in capsys.readouterr().err

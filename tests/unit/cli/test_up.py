@@ -19,7 +19,7 @@ from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services
 
 
-async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
+async def test_the_same_port_for_http_and_grpc_is_refused(tmp_path: Path) -> None:
     """Both would listen there, and every other call would reach the wrong one."""
     with PortReservation("127.0.0.1", 0) as free:
         port = free.port
@@ -47,7 +47,7 @@ async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_s
     assert mesh.names == []
 
 
-def test_a_model_that_is_no_model_is_refused_before_anything_starts(
+def test_a_path_without_a_model_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["up", "--engine", "sim", "--model", str(tmp_path), "--state-dir", str(tmp_path)]
@@ -108,7 +108,7 @@ def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, messag
         (["--host", "a-host"], "other machines can reach a-host"),
     ],
 )
-def test_a_door_that_would_not_open_is_said_before_anything_starts(
+def test_an_unusable_port_is_reported_before_anything_starts(
     tmp_path: Path, asked: list[str], message: str
 ) -> None:
     asked = [each.format(tmp_path) for each in asked]

@@ -52,7 +52,7 @@ def test_the_ways_are_all_pairs_that_may_exchange_kv_and_one_after_the_other_sha
     assert paths(P0, record("x", ROLE_DECODE, "other"), D1) == [("p0", "d1")]
 
 
-def test_where_no_pair_is_each_does_both() -> None:
+def test_without_a_pair_each_instance_does_both_phases() -> None:
     assert paths(P0, P1) == [("p0", ""), ("p1", "")]
     assert paths(D0) == [("d0", "")]
     assert paths(record("f", ROLE_FUSION)) == [("f", "")]

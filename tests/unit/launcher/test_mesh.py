@@ -36,7 +36,7 @@ def test_the_state_of_a_dead_launcher_does_not_count(tmp_path: Path) -> None:
     assert state.read(tmp_path) is None
 
 
-def test_a_state_directory_is_its_owners_and_one_that_was_there_before_is_left_alone(
+def test_a_new_state_directory_is_private_and_an_existing_one_is_not_changed(
     tmp_path: Path,
 ) -> None:
     def mode_after_lock(directory: Path) -> int:
@@ -82,7 +82,7 @@ def test_a_hash_secret_of_the_environment_is_kept(tmp_path: Path) -> None:
     assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": ""}) != ""
 
 
-def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> None:
+def test_a_log_over_its_bound_is_set_aside_and_continues_empty(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"x" * 100)
@@ -93,7 +93,7 @@ def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> 
     assert log_files.last_lines(log) == ["after"]
 
 
-def test_on_a_full_disk_a_log_over_its_bound_is_cut_all_the_same(
+def test_on_a_full_disk_a_log_over_its_bound_is_still_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: Path, target: Path) -> None:

@@ -52,7 +52,7 @@ def adjusted(
     )
 
 
-def test_what_plans_change_is_told_once() -> None:
+def test_the_changes_of_plans_are_reported_once() -> None:
     watch = Watch()
     for look in (
         states(),
@@ -72,6 +72,6 @@ def test_what_plans_change_is_told_once() -> None:
     assert watch.moves == [(1, -1), (-1, 1)]
 
 
-def test_a_record_says_what_did_not_come_about() -> None:
+def test_a_record_lists_the_events_that_did_not_happen() -> None:
     day = Day("on a mesh", "make bench NAME=day", 288.0, 10, 1, missed=["the upgrade"])
     assert "**Did not come about: the upgrade.**" in markdown(day)

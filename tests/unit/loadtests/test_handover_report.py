@@ -44,7 +44,7 @@ def test_a_cost_is_what_the_engine_alone_does_not_take() -> None:
     assert cell(costs, "token 1 to 2: ours, layer by layer") == "10.0, 33.3 [33.3-33.3] %"
 
 
-def test_where_ours_is_slower_is_said() -> None:
+def test_the_report_says_where_ours_is_slower() -> None:
     said = "**Slower than vLLM's NixlConnector** by the median ratio: "
     name = "token 1 to 2: ours, whole model after prefill, 128 tokens"
     assert f"{said}{name} (1.50)." in markdown(run())

@@ -56,7 +56,7 @@ def test_each_prompt_is_whole_blocks_of_every_layer(prompt: Prompt) -> None:
     assert layout.num_layers * layout.num_blocks == prompt.num_blocks
 
 
-def test_what_a_block_costs_beside_its_bytes_is_control() -> None:
+def test_the_cost_of_a_block_besides_its_bytes_counts_as_control() -> None:
     prompt = SWEEP[0]
     rows = rows_of(1, prompt, {cases.BLOCKS_ACKED: 110, cases.WIRE: 10})
     rows += rows_of(2, prompt, {cases.BLOCKS_ACKED: 220, cases.WIRE: 20})

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", listed.BENCHES)
-def test_what_is_listed_can_be_run(name: str) -> None:
+def test_every_listed_scenario_can_be_run(name: str) -> None:
     spec = find_spec(f"loadtests.{listed.BENCHES[name].module}")
     assert spec is not None
     assert spec.origin is not None
@@ -29,12 +29,12 @@ def test_the_makefile_has_one_target_for_all_of_them() -> None:
     assert len(text.splitlines()) < 150
 
 
-def test_a_record_goes_beside_the_others_unless_told_where() -> None:
+def test_a_record_is_written_next_to_the_others_by_default() -> None:
     got = listed.arguments("simulate-day", ["--seeds", "2"], "", date(2026, 11, 22))
     assert got == ["--out", "loadtests/results/day-simulated-2026-11-22", "--seeds", "2"]
 
 
-def test_traces_are_handed_to_what_plays_them_alone() -> None:
+def test_only_scenarios_that_replay_traces_get_them() -> None:
     day = date(2026, 11, 22)
     assert listed.arguments("compare", [], "FOLDER", day) == ["--traces", "FOLDER"]
     assert listed.arguments("compare", [], "", day) == []

@@ -37,7 +37,7 @@ def step(instance_id: str, name: str) -> Message:
 
 
 @pytest.mark.req("S33", "S34", "S35", "S36")
-async def test_each_step_is_the_first_event_that_tells_of_it(clock: list[float]) -> None:
+async def test_each_step_is_the_first_event_that_reports_it(clock: list[float]) -> None:
     log = EventLog()
     await log.on_health(said(HealthChanged(header=HEADER, instance_id="v", to_health="dead")))
     clock[0] = 110.0  # everything earlier belongs to an earlier fault

@@ -24,7 +24,7 @@ def rounds(**mean_ms: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("pulled", "said"), [(20.9, "1.04, met."), (21.2, "1.06, **unmet**.")])
-def test_a_decode_that_pulls_is_held_against_one_that_has_nothing_beside_its_streams(
+def test_a_decode_that_pulls_is_compared_with_one_that_only_has_streams(
     pulled: float, said: str
 ) -> None:
     text = as_markdown(rounds(alone=20.0, prefilled=30.0, pulled=pulled))

@@ -13,7 +13,7 @@ def test_the_rival_is_the_best_of_the_others() -> None:
     assert verdicts(RUNS, [HIT]) == "- hit, %: ours is best, 10.0 against 8.0 of `a`."
 
 
-def test_what_is_not_best_says_whether_seeds_could_have_made_it_and_what_else_is_known() -> None:
+def test_a_policy_that_is_not_best_shows_its_margin_and_known_causes() -> None:
     text = verdicts(RUNS, [TTFT], lambda measure, rival: f" {measure.name} of {rival}!")
     assert text == (
         "- TTFT, ms: **not best**, 10 against 2 of `b`, beyond the spread of the seeds. TTFT, ms "

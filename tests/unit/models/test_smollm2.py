@@ -26,7 +26,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_what_was_prepared_is_taken_as_it_is(model: Path) -> None:
+def test_prepared_files_are_used_unchanged(model: Path) -> None:
     assert smollm2.is_prepared(model)
     assert smollm2.ensure(model, report=pytest.fail) == model
 

@@ -72,7 +72,7 @@ def test_a_connection_is_cut_by_a_gateways_death_alone_and_after_right_text(
     assert judged(ended("?" + right[:2], **cut), reference, GATEWAY) == ["I2"]
 
 
-def test_logs_are_read_once_and_told_of_secrets_and_bugs(tmp_path: Path) -> None:
+def test_logs_are_scanned_once_for_secrets_and_bugs(tmp_path: Path) -> None:
     log, books = tmp_path / "gateway-0.log", Books()
     log.write_text('{"event":"request.finished"}\n')
     assert scan_logs(tmp_path, books, ["sk-1"]) == []

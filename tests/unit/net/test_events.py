@@ -118,7 +118,7 @@ def test_garbage_is_refused(data: bytes, content_type: str) -> None:
         decode_event(Message("s", data, {CONTENT_TYPE: content_type}), events.InstanceHealth)
 
 
-def test_an_unknown_field_of_a_newer_version_is_no_garbage() -> None:
+def test_an_unknown_field_of_a_newer_version_is_accepted() -> None:
     data = (
         b'{"header": {"publisherId": "p0", "sequence": "1"}, "fromTheFuture": 1, "isReady": true}'
     )
@@ -126,7 +126,7 @@ def test_an_unknown_field_of_a_newer_version_is_no_garbage() -> None:
 
 
 @pytest.mark.fault("F22")
-def test_the_gate_tells_new_from_stale_and_sees_gaps() -> None:
+def test_the_gate_separates_new_from_stale_events_and_detects_gaps() -> None:
     gate = SequenceGate()
     seen = [gate.admit(header(s)) for s in (1, 2, 2, 1, 5, 6, 4)]
     new, stale, gap = EventOrder.NEW, EventOrder.STALE, EventOrder.GAP
@@ -135,7 +135,7 @@ def test_the_gate_tells_new_from_stale_and_sees_gaps() -> None:
 
 
 @pytest.mark.fault("F5")
-def test_events_of_an_earlier_incarnation_are_stale_for_good() -> None:
+def test_events_of_an_earlier_incarnation_stay_stale() -> None:
     gate = SequenceGate()
     gate.admit(header(1, incarnation=1))
     assert gate.admit(header(1, incarnation=2)) is EventOrder.NEW

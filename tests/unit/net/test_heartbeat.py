@@ -42,6 +42,6 @@ async def test_the_first_report_waits_for_no_period_and_the_second_does() -> Non
 
 
 @pytest.mark.req("S18")
-async def test_reports_go_on_at_the_period_that_the_lease_sets() -> None:
+async def test_reports_continue_at_the_period_that_the_lease_sets() -> None:
     beats = await heard(0.03, 6)
     assert len(beats) >= 6

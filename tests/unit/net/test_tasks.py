@@ -66,7 +66,7 @@ async def test_a_task_cancelled_from_elsewhere_has_failed() -> None:
     assert ended.is_set()
 
 
-async def test_the_failure_of_a_watched_task_is_told_once_and_its_end_is_not() -> None:
+async def test_the_failure_of_a_watched_task_is_logged_once_but_its_end_is_not() -> None:
     told: list[str] = []
 
     async def fail() -> None:

@@ -42,7 +42,7 @@ def test_a_line_that_does_not_fit_raises_nothing_and_spoils_no_later_one() -> No
     ]
 
 
-def test_a_stream_that_is_closed_takes_lines_all_the_same() -> None:
+def test_a_closed_stream_still_accepts_lines() -> None:
     disk = Disk()
     disk.close()
     stream = SteadyStream(disk)

@@ -49,7 +49,7 @@ def test_the_strongest_level_that_passed_counts_and_one_that_never_ran_proves_no
     assert rows(results) == ["| S1 | vLLM | 2026-01-03 |  |", "| F1 | mesh | 2026-01-03 |  |"]
 
 
-def test_what_was_skipped_proves_nothing_and_is_told_beside_what_passed(tmp_path: Path) -> None:
+def test_skipped_tests_prove_nothing_and_are_listed_with_the_passed_ones(tmp_path: Path) -> None:
     only = taken(junit(tmp_path, "2026-01-02", case("e2e", "S1", "skipped")))
     assert rows(only)[0] == "| S1 | no test passed (vLLM, unit); vLLM: 1 skipped |"
     both = taken(junit(tmp_path, "2026-01-02", case("unit", "S1")))

@@ -38,7 +38,7 @@ def test_a_module_that_says_nothing_is_named(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in rooms.silent(tmp_path)] == ["services/a/mute.py"]
 
 
-def test_two_public_classes_of_one_name_are_told_with_both_homes(tmp_path: Path) -> None:
+def test_two_public_classes_with_one_name_are_reported_with_both_files(tmp_path: Path) -> None:
     twice = '"""Here."""\n\n\nclass Plan:\n    pass\n\n\nclass _Own:\n    pass\n'
     write(tmp_path, "libs/pdmesh/a.py", twice)
     write(tmp_path, "services/b.py", twice)

@@ -55,7 +55,7 @@ def test_a_failed_installation_is_explained(tmp_path: Path, pip_says: str, told:
     assert told in line
 
 
-def test_too_little_room_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_anything_is_fetched(tmp_path: Path) -> None:
     script(tmp_path / "venv/bin/python", f"touch {tmp_path}/fetched")
     df = script(tmp_path / "bin/df", 'echo header; echo "disk 9 9 100 99% /"').parent
     path = f"{df}:{os.environ['PATH']}"
@@ -167,7 +167,7 @@ def imported() -> set[str]:
     return names - sys.stdlib_module_names - {"pdmesh"}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_every_imported_package_is_declared() -> None:
     """`pip install pdmesh` is enough for the sim engine; `pdmesh[vllm]` brings vLLM and torch."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["vllm"]

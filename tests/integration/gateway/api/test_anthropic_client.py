@@ -125,7 +125,7 @@ async def test_a_decode_that_dies_in_the_middle_changes_nothing(
     assert message.content[0].text == mesh.expected_text(mesh.chat_prompt("hello"), 12)
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
+async def test_a_stream_that_cannot_continue_ends_with_an_error_event(
     tmp_path: Path,
 ) -> None:
     """All text before it was sent, and nothing comes after it."""

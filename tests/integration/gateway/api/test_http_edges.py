@@ -115,7 +115,7 @@ async def test_a_prompt_has_special_tokens_as_its_client_says(
         assert answer.usage.prompt_tokens == len(mesh.chat_prompt("hi")) + num_more
 
 
-async def test_a_chat_goes_on_with_its_final_message(
+async def test_a_chat_continues_its_final_message(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     begun: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So "}]
@@ -303,7 +303,7 @@ async def test_a_slow_or_swollen_request_head_is_cut(tmp_path: Path) -> None:
         assert b"200" in await answer(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
 
 
-async def test_metrics_and_the_finished_event_tell_what_happened(
+async def test_metrics_and_the_finished_event_match_the_requests(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     await client.completions.create(model="tiny", prompt="secret canary", max_tokens=5)

@@ -213,7 +213,7 @@ async def test_every_bound_in_it_is_the_one_that_is_checked(
             assert answer.status_code == (400 if asked_none else 200), (name, answer.text)
 
 
-async def test_it_needs_no_key_and_says_what_does(http: httpx.AsyncClient) -> None:
+async def test_it_needs_no_key_and_shows_which_paths_need_one(http: httpx.AsyncClient) -> None:
     paths = (await document_of(http))["paths"]
     assert paths["/openapi.json"]["get"]["security"] == []
     assert paths["/v1/models"]["get"]["security"] == [{}, {"key": []}]

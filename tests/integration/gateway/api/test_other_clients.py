@@ -72,7 +72,7 @@ async def test_litellm_as_to_openai_and_as_to_vllm(mesh: GatewayMesh) -> None:
 
 
 @pytest.mark.parametrize("door", ["chat", "completions", "responses", "messages"])
-async def test_aiperf_measures_each_door(mesh: GatewayMesh, tmp_path: Path, door: str) -> None:
+async def test_aiperf_measures_each_endpoint(mesh: GatewayMesh, tmp_path: Path, door: str) -> None:
     python = await asyncio.to_thread(python_with, "aiperf")
     tokenizer = write_tiny_model(tmp_path / "tiny")
     process = await asyncio.create_subprocess_exec(

@@ -79,7 +79,7 @@ async def test_each_token_of_a_prompt_but_the_first_has_them(
 
 
 @pytest.mark.fault("F7")
-async def test_they_are_computed_once_whoever_dies(
+async def test_prompt_logprobs_are_computed_once_even_after_a_death(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     for decode in (i for i in mesh.instances.values() if i.role == ROLE_DECODE):
@@ -104,7 +104,7 @@ async def test_a_prefill_that_dies_before_the_first_token_is_replaced_with_them(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_echo_has_them_beside_those_of_the_answer(
+async def test_an_echo_has_them_before_those_of_the_answer(
     mesh: GatewayMesh, http: httpx.AsyncClient, n: int
 ) -> None:
     """Streamed or whole; offsets count from the beginning of the prompt."""
@@ -143,7 +143,7 @@ async def test_an_echo_without_an_answer_is_the_prompt_alone(
         assert told == (["a", "b", "c"] if logprobs else [])
 
 
-async def test_what_cannot_be_had_is_refused_by_its_name(
+async def test_prompt_logprobs_that_are_not_available_are_refused_by_field(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     assert await refusal(http, prompt_logprobs=21) == "prompt_logprobs"
@@ -180,7 +180,7 @@ async def test_an_answer_says_what_stopped_it(
         assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (reason, stop_reason)
 
 
-async def test_the_models_own_end_is_no_reason_unless_it_is_asked_for(
+async def test_the_models_own_end_token_is_a_stop_reason_only_on_request(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     assert mesh.tokenizer.eos_token_id == EOS

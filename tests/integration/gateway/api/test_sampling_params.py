@@ -176,7 +176,7 @@ async def test_an_answer_that_repeats_itself_ends_there_through_a_death(
     assert await whole_text(client, stream, extra_body=REPEATED) == ("aaaa abcabcab", "stop")
 
 
-async def test_what_is_told_of_a_repetition_is_what_counts(mesh: GatewayMesh) -> None:
+async def test_the_reported_repetition_is_the_one_that_counts(mesh: GatewayMesh) -> None:
     repeats_itself(mesh, "xyxyxyxyxy")
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 10, "return_token_ids": True}
     async with httpx.AsyncClient(timeout=30) as http:
@@ -228,9 +228,7 @@ async def test_an_echo_begins_each_choice_with_its_prompt(
     assert texts == [p + mesh.expected_text(p, 6) for p in ("ab", "ab", "cd", "cd")]
 
 
-async def test_token_ids_come_beside_the_text(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI
-) -> None:
+async def test_token_ids_come_with_the_text(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
     url = f"{mesh.url}/v1"
     async with httpx.AsyncClient(timeout=30) as http:
         asked = {"model": "tiny", "max_tokens": 5, "return_token_ids": True}
@@ -257,7 +255,7 @@ async def test_token_ids_come_beside_the_text(
         assert counted[-1] == 5
 
 
-async def test_special_tokens_are_shown_where_they_are_asked_for(
+async def test_special_tokens_are_shown_on_request(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     async with httpx.AsyncClient(timeout=30) as http:
@@ -269,7 +267,7 @@ async def test_special_tokens_are_shown_where_they_are_asked_for(
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
-async def test_what_nobody_knows_is_named_or_refused(tmp_path: Path, is_strict: bool) -> None:
+async def test_unknown_fields_are_named_or_refused(tmp_path: Path, is_strict: bool) -> None:
     async with (
         gateway_mesh(tmp_path, strict_fields=is_strict) as mesh,
         httpx.AsyncClient(timeout=30) as http,
@@ -287,7 +285,7 @@ async def test_what_nobody_knows_is_named_or_refused(tmp_path: Path, is_strict: 
         assert known.json()["error"]["param"] == "use_beam_search"
 
 
-async def test_what_an_engine_cannot_do_as_it_is_set_up_is_refused(
+async def test_fields_that_the_engines_setup_excludes_are_refused(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     """vLLM's speculation knows no min_p, and the simulator no reasoning."""

@@ -72,7 +72,7 @@ async def told(url: str, *options: str) -> tuple[int, str]:
         ),
     ],
 )
-async def test_no_request_of_the_document_gets_what_it_does_not_tell(
+async def test_no_request_of_the_document_gets_an_undocumented_answer(
     mesh: GatewayMesh, phases: str, num_examples: int, num_answered: int
 ) -> None:
     status, report = await told(mesh.url, "--phases", phases, "-n", str(num_examples))
@@ -81,7 +81,7 @@ async def test_no_request_of_the_document_gets_what_it_does_not_tell(
     assert len(answered) >= num_answered, "most requests were refused: they show little"
 
 
-async def test_an_answer_that_the_document_denies_is_found(
+async def test_an_answer_that_contradicts_the_document_is_found(
     mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""

@@ -141,7 +141,7 @@ def _sorted(grammar: str) -> Any:
         ({"structured_outputs": {"regex": "a"}, **json_schema(SCHEMA)}, "structured_outputs"),
     ],
 )  # fmt: skip
-async def test_what_is_no_form_is_a_400_that_names_the_field_and_takes_no_slot(
+async def test_an_invalid_form_is_a_400_that_names_the_field_and_takes_no_slot(
     mesh: GatewayMesh, body: dict[str, Any], field: str
 ) -> None:
     async with httpx.AsyncClient(timeout=60) as http:

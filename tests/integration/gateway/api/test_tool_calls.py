@@ -280,7 +280,7 @@ async def test_a_thinking_budget_that_no_engine_takes_is_refused(
     assert caught.value.param == "thinking_token_budget"
 
 
-async def test_a_form_of_the_answer_beside_a_form_of_its_calls_is_refused(
+async def test_forms_for_both_the_answer_and_its_tool_calls_are_refused(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

@@ -178,7 +178,7 @@ async def test_streamed_arguments_are_those_of_the_item(
 
 @pytest.mark.fault("F7")
 @pytest.mark.parametrize("breaks_at", [2, 20, 60])
-async def test_calls_are_whole_though_a_decode_dies_within_them(
+async def test_tool_calls_are_whole_even_if_a_decode_dies_within_them(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     claude: anthropic.AsyncAnthropic,

@@ -53,7 +53,7 @@ class Answer:
 
 
 @pytest.mark.fault("F7")
-async def test_answers_go_on_after_a_death_and_are_told_nothing_twice(
+async def test_answers_continue_after_a_death_without_repetitions(
     parsers: AnswerParsers, tokenizer: Tokenizer
 ) -> None:
     first, second = Answer(parsers, tokenizer), Answer(parsers, tokenizer)
@@ -112,7 +112,9 @@ async def test_parsers_that_hang_are_killed(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "print('no frame')"])
-async def test_parsers_that_do_not_start_are_told(tokenizer: Tokenizer, code: str) -> None:
+async def test_parsers_that_do_not_start_give_a_clear_error(
+    tokenizer: Tokenizer, code: str
+) -> None:
     parsers = AnswerParsers("hermes", "none", ParserProcess((sys.executable, "-c", code)))
     with pytest.raises(ParserUnavailable) as caught:
         await parsers.prepared(parsers.model(tokenizer), b"{}")

@@ -92,7 +92,7 @@ async def test_it_can_be_cancelled_at_any_gateway(
     assert (await client.responses.retrieve(begun.id)).status == "cancelled"
 
 
-async def test_one_that_is_deleted_ends_and_does_not_come_back(
+async def test_a_deleted_response_ends_and_does_not_come_back(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     slow_down(mesh)
@@ -121,7 +121,7 @@ async def begun_slowly(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> str:
     return begun.id
 
 
-async def test_one_whose_gateway_is_gone_has_failed(
+async def test_a_response_whose_gateway_is_gone_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
     """The gateway says for some seconds that it makes a response; here nobody does.
@@ -149,7 +149,7 @@ async def test_one_whose_gateway_is_gone_has_failed(
         await elsewhere.responses.retrieve(response_id)
 
 
-async def test_one_whose_mark_is_late_goes_on(
+async def test_a_response_whose_mark_is_late_continues(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
     """Marks expire while Redis is away: each gateway says so again when it finds Redis back."""
@@ -160,7 +160,7 @@ async def test_one_whose_mark_is_late_goes_on(
 
 
 @pytest.mark.parametrize("loss", ["away", "full"])
-async def test_one_that_ends_while_redis_takes_nothing_is_kept_later(
+async def test_a_response_that_ends_while_redis_accepts_nothing_is_kept_later(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     valkey: servers.TestServer,
@@ -199,7 +199,7 @@ async def test_one_that_ends_while_redis_takes_nothing_is_kept_later(
     assert (response.status, response.output_text) == ("incomplete", expected.output_text)
 
 
-async def test_one_that_cannot_be_kept_in_time_has_failed(
+async def test_a_response_that_cannot_be_kept_in_time_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "KEEP_WITHIN_S", 0.0)
@@ -212,7 +212,7 @@ async def test_one_that_cannot_be_kept_in_time_has_failed(
     assert (response.status, response.error.code) == ("failed", "server_error")
 
 
-async def test_one_that_is_too_large_to_be_kept_has_failed(
+async def test_a_response_that_is_too_large_to_be_kept_has_failed(
     tmp_path: Path, valkey: servers.TestServer
 ) -> None:
     """It began within the bound, and its output does not fit."""
@@ -257,7 +257,7 @@ async def test_none_begins_while_redis_is_full(
     assert events[-1].response.store is False
 
 
-async def test_one_that_no_instance_can_make_has_failed(
+async def test_a_response_that_no_instance_can_make_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     slow_down(mesh)
@@ -272,7 +272,9 @@ async def test_one_that_no_instance_can_make_has_failed(
     assert (response.status, response.error.code) == ("failed", "draining")
 
 
-async def test_only_what_is_in_the_background_can_be_cancelled(client: openai.AsyncOpenAI) -> None:
+async def test_only_a_response_in_the_background_can_be_cancelled(
+    client: openai.AsyncOpenAI,
+) -> None:
     answer = await client.responses.create(model="tiny", input="x", max_output_tokens=3)
     with pytest.raises(openai.BadRequestError):
         await client.responses.cancel(answer.id)

@@ -90,7 +90,7 @@ async def test_a_stream_has_the_documented_events_in_order(
     assert last.response.store is True
 
 
-async def test_a_conversation_goes_on_from_the_response_before(
+async def test_a_conversation_continues_from_the_previous_response(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     """Instructions are those of each request."""
@@ -128,7 +128,7 @@ async def test_a_conversation_goes_on_from_the_response_before(
     assert (await client.responses.retrieve(second.id)).id == second.id
 
 
-async def test_what_is_not_stored_cannot_be_found(
+async def test_a_response_that_is_not_stored_cannot_be_found(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answer = await client.responses.create(
@@ -193,7 +193,7 @@ async def test_a_decode_that_dies_in_the_middle_changes_nothing(
     assert answer.output_text == expected_of(mesh, 12, ("user", "hello"))
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_a_failed_response(tmp_path: Path) -> None:
+async def test_a_stream_that_cannot_continue_ends_with_a_failed_response(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path, max_migrations=0, responses_max_count=0) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,

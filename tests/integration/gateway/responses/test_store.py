@@ -92,7 +92,7 @@ async def test_a_tenant_has_bounds_and_names_of_its_own(make: Make) -> None:
     assert await kept(store, *"pqr", tenant="b") == ["p", "q", "r"]
 
 
-async def test_what_expired_counts_no_more_and_nothing_is_left(
+async def test_expired_responses_do_not_count_and_leave_nothing_behind(
     make: Make, valkey: servers.TestServer
 ) -> None:
     store = make(ttl_s=0.3, max_count=100)
@@ -138,7 +138,7 @@ async def test_nothing_hangs_while_the_server_is_away(
     assert await store.load("a", "p") == (None if loss == "kill" else b"x")
 
 
-async def test_one_that_keeps_nothing_connects_to_nothing() -> None:
+async def test_a_store_that_keeps_nothing_does_not_connect() -> None:
     store = ResponseStore("redis://127.0.0.1:1", KeepBounds(1.0, 0, 65536, 65536))
     assert not store.keeps
     await store.close()
@@ -245,7 +245,7 @@ async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, red
     assert said == true
 
 
-async def test_what_it_counts_is_what_the_server_takes(make: Make, redis: Any) -> None:
+async def test_the_counted_bytes_match_the_servers_memory(make: Make, redis: Any) -> None:
     """The smallest are the worst case: their books take more than they do."""
     store = make(max_count=10_000, max_bytes=1 << 24, max_total=1 << 24)
     await store.keep("a", "resp_" + "0" * 24, b"x")

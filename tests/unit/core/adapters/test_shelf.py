@@ -114,7 +114,7 @@ def test_a_leg_of_a_removed_one_is_served_still() -> None:
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])
-def test_a_failure_is_told_to_all_that_wait_for_it_and_to_nobody_else(is_fetched: bool) -> None:
+def test_a_failure_is_reported_to_all_of_its_waiters_and_to_no_others(is_fetched: bool) -> None:
     shelf = AdapterShelf(2)
     shelf.wanted(1, A, 0.0)
     shelf.wanted(2, B, 0.0)

@@ -60,7 +60,7 @@ def test_those_that_wait_come_in_their_order() -> None:
     assert take(turns, "c", 3.0)
 
 
-def test_a_turn_that_nobody_asks_for_any_more_is_over() -> None:
+def test_a_turn_that_is_no_longer_needed_is_over() -> None:
     turns = AdapterTurns(1)
     take(turns, "a", 0.0)
     assert turns.why_not("gone", 2.0)

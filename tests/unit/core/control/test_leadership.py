@@ -45,7 +45,7 @@ def test_epochs_grow_although_the_store_was_wiped_and_counts_anew() -> None:
 
 
 @pytest.mark.fault("F21")
-def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> None:
+def test_after_a_wipe_a_leader_continues_above_the_epochs_of_instances() -> None:
     """The store was wiped and the master restarted, and only then an instance's record told the
     master of the old epochs.
     """

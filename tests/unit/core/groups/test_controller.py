@@ -87,7 +87,7 @@ def test_an_assignment_that_kills_each_instance_is_a_set_up_that_fails() -> None
 
 
 @pytest.mark.fault("F21")
-def test_lost_assignments_are_written_anew_from_the_records() -> None:
+def test_lost_assignments_are_restored_from_the_records() -> None:
     world = World(TWO_BY_TWO)
     world.settle()
     before, world.given = world.given, {}

@@ -51,7 +51,7 @@ def test_a_fault_that_is_held_back_ejects_nothing() -> None:
     assert not FleetEjectionCap().rule(fleet(5, i0=held_back), {}).taken_out
 
 
-def test_a_fifth_is_ejected_at_most_and_what_is_over_is_told_once() -> None:
+def test_at_most_a_fifth_is_ejected_and_the_excess_is_reported_once() -> None:
     cap, out = FleetEjectionCap(), {"i9": CORDONED}  # an operator's cordon does not count
     faults = fleet(10, i0=fault(Level.LOST), i1=fault(Level.LOST), i2=fault(Level.LOST))
     ruled = cap.rule(faults, out)
@@ -75,7 +75,7 @@ def test_a_worse_fault_ends_any_drain(is_ejected: bool) -> None:
     assert not cap.rule(fleet(1, i0=fault(Level.INSTANCE)), worse).taken_out
 
 
-def test_an_overruled_fault_ejects_again_only_once_it_was_judged_anew() -> None:
+def test_an_overruled_fault_ejects_again_only_after_a_new_judgement() -> None:
     cap, old = FleetEjectionCap(), fault(Level.LOST, since=1.0)
     cap.overrule("i0", old)
     assert not cap.rule(fleet(1, i0=old), {}).taken_out

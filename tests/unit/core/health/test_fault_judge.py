@@ -141,7 +141,7 @@ def test_a_flapping_suspicion_never_reaches_its_time(judge: FaultJudge) -> None:
         assert all(j.level <= Level.TRANSIENT for j in judge.current())
 
 
-def test_a_signal_that_is_not_told_again_is_void(judge: FaultJudge) -> None:
+def test_a_signal_that_is_not_repeated_becomes_void(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     tell(judge, "d0", HANGS, ttl_s=3.0)
     tick(judge, 0.0)

@@ -52,7 +52,7 @@ def test_a_whole_file_is_read_as_it_was_written() -> None:
 
 
 @given(st.integers(0, len(dump(STATUS)) - 3), st.sampled_from(["cut", "flip"]))
-def test_a_file_that_is_not_whole_is_no_status(at: int, how: str) -> None:
+def test_an_incomplete_file_gives_no_status(at: int, how: str) -> None:
     """The file is cut anywhere, or any character is changed; only white space does not matter."""
     text = dump(STATUS)
     torn = (
@@ -85,7 +85,7 @@ def test_an_old_file_says_nothing_of_the_devices() -> None:
     assert signals_from_file(dump(STATUS), ["0"], 1005.9) == ()
 
 
-def test_an_instance_reads_its_nodes_file_where_there_is_one(tmp_path: Path) -> None:
+def test_an_instance_reads_its_nodes_file_if_there_is_one(tmp_path: Path) -> None:
     file = tmp_path / "node-status.json"
     read = node_reader(file, ["1"], lambda: 1001.0)
     assert read() == ()

@@ -231,7 +231,7 @@ def test_a_staged_prompt_keeps_its_slot_and_not_its_adapter() -> None:
     admission.check_invariants()
 
 
-def test_an_instance_without_slots_for_adapters_refuses_them_for_good() -> None:
+def test_an_instance_without_slots_for_adapters_refuses_them_permanently() -> None:
     decision = Admission(CAPACITY).admit(ask(1, adapter="a"), 0)
     assert refusal(decision) is RefusalReason.WRONG_MODEL
     assert isinstance(decision, Refused)

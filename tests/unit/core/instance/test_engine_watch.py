@@ -45,7 +45,7 @@ def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
     assert (silent.reason, silent.is_proof) == (ENGINE_SILENT, True)
 
 
-def test_a_step_of_any_length_is_no_silence_while_its_layers_are_computed() -> None:
+def test_a_long_step_does_not_count_as_silence_while_layers_are_computed() -> None:
     """A ping is answered between two steps, so a step of 100 s leaves it unanswered for 100 s."""
     engine = watch()
     for now in range(101):

@@ -136,7 +136,7 @@ def excluding(*others: Identity, **held_by: tuple[ExcludedSource, ...]) -> Place
 
 
 @pytest.mark.fault("F23", "F34")
-def test_a_pair_with_an_exclusion_is_not_planned_though_both_are_for_others() -> None:
+def test_a_pair_with_an_exclusion_is_not_planned_but_both_serve_in_other_pairs() -> None:
     for fault in SourceFault:
         placement = excluding(decode_0=held(fault, "prefill-0"))
         for seed in range(20):

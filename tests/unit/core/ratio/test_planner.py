@@ -22,7 +22,7 @@ P, D = Role.PREFILL, Role.DECODE
 GROUP = GroupShape("g0", "chat", 3, 5, 0.4, 0.6)
 
 
-def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
+def test_a_blank_instance_is_taken_if_the_other_role_has_none_to_spare() -> None:
     tight = {"g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8)}
     choice = next_move(P, "chat", tight, 1, PlannerLimits(), "why")
     assert choice.move == Move("g0", MoveKind.ADD, P, None, "why")

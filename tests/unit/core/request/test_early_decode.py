@@ -80,7 +80,7 @@ class Life:
         return self.say(FirstToken(PREFILL, 7, ticket=TICKET))
 
 
-def test_the_decode_that_waits_goes_on_from_token_1() -> None:
+def test_the_waiting_decode_continues_from_token_1() -> None:
     life = Life()
     assert life.say(LegAccepted(DECODE)) == []
     assert life.first_token() == [EmitTokens((7,)), SendJoin(DECODE, 7)]
@@ -215,7 +215,7 @@ def test_a_decode_lost_after_token_1_costs_a_migration() -> None:
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("loss", [LegLost(PREFILL), LegFailed(PREFILL, EngineFailed("x"))])
-def test_a_prefill_that_dies_takes_both_legs_and_the_request_goes_on_elsewhere(loss: Event) -> None:
+def test_the_death_of_a_prefill_ends_both_legs_and_the_request_migrates(loss: Event) -> None:
     life = Life()
     life.say(LegAccepted(DECODE))
     effects = life.say(loss)
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_frees_both_legs(is_accepted: bool) -> None:
     assert aborts == [AbortLeg(PREFILL), AbortLeg(DECODE)]
 
 
-def test_a_decode_that_does_not_answer_is_given_up_and_prefill_goes_on() -> None:
+def test_a_decode_that_does_not_answer_is_given_up_and_prefill_continues() -> None:
     life = Life()
     assert life.request.wake_at == 3.0
     life.now = 3.0

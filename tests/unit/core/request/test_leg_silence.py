@@ -98,7 +98,7 @@ def test_a_decode_waits_while_its_engine_computes_anothers_prompt() -> None:
     assert driven.request.num_migrations == 0
 
 
-def test_each_token_of_its_own_counts_the_turns_anew() -> None:
+def test_each_drawn_token_restarts_the_count_of_turns() -> None:
     driven = Driven(stall_s=5.0)
     driven.decode(num_tokens=1)
     for number in range(1, 10):

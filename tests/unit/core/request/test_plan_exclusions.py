@@ -29,7 +29,7 @@ def too_long(driven: Driven) -> None:
 
 
 @pytest.mark.fault("F7")
-def test_a_stream_that_moves_goes_on_where_it_fits() -> None:
+def test_a_stream_that_migrates_continues_on_an_instance_with_room() -> None:
     """The prompt has grown by the emitted tokens, so some instances can no longer take it."""
     driven = Driven()
     driven.decode(num_tokens=40)

@@ -50,7 +50,7 @@ def test_a_lease_of_a_gateway_that_is_gone_counts_as_used() -> None:
         (1000, 0, 0, 0),
     ],
 )
-def test_a_gateway_leases_what_is_free_and_says_what_it_lacks(
+def test_a_gateway_leases_free_tokens_and_asks_for_the_rest(
     others: int, needed: int, allowed: int, wanted: int
 ) -> None:
     leases: Leases = (lease("b", others),)

@@ -38,7 +38,7 @@ def two_that_share(tenant: Tenant) -> tuple[Gateway, Gateway]:
     return a, b
 
 
-def test_a_gateway_whose_parts_are_no_more_asks_for_others() -> None:
+def test_a_gateway_that_lost_its_parts_asks_for_others() -> None:
     assert num_parts(NARROW.limits) == 2
     a, b = two_that_share(WIDE)
     a.tenant = b.tenant = NARROW
@@ -52,7 +52,7 @@ def test_a_gateway_whose_parts_are_no_more_asks_for_others() -> None:
 
 
 @pytest.mark.parametrize("is_leaving", [True, False])
-def test_parts_that_are_no_more_are_not_handed_over(is_leaving: bool) -> None:
+def test_lost_parts_are_not_handed_over(is_leaving: bool) -> None:
     _, b = two_that_share(WIDE)
     b.tenant = NARROW
     b.settle(CLOCK, is_leaving=is_leaving)

@@ -22,7 +22,7 @@ from tests.fakes.upgrading_world import (
         (3, None, "load of a's prefills is unknown"),
     ],
 )
-def test_a_group_is_not_taken_out_where_the_others_could_not_do_without(
+def test_a_group_is_not_taken_out_if_the_others_cannot_carry_its_load(
     num_groups: int, busy: float | None, why: str
 ) -> None:
     world = settled(num_groups, num_spare=0)

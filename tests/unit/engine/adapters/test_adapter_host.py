@@ -97,7 +97,7 @@ async def test_what_becomes_of_the_folder_later_changes_nothing(site: Site) -> N
     site.host.release(3)
 
 
-async def test_each_reason_to_refuse_is_told_and_another_adapter_is_served(site: Site) -> None:
+async def test_each_refusal_has_its_reason_and_another_adapter_is_served(site: Site) -> None:
     missing = Adapter("gone", "0" * 64, str(site.folder / "nowhere"))
     with pytest.raises(AdapterUnusable, match=r"adapter gone: cannot read .*No such file"):
         await site.host.acquired(1, missing)
@@ -159,7 +159,7 @@ async def test_each_piece_that_is_copied_is_a_sign_of_work(
     site.host.release(2)
 
 
-async def test_a_removed_adapter_leaves_when_nobody_uses_it(site: Site) -> None:
+async def test_a_removed_adapter_is_unloaded_when_no_leg_uses_it(site: Site) -> None:
     a = site.adapter("a", 1)
     await site.host.acquired(1, a)
     site.host.keep([])
@@ -169,7 +169,7 @@ async def test_a_removed_adapter_leaves_when_nobody_uses_it(site: Site) -> None:
     assert site.slots.loaded == {}
 
 
-async def test_a_leg_that_left_before_its_turn_is_told_nothing(site: Site) -> None:
+async def test_a_leg_that_left_before_its_turn_gets_no_answer(site: Site) -> None:
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     told: list[str] = []
     await site.host.acquired(1, a)

@@ -62,7 +62,7 @@ def test_schemas_that_no_answer_could_keep_to_are_refused(schema: Any) -> None:
         (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<g"], "structures": [{"begin": "<f"}]}'),
     ],
 )
-def test_so_is_what_has_no_meaning_or_no_end(kind: GrammarKind, text: str) -> None:
+def test_meaningless_or_endless_text_is_refused_too(kind: GrammarKind, text: str) -> None:
     with pytest.raises(GrammarRefused) as caught:
         compiled(kind, text)
     assert len(caught.value.message) < 400

@@ -23,7 +23,7 @@ def mask(guide: Guide) -> bytes | None:
     return None if guide.is_free else guide.matcher.compute_bitmask()
 
 
-def test_a_guide_that_goes_on_allows_what_the_first_one_would() -> None:
+def test_a_guide_that_continues_an_answer_allows_the_same_tokens() -> None:
     for marker in ((), (5, 9)):
         constraint = Constraint(OBJECT.grammar, marker)
         answer = [5, 9, 5, *ANSWER] if marker == () else [7, 5, 5, 9, *ANSWER]

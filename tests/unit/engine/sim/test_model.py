@@ -102,7 +102,7 @@ def running(leg: int, prompt: list[int], first: int, sampling: Sampling) -> Runn
     )  # fmt: skip
 
 
-def test_a_batch_draws_for_each_what_the_reference_draws_for_it_alone() -> None:
+def test_a_batch_draws_the_same_tokens_as_the_reference_for_single_requests() -> None:
     """Sequences of different lengths join and leave at different steps."""
     batch = DecodeBatch(MODEL, 8)
     samplings = [Sampling(max_tokens=3 + 5 * n, temperature=n % 2, seed=n) for n in range(6)]

@@ -65,7 +65,7 @@ def test_a_gpu_gets_no_setting_of_the_cpu_backend() -> None:
 
 
 @pytest.mark.req("S118")
-def test_vllm_is_told_how_many_tokens_to_propose_by_the_size_of_the_batch() -> None:
+def test_vllm_gets_the_number_of_proposed_tokens_by_the_size_of_the_batch() -> None:
     told = speculative_config(replace(CPU, max_num_seqs=256, speculation=Speculation(4, 0.6, 0.01)))
     schedule = told["num_speculative_tokens_per_batch_size"]
     assert schedule[0] == (1, 7, 4)
@@ -142,7 +142,7 @@ async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() ->
 
 
 @pytest.mark.fault("F27")
-async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() -> None:
+async def test_the_end_of_a_prefill_is_read_even_if_it_was_aborted() -> None:
     """No TicketClosed follows it, so the host frees the staging range when it reads the end."""
     ends: list[Output] = [
         Prefilled(1, 7, None, 0, FinishReason.LENGTH),
@@ -154,7 +154,7 @@ async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() ->
     assert await anext(queue.batches()) == ends
 
 
-async def test_what_was_said_before_the_engine_died_is_still_read() -> None:
+async def test_output_before_the_death_of_the_engine_is_still_read() -> None:
     queue = OutputQueue()
     queue.put([Tokens(1, [2])])
     queue.fail(EngineFailed("dead"))

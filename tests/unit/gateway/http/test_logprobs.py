@@ -96,7 +96,7 @@ def test_tokens_are_spelt_as_their_ids_if_that_is_asked_for() -> None:
     assert bytes(told["bytes"]) == tokenizer("llama").token_bytes(1)
 
 
-def test_what_is_impossible_is_a_number_in_json() -> None:
+def test_an_impossible_token_has_a_number_in_json() -> None:
     entry = LogprobWriter(tokenizer("llama"), ()).completion(
         [drawn(1, (2, float("-inf")), logprob=float("-inf"))]
     )
@@ -105,7 +105,7 @@ def test_what_is_impossible_is_a_number_in_json() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_offsets_are_where_tokens_stand_in_the_text_however_it_is_streamed(name: str) -> None:
+def test_offsets_are_the_positions_of_tokens_in_the_text_for_any_streaming(name: str) -> None:
     of = tokenizer(name)
 
     @given(

@@ -53,7 +53,7 @@ def test_a_template_gets_arguments_as_objects_and_results_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "not json", "null", '{"a": 1'])
-def test_arguments_that_are_no_object_are_an_empty_one(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_become_an_empty_object(arguments: str) -> None:
     """The model wrote these arguments, and the conversation must go on, as with plain vLLM."""
     assert rendered(asked(call(arguments)))[0]["tool_calls"][0]["function"]["arguments"] == {}
 

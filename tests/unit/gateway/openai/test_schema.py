@@ -83,7 +83,7 @@ def test_a_part_that_is_not_text_is_what_is_refused(part: dict[str, Any]) -> Non
     assert (error.field, error.reason) == ("messages[0].content[1]", "UNSUPPORTED_FIELD")
 
 
-def test_bounds_are_told_in_full() -> None:
+def test_an_error_names_both_bounds() -> None:
     assert refused(parse_chat, chat(max_tokens=0)).message.endswith("between 1 and 2147483648")
     assert refused(parse_chat, chat(temperature=3)).message.endswith("between 0 and 2")
 
@@ -131,7 +131,7 @@ def test_the_extensions_are_taken() -> None:
         + b"}",
     ],
 )
-def test_what_is_not_a_json_request_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_request_is_refused(body: bytes) -> None:
     assert refused(parse_chat, body).http_status == 400
 
 
@@ -219,7 +219,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     assert error.field == "prompt"
 
 
-def test_completions_refuse_what_they_do_not_do() -> None:
+def test_completions_refuse_unsupported_fields() -> None:
     for field, value in (
         ("suffix", "x"),
         ("use_beam_search", True),

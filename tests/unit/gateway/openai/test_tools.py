@@ -80,7 +80,7 @@ def test_no_tools_are_none() -> None:
     assert tools_of(parse_chat(body_of(tools=[], tool_choice="auto")).tools) is None
 
 
-def test_a_field_of_a_tool_that_nobody_knows_is_ignored_by_its_path() -> None:
+def test_an_unknown_field_of_a_tool_is_ignored_and_named_by_its_path() -> None:
     ignored: list[str] = []
     parse_chat(body_of(tools=[tool(), tool("g", examples=[1])]), ignored)
     assert ignored == ["tools[1].function.examples"]

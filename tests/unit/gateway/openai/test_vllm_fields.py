@@ -24,7 +24,7 @@ def told(row: str) -> set[str]:
 
 
 @pytest.mark.parametrize("struct", [ChatCompletionRequest, CompletionRequest])
-def test_what_the_table_says_of_a_field_is_so(
+def test_the_table_is_right_about_each_field(
     struct: type[ChatCompletionRequest | CompletionRequest],
 ) -> None:
     name = "chat" if struct is ChatCompletionRequest else "completion"

@@ -39,7 +39,7 @@ R1 = "{{'<\uff5cAssistant\uff5c><think>\\n'}}{% if '</think>' in content %}"
         (R1, "qwen2", ParserNames("", "deepseek_r1")),
     ],
 )
-def test_a_template_tells_the_parsers(
+def test_a_chat_template_determines_the_parsers(
     template: str, model_type: str, expected: ParserNames
 ) -> None:
     assert parser_names(AnswerMarks(model_type, template), AUTO, AUTO) == expected

@@ -289,7 +289,7 @@ def test_an_answer_reads_as_in_plain_vllm(desk: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_cut_anywhere_is_told_the_same(desk: Any, name: str) -> None:
+def test_an_answer_cut_anywhere_gives_the_same_output(desk: Any, name: str) -> None:
     """Tokens come in parts like these: from prefill, decode, and the instances after a
     migration.
     """
@@ -300,7 +300,7 @@ def test_an_answer_cut_anywhere_is_told_the_same(desk: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_choice_that_is_fed_again_goes_on_where_it_was(desk: Any, name: str) -> None:
+def test_a_choice_that_is_fed_again_continues_from_where_it_was(desk: Any, name: str) -> None:
     """After its process has died, the parser gets the tokens again; here that happens at each
     token.
     """
@@ -326,7 +326,7 @@ def test_a_whole_answer_has_the_calls_and_the_reasoning_of_the_stream(desk: Any,
     ]
 
 
-def test_reasoning_that_nobody_asked_for_is_not_told(desk: Any) -> None:
+def test_unrequested_reasoning_is_not_reported(desk: Any) -> None:
     choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
     for is_whole in (False, True):
         told = choices.told([ids], is_whole=is_whole, include_reasoning=False)
@@ -334,7 +334,7 @@ def test_reasoning_that_nobody_asked_for_is_not_told(desk: Any) -> None:
         assert told.calls
 
 
-def test_calls_that_may_not_be_made_are_not_told(desk: Any) -> None:
+def test_forbidden_tool_calls_are_not_reported(desk: Any) -> None:
     choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
     for is_whole in (False, True):
         assert choices.told([ids], is_whole=is_whole, tool_choice="none").calls == {}

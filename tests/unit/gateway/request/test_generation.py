@@ -103,7 +103,7 @@ async def test_the_writer_of_token_1_goes_before_the_hand_over() -> None:
 
 
 @pytest.mark.fault("F27")
-async def test_a_client_that_leaves_meanwhile_frees_what_was_to_be_sent_in_order() -> None:
+async def test_a_client_that_leaves_cancels_the_commands_that_were_due() -> None:
     log: list[str] = []
     offered_to_a_decode(log).cancel()
     assert log == ["prefill", "start", "abort", "release", "ended"]

@@ -39,7 +39,7 @@ def asked_chat_id(tenant: str, chat_id: str, secret: bytes = b"s") -> str:
     return commands.plan_query(AskPlan(1, 0, ()), None, (), 1).chat_id
 
 
-def test_conversations_of_two_tenants_are_two_whatever_they_call_them() -> None:
+def test_equal_chat_ids_of_two_tenants_mean_two_conversations() -> None:
     mine = asked_chat_id("acme", "c")
     assert mine == asked_chat_id("acme", "c")
     assert len({mine, asked_chat_id("beta", "c"), asked_chat_id("acme", "d")}) == 3

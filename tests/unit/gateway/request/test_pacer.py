@@ -49,7 +49,7 @@ async def test_the_next_tokens_wait_for_the_interval_and_come_together() -> None
     assert not await woken_within(call, 0.1), "ten tokens woke the writer more than once"
 
 
-async def test_an_end_is_told_at_once_though_tokens_are_held_back() -> None:
+async def test_an_end_is_sent_at_once_even_if_tokens_are_held_back() -> None:
     call = call_with(interval_s=60.0)
     call.on_tokens()
     assert await woken_within(call, 60.0)

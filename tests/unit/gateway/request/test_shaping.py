@@ -77,7 +77,7 @@ async def test_words_are_encoded_without_special_tokens(tokenizer: Tokenizer) ->
         (AskedShaping(bad_words=["x"] * 129), "bad_words"),
     ],
 )
-async def test_what_cannot_be_names_its_field(
+async def test_an_impossible_value_names_its_field(
     tokenizer: Tokenizer, asked: AskedShaping, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

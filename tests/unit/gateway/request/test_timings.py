@@ -83,7 +83,7 @@ def test_an_early_decode_that_was_lost_did_not_take_the_request() -> None:
     assert timings.decode_queue_s == 3.0
 
 
-def test_what_happens_after_the_kv_came_is_no_wait_for_a_decode() -> None:
+def test_time_after_the_kv_arrived_does_not_count_as_a_wait_for_a_decode() -> None:
     """A stream that moves in its middle is prefilled and handed over again."""
     timings = noted(
         (1.0, LegAccepted(PREFILL)),

@@ -69,7 +69,7 @@ async def test_a_registered_adapter_is_a_model_that_instances_of_another_one_ser
     assert fleet.adapted("base") is None
 
 
-async def test_the_content_is_what_the_board_says_now_and_a_removed_name_is_unknown() -> None:
+async def test_the_content_follows_the_board_and_a_removed_name_is_unknown() -> None:
     site = Site()
     await site.add("sql", "d1")
     before = site.fleet.adapted("sql")

@@ -17,7 +17,7 @@ FILE = "scenarios:\n  chat: {slo: {ttft_s: 2, ttft_s_per_1k_tokens: 1, default_t
 
 @pytest.mark.req("S9", "S44")
 @pytest.mark.fault("F20")
-async def test_slos_follow_the_file_and_what_it_does_not_name_is_as_the_settings_say() -> None:
+async def test_slos_follow_the_file_and_otherwise_the_settings() -> None:
     bucket = MemoryBucket()
     store = DesiredStore(bucket)  # type: ignore[arg-type]  # a fake
     slos = Slos(LIMITS, scenarios={"chat": ScenarioSlo(7.0), "other": ScenarioSlo(8.0)})

@@ -66,7 +66,7 @@ def _bucket(bucket: MemoryBucket) -> KvBucket:
     return bucket  # type: ignore[return-value]  # a fake
 
 
-async def test_a_cordoned_instance_gets_nothing_though_it_says_that_it_is_ready() -> None:
+async def test_a_cordoned_instance_gets_no_request_even_if_it_reports_ready() -> None:
     site = Site()
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     await site.cordon("p-0", LEAVE_MODE_AT_ONCE)

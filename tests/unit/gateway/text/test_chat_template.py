@@ -89,7 +89,7 @@ def test_a_template_finds_what_transformers_gives_it(source: str) -> None:
     assert rendered(source, "x") == "x"
 
 
-def test_a_template_may_name_who_speaks() -> None:
+def test_a_template_may_show_the_name_of_the_speaker() -> None:
     source = "{% for m in messages %}{{ m.get('name', m['role']) }}: {{ m['content'] }}{% endfor %}"
     messages = [{"role": "user", "name": "ann", "content": "x"}]
     assert ChatTemplate(source, {}, 1000).render(Conversation(messages)) == "ann: x"

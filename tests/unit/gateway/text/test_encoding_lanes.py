@@ -34,7 +34,7 @@ class Encoder:
         return [array("I", [len(t), int(add_special_tokens)]) for t in texts]
 
 
-async def test_what_gathers_while_a_thread_works_goes_together() -> None:
+async def test_texts_that_gather_while_a_thread_works_are_encoded_together() -> None:
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()

@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tmp_path, max_chars=1000)
 
 
-async def test_one_that_explodes_is_refused_and_an_honest_one_behind_it_is_not(
+async def test_a_grammar_that_explodes_is_refused_but_the_next_honest_one_is_not(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer
 ) -> None:
     hostile = [
@@ -105,7 +105,7 @@ async def test_a_process_that_somebody_killed_is_replaced(
 
 
 @pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGABRT])
-async def test_an_innocent_one_is_compiled_again_by_itself(
+async def test_an_innocent_grammar_is_compiled_again_by_itself(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer, ending: signal.Signals
 ) -> None:
     """The process dies while it has this grammar, of what those before have left there."""
@@ -151,7 +151,7 @@ def named(name: str) -> AskedGrammar:
     ("killed", "num_asked"),
     [([True], 1), ([False, True], 2), ([False, False], 2), ([False], 2)],
 )
-async def test_only_one_that_was_alone_is_to_blame(
+async def test_only_a_grammar_that_ran_alone_is_to_blame(
     model: Tokenizer, killed: list[bool], num_asked: int
 ) -> None:
     checker = ScriptedChecker()
@@ -169,7 +169,7 @@ async def test_only_one_that_was_alone_is_to_blame(
     await checks.close()
 
 
-async def test_one_that_was_interrupted_has_no_verdict(model: Tokenizer) -> None:
+async def test_an_interrupted_check_has_no_verdict(model: Tokenizer) -> None:
     checker = ScriptedChecker()
     checker.killed = [KilledByGrammar(is_certain=False), CheckInterrupted()]
     checks = GrammarChecks(checker)
@@ -209,7 +209,7 @@ async def test_tenants_take_turns_and_a_flood_keeps_only_itself_out(model: Token
     await checks.close()
 
 
-async def test_a_check_that_nobody_waits_for_is_not_begun(model: Tokenizer) -> None:
+async def test_a_check_without_a_waiting_request_does_not_begin(model: Tokenizer) -> None:
     checker = ScriptedChecker()
     checks = GrammarChecks(checker)
     one, two = Tenant("one"), Tenant("two")
@@ -243,7 +243,9 @@ async def test_an_equal_one_of_another_tenant_keeps_its_place(model: Tokenizer) 
     await checks.close()
 
 
-async def test_what_waits_is_bounded(checks: GrammarChecks, model: Tokenizer) -> None:
+async def test_the_number_of_waiting_checks_is_bounded(
+    checks: GrammarChecks, model: Tokenizer
+) -> None:
     checks._room.max_waiting = 3
     waiting = [
         asyncio.create_task(checks.grammar(of_schema({"enum": [n]}), model, ANYONE))

@@ -126,7 +126,7 @@ def asks_again(pool: TokenizerPool, texts: list[ModelText], library: Library) ->
     return [pool.get(f"m{i}", text, library.sources) for i, text in enumerate(texts)]
 
 
-async def test_what_the_gateways_own_folder_holds_is_not_fetched(
+async def test_files_in_the_gateways_own_folder_are_not_fetched(
     tmp_path: Path, library: Library
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "theirs"))
@@ -202,7 +202,7 @@ async def test_while_an_instance_is_silent_another_one_is_asked(
     assert (hanging.num_asked, library.num_asked) == (1, 1)
 
 
-async def test_one_that_was_silent_may_be_the_one_that_answers(
+async def test_an_instance_that_was_silent_may_still_answer(
     tmp_path: Path, hanging: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All instances are slow on a machine that has just been restarted."""
@@ -252,7 +252,7 @@ def code(piece: pb.GetModelTextResponse) -> pb.GetModelTextResponse:
 
 
 @pytest.mark.parametrize("change", [another_byte, outside, code])
-async def test_what_is_not_the_model_is_refused_and_tried_again_later(
+async def test_files_of_another_model_are_refused_and_fetched_again_later(
     tmp_path: Path, library: Library, change: Any
 ) -> None:
     now = 100.0
@@ -295,7 +295,7 @@ async def test_more_bytes_than_a_model_needs_are_given_up(
         ("config.json", '{"vocab_size": "many", "text_config": 3'),
     ],
 )
-async def test_files_that_cannot_be_read_are_no_bug_of_the_gateway(
+async def test_unreadable_files_do_not_count_as_a_bug_of_the_gateway(
     tmp_path: Path, library: Library, name: str, content: str
 ) -> None:
     folder = write_tiny_model(tmp_path / "m")
@@ -315,7 +315,7 @@ async def test_an_instance_that_is_gone_is_left_for_another(
         assert await pool.get("m", text, lambda: sources)
 
 
-async def test_one_that_left_is_freed_when_the_last_call_with_it_ends(
+async def test_a_dropped_tokenizer_is_freed_when_its_last_call_ends(
     tmp_path: Path, library: Library
 ) -> None:
     """The reference count frees it: a gateway rarely collects garbage, and never its first

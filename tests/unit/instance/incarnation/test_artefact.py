@@ -31,7 +31,7 @@ def model_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_built_is_read_again_and_whole(model_dir: Path, tmp_path: Path) -> None:
+def test_a_built_artefact_can_be_read_again(model_dir: Path, tmp_path: Path) -> None:
     path = artefact.build(model_dir, "decode", tmp_path / "a" / "d", config={"dtype": "float32"})
     found = artefact.read(path)
     artefact.verify(found)
@@ -117,7 +117,7 @@ def test_a_bad_manifest_is_refused_with_its_field(
 
 
 @pytest.mark.parametrize("text", ["", "no json", "[]", "\xff"])
-def test_what_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(RoleRefused, match=r"manifest\.json"):
@@ -191,7 +191,7 @@ async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
     assert asked[0].file_digests == expected
 
 
-async def test_a_damaged_source_is_refused_also_where_copies_are_kept(
+async def test_a_corrupt_source_is_refused_even_if_copies_are_kept(
     model_dir: Path, tmp_path: Path
 ) -> None:
     path = artefact.build(model_dir, "prefill", tmp_path / "p")

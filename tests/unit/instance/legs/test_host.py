@@ -141,7 +141,7 @@ def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost
 
 
 @pytest.mark.fault("F39")
-def test_who_holds_a_ticket_can_guess_no_other() -> None:
+def test_the_holder_of_a_ticket_cannot_guess_another() -> None:
     """A ticket is enough to pull a prompt's KV, so its id has 128 random bits."""
     engine = EndedEngine(Failed(1, "", ""))
     tickets = tickets_of(make_host(engine), engine, 16)
@@ -159,7 +159,7 @@ def test_who_holds_a_ticket_can_guess_no_other() -> None:
         assert num_same_bytes < 8, "16 random bytes agree in eight places once in 10**15 pairs"
 
 
-def test_a_tickets_secret_comes_from_outside_where_a_run_must_repeat() -> None:
+def test_a_tickets_secret_is_an_argument_so_that_a_run_can_be_repeated() -> None:
     engine, numbers = EndedEngine(Failed(1, "", "")), itertools.count(7)
     host = make_host(engine, new_secret=lambda: f"s{next(numbers)}")
     assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]
@@ -174,7 +174,7 @@ def test_a_tickets_secret_comes_from_outside_where_a_run_must_repeat() -> None:
         (Failed(1, "ADAPTER_UNUSABLE", "no such folder"), 0, ["ADAPTER_UNUSABLE"]),
     ],
 )
-async def test_what_clients_can_make_fail_at_will_is_no_sign_against_the_instance(
+async def test_failures_that_clients_can_cause_do_not_count_against_the_instance(
     end: Failed, num_failed: int, errors: list[str]
 ) -> None:
     told: list[str] = []

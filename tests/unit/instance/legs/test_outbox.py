@@ -70,14 +70,14 @@ async def test_an_event_with_a_waiter_takes_held_back_ones_along_at_once() -> No
     assert [event.key for event in message.events] == [8, 7]
 
 
-async def test_an_event_without_a_waiter_is_sent_by_itself_in_the_end() -> None:
+async def test_an_event_that_only_waits_for_others_is_finally_sent_alone() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_accepted(8)
     outbox.flush()
     assert await taken_within(outbox, PATIENCE_S) is not None
 
 
-async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
+async def test_an_acceptance_is_left_out_if_the_same_message_has_its_outcome(
     outbox: Outbox,
 ) -> None:
     for key in (7, 8):
@@ -106,7 +106,7 @@ async def test_an_acceptance_may_be_held_back_from_messages_but_not_for_ever() -
     assert [event.WhichOneof("event") for event in last.events] == ["finished"]
 
 
-async def test_what_is_due_sooner_does_not_wait_for_what_is_due_later() -> None:
+async def test_an_earlier_output_does_not_wait_for_a_later_one() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_tokens([1], [1])
     assert await taken_within(outbox, PATIENCE_S) is not None
@@ -118,7 +118,7 @@ async def test_what_is_due_sooner_does_not_wait_for_what_is_due_later() -> None:
     assert await taken_within(outbox, PATIENCE_S) is not None
 
 
-async def test_a_closing_session_says_what_it_held_back() -> None:
+async def test_a_closing_session_sends_the_events_that_it_held_back() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.close()
@@ -167,7 +167,7 @@ def test_the_pile_is_bounded(outbox: Outbox) -> None:
         assert outbox.num_pending <= MAX_PENDING + 1000
 
 
-async def test_what_was_said_before_the_end_is_still_sent(outbox: Outbox) -> None:
+async def test_output_before_the_end_is_still_sent(outbox: Outbox) -> None:
     outbox.add_tokens([1], [9])
     outbox.close()
     last = await outbox.next()

@@ -159,7 +159,7 @@ async def test_a_pull_whose_turn_comes_before_prefill_is_done_has_its_time_from_
         await until(lambda: len(site.failed()) == 2)
 
 
-async def test_a_turn_that_was_waited_for_is_told_and_so_is_the_acceptance() -> None:
+async def test_a_turn_after_a_wait_is_reported_and_so_is_the_acceptance() -> None:
     """An older gateway knows no stages, and waits for the acceptance."""
     async with running() as site:
         site.start(1, is_early=False)

@@ -225,7 +225,7 @@ async def test_a_fetch_that_cannot_be_asked_for_frees_its_targets() -> None:
     assert freed == [True]
 
 
-def test_what_is_asked_of_an_agent_that_has_ended_fails_and_is_given_back() -> None:
+def test_calls_to_an_agent_that_has_ended_fail_and_free_their_resources() -> None:
     """This happens while an engine stops: the caller waits for an answer, and then for its
     range.
     """
@@ -305,7 +305,7 @@ async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatc
         await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
 
 
-async def test_a_message_that_meets_a_bug_costs_its_connection_and_no_other(
+async def test_a_message_that_hits_a_bug_ends_only_its_own_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with kv_pair(MemoryTransport) as pair:

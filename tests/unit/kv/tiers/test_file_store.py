@@ -91,7 +91,7 @@ def keys(store: FileStore) -> set[int]:
 
 
 @pytest.mark.req("S76", "S105")
-def test_what_was_put_is_got_by_another_process_of_the_same_model(make: Make) -> None:
+def test_another_process_of_the_same_model_gets_the_stored_blocks(make: Make) -> None:
     first, second = make(), make()
     assert put(first, 1)
     assert not put(second, 1), "there already"
@@ -232,7 +232,7 @@ def test_kept_blocks_stay_whichever_instance_evicts(make: Make, clock: Clock) ->
 
 @pytest.mark.req("S96")
 @pytest.mark.parametrize("writes_ahead", [False, True])
-def test_what_is_kept_never_fills_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
+def test_kept_blocks_never_fill_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
     """Files may be kept by pins of several models, by pins that were removed while no instance ran,
     or by a clock that was a year ahead.
     """
@@ -327,7 +327,7 @@ class SmallDisk:
 
 
 @pytest.mark.fault("F33")
-def test_a_disk_smaller_than_the_quota_goes_on_by_evicting(
+def test_a_disk_smaller_than_the_quota_works_by_evicting_blocks(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     store = make(quota=100 * FILE)
@@ -365,7 +365,7 @@ def test_a_disk_that_is_full_before_there_is_a_count_gets_room_by_evicting(
 
 
 @pytest.mark.fault("F33")
-def test_where_others_take_what_gets_free_the_store_is_not_emptied_for_nothing(
+def test_the_store_is_not_emptied_if_other_programs_take_the_freed_space(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make()
@@ -416,7 +416,7 @@ def test_files_are_for_this_user_alone(make: Make, tmp_path: Path) -> None:
     assert {p.stat().st_mode & 0o777 for p in found if p.is_dir()} == {0o700}
 
 
-def test_a_count_that_was_lost_or_is_wrong_is_made_anew(make: Make, tmp_path: Path) -> None:
+def test_a_lost_or_wrong_count_is_computed_again(make: Make, tmp_path: Path) -> None:
     store = make(quota=10 * FILE)
     for key in range(5):
         put(store, key)

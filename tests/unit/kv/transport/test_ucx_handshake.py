@@ -45,7 +45,7 @@ def test_no_changed_character_of_an_address_reaches_ucx() -> None:
 
 
 @given(st.text(max_size=200))
-def test_what_is_no_address_is_a_value_error(text: str) -> None:
+def test_an_invalid_address_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         handshake.parse_address(text)
 
@@ -65,6 +65,6 @@ def test_a_hello_and_its_welcome_are_heard_with_the_key_alone_and_unchanged() ->
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_at_the_door_are_ignored(data: bytes) -> None:
+def test_any_bytes_before_the_handshake_are_ignored(data: bytes) -> None:
     assert handshake.read_hello(data, KEY) is None
     assert handshake.read_welcome(data, 9, KEY) is None

@@ -40,5 +40,5 @@ def test_with_a_token_every_caller_must_know_it() -> None:
         ("ipv4:1270.0.1:1", False), ("dns:localhost:1", False), ("", False),
     ],
 )  # fmt: skip
-def test_what_is_this_machine(peer: str, expected: bool) -> None:
+def test_addresses_of_this_machine_are_recognized(peer: str, expected: bool) -> None:
     assert is_local(peer) is expected

@@ -86,7 +86,7 @@ async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which:
 
 
 @pytest.mark.fault("F18")
-async def test_where_nothing_was_ever_applied_an_outage_is_over_when_it_is_over(site: Site) -> None:
+async def test_without_a_desired_state_an_outage_has_no_aftereffects(site: Site) -> None:
     await site.start()
     site.out_of_service_bucket.lose()
     await site.loop.round()
@@ -122,7 +122,7 @@ async def test_a_wiped_desired_state_and_wiped_cordons_are_written_back(site: Si
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_what_a_leader_wrote_counts_before_the_store_tells_it(site: Site) -> None:
+async def test_a_leaders_own_write_counts_before_the_store_reports_it(site: Site) -> None:
     """Otherwise its next decision would rest on a state that it has just changed."""
     await site.start()
     for watch in site.desired_bucket.watches:
@@ -142,7 +142,7 @@ async def test_what_a_leader_wrote_counts_before_the_store_tells_it(site: Site) 
     assert site.view.fired == {}
 
 
-async def test_what_was_written_after_a_wipe_is_not_overwritten_by_what_was_before(
+async def test_data_written_after_a_wipe_is_not_overwritten_by_older_data(
     site: Site,
 ) -> None:
     await serving(site)
@@ -173,7 +173,7 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
     assert not site.stored_out_of_service()
 
 
-async def test_of_two_masters_that_change_an_entry_one_is_told(site: Site) -> None:
+async def test_if_two_masters_change_an_entry_one_gets_an_error(site: Site) -> None:
     await serving(site)
     late = site.out_of_service_bucket.watches[0]
     late.is_live = False  # its view is old
@@ -184,7 +184,7 @@ async def test_of_two_masters_that_change_an_entry_one_is_told(site: Site) -> No
         await site.cordon("p-0", LEAVE_MODE_DRAIN)
 
 
-async def test_a_cordoned_instance_is_not_drained_but_one_that_drains_can_be_cordoned(
+async def test_a_cordoned_instance_is_not_drained_but_a_draining_one_can_be_cordoned(
     site: Site,
 ) -> None:
     await serving(site)
@@ -195,7 +195,7 @@ async def test_a_cordoned_instance_is_not_drained_but_one_that_drains_can_be_cor
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_a_worse_fault_ejects_at_once_what_was_to_drain(site: Site) -> None:
+async def test_a_worse_fault_ejects_a_draining_instance_at_once(site: Site) -> None:
     await serving(site)
     site.break_("p-0", Level.INSTANCE)
     await site.loop.round()
@@ -248,7 +248,7 @@ async def test_faults_eject_at_most_a_fifth_of_the_instances_over_time(site: Sit
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0", "p-2", "p-9"}
 
 
-async def test_one_that_was_uncordoned_is_ejected_again_for_what_is_judged_since_alone(
+async def test_an_uncordoned_instance_is_ejected_again_only_for_new_faults(
     site: Site,
 ) -> None:
     site.add("p-0", ROLE_PREFILL, "chat")

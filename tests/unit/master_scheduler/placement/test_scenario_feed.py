@@ -35,7 +35,7 @@ def test_every_number_arrives() -> None:
     assert finished_of(read) == expected
 
 
-def test_what_is_zero_is_not_written() -> None:
+def test_zeros_are_not_written() -> None:
     read = msgspec.json.decode(to_json(RequestFinished()), type=RequestFinishedJson)
     assert finished_of(read).num_prompt_tokens == 0
 

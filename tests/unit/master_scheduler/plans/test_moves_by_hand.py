@@ -98,7 +98,7 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
         (pb.PlanMovesRequest(moves=[pb.PendingMove(kind="add", role="decode")]), "scenario"),
     ],
 )
-async def test_what_is_wrong_with_a_request_for_moves_is_named(
+async def test_an_invalid_request_for_moves_names_the_error(
     request_: pb.PlanMovesRequest, field: str
 ) -> None:
     site = AdminSite()
@@ -109,7 +109,7 @@ async def test_what_is_wrong_with_a_request_for_moves_is_named(
     await site.close()
 
 
-def test_decisions_are_told_with_their_numbers_and_moves() -> None:
+def test_decisions_are_reported_with_their_numbers_and_moves() -> None:
     group = pb.GroupLoad(group_id="chat", num_prefill=2, num_decode=1, prefill_busy=0.9)
     move = pb.PendingMove(group_id="chat", kind="change_role", role="prefill")
     decided = pb.RatioDecision(

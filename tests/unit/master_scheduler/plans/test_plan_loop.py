@@ -226,7 +226,7 @@ async def test_requests_for_unserved_scenarios_switch_no_ratio_off() -> None:
     assert window.num_requests == 1
 
 
-async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own() -> None:
+async def test_requests_before_a_leadership_are_in_none_of_its_windows() -> None:
     site = Site(DESIRED, num=8)
     site.settle()
     await site.loop.round()
@@ -255,7 +255,7 @@ async def test_groups_of_fusion_instances_are_lent_by_the_clock_too() -> None:
 
 
 @pytest.mark.req("S11", "S21", "S31")
-async def test_a_pair_is_lent_where_its_scenario_allows_a_single_one() -> None:
+async def test_a_pair_is_lent_if_its_scenario_allows_a_single_pair() -> None:
     groups = {"a": Group("chat", 1, 1), "b": Group("chat", 1, 1)}
     scenarios = {"chat": Scenario(allow_single=True)}
     site = Site(Desired({}, scenarios, groups, DESIRED.schedules), num=4)
@@ -409,7 +409,7 @@ def lent(site: Site) -> list[str]:
 
 @pytest.mark.fault("F12")
 @pytest.mark.req("S11", "S21")
-async def test_a_new_leader_goes_on_with_what_a_schedule_asked_of_the_old_one() -> None:
+async def test_a_new_leader_continues_the_scheduled_moves_of_the_old_one() -> None:
     """The schedule fired and will not fire again, so the rest of its plan is stored beside the time
     that it fired for.
     """

@@ -208,7 +208,7 @@ async def test_a_record_survives_being_stored(site: Site) -> None:
     assert upgrades_from(upgrades_to(known, 1)) == known
 
 
-async def test_what_requests_took_and_which_failed_is_told_by_group_and_revision() -> None:
+async def test_times_and_failures_of_requests_are_reported_by_group_and_revision() -> None:
     fleet, told = Fleet(), list[object]()
     identity = Identity(
         "p-0", 1, Role.PREFILL, "chat", "chat", "m", "f", 64, 8, 100, 4096, revision="r"

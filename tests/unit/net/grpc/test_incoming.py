@@ -29,7 +29,7 @@ async def test_a_message_that_never_ends_is_given_up() -> None:
 
 
 @pytest.mark.fault("F30")
-async def test_who_waits_longest_makes_room_and_many_short_ones_pass() -> None:
+async def test_the_longest_waiting_call_makes_room_and_many_short_ones_pass() -> None:
     incoming = Incoming(2, timeout_s=3600)
     stuck = [asyncio.create_task(incoming.next(never())) for _ in range(2)]
     await asyncio.sleep(0)
@@ -54,7 +54,7 @@ async def test_no_caller_is_hurried_while_there_is_room() -> None:
     await until(lambda: all(task.done() for task in stuck))
 
 
-async def test_the_end_of_a_stream_is_no_message() -> None:
+async def test_the_end_of_a_stream_does_not_count_as_a_message() -> None:
     messages = once(b"x")
     incoming = Incoming(1, timeout_s=3600)
     assert await incoming.next(messages) == b"x"

@@ -132,7 +132,7 @@ async def test_a_call_without_it_reaches_no_handler(metadata: tuple[tuple[str, s
         assert servicer.num_calls == 0
 
 
-async def test_it_is_refused_before_its_message_has_come_and_whatever_its_method_is() -> None:
+async def test_a_call_without_the_token_is_refused_before_its_message_for_any_method() -> None:
     """Otherwise a stranger could make the server read 64 MiB before it refuses the call."""
     async with serving(TOKEN) as (address, _), rpc.channel(address, "") as channel:
         open_stream: Any = channel.stream_stream  # its stubs ask for serializers

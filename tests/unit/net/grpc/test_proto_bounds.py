@@ -64,7 +64,7 @@ def test_long_text_and_many_token_ids_pass() -> None:
     "data",
     [b"\xff" * 100_000, b"\x12" + b"\xff" * 100_000, b"\x12\xff\x7f" * 30_000, b"\x0b" * 100_000],
 )
-def test_what_is_no_message_is_left_for_the_parser_to_refuse(data: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_left_to_the_parser(data: bytes) -> None:
     def check() -> None:
         with contextlib.suppress(InvalidRequest):  # it may have too many fields
             check_num_fields(data, pb.ChatRequest.DESCRIPTOR, MOST)

@@ -42,7 +42,7 @@ def came(leg: int) -> PullEnded:
     return PullEnded(leg, None, (100 * leg,))
 
 
-def test_a_load_is_complete_with_its_last_range_and_its_turn_goes_on() -> None:
+def test_a_load_is_complete_with_its_last_range_and_passes_on_its_turn() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     assert blocks.handle(start(1), now=0.0) == [StartPull(1, False)]
     assert blocks.handle(start(2), now=1.0) == [KeepLease(2)]

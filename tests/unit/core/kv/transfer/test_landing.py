@@ -32,7 +32,7 @@ def test_it_is_free_when_all_bytes_came_and_were_checked() -> None:
 
 
 @pytest.mark.fault("F27")
-def test_a_refusal_frees_it_only_when_what_was_announced_has_come() -> None:
+def test_a_refusal_frees_the_landing_only_after_all_announced_parts_arrived() -> None:
     landing = announced(part(0, 60))
     landing.is_refused = True
     assert not landing.is_free, "a posted receive may still be written"

@@ -60,7 +60,7 @@ def test_what_waits_for_one_source_holds_up_no_other() -> None:
 
 
 @pytest.mark.fault("F23")
-def test_one_that_falls_silent_gives_its_turn_to_the_next_and_may_end_later() -> None:
+def test_a_silent_pull_passes_on_its_turn_and_may_end_later() -> None:
     queue: PullQueue[str] = PullQueue(max_active=8, max_bytes=100)
     assert add(queue, "silent", 300) == ["silent"]
     assert add(queue, "next", 300) == []

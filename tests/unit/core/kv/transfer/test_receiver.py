@@ -11,7 +11,7 @@ from pdmesh.core.kv.transfer.ticket import PullFailure
 
 
 @pytest.mark.fault("F23")
-def test_a_pull_that_nothing_comes_of_is_told_once_and_goes_on() -> None:
+def test_a_pull_that_makes_no_progress_is_reported_once_and_continues() -> None:
     book = PullBook()
     book.handle(rx.PullRequested(1, 5, 100, 100, deadline=20.0, stall_s=19.0), now=0.0)
     assert book.handle(rx.Tick(), now=SILENT_S - 0.01) == []
@@ -81,7 +81,7 @@ def test_bytes_that_fail_their_checksum_are_never_completed() -> None:
 
 
 @pytest.mark.fault("F34")
-def test_a_corrupt_part_stops_the_rest_and_waits_for_what_is_on_its_way() -> None:
+def test_a_corrupt_part_stops_the_rest_and_waits_for_parts_in_flight() -> None:
     book = requested()
     book.handle(meta(0, 30), now=0.1)
     book.handle(meta(30, 30), now=0.1)
@@ -239,7 +239,7 @@ def test_a_sender_that_dies_after_its_last_byte_does_not_fail_the_pull() -> None
         meta(30, 50, num_bytes=90),  # another size
     ],
 )
-def test_parts_that_do_not_go_on_are_a_protocol_error(second: rx.MetaArrived) -> None:
+def test_parts_that_are_not_contiguous_are_a_protocol_error(second: rx.MetaArrived) -> None:
     book = requested()
     book.handle(meta(0, 30, is_inline=True), now=0.1)
     assert book.handle(second, now=0.1) == [

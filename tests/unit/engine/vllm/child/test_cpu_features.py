@@ -31,7 +31,7 @@ def on_zen3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu_features, "CPUINFO", cpuinfo)
 
 
-def test_flags_are_those_of_the_first_processor_and_none_where_nothing_is_said() -> None:
+def test_flags_are_those_of_the_first_processor_or_none() -> None:
     assert {"fpu", "sse2", "avx", "avx2", "vaes"} == ZEN3
     assert flags_of("Features\t: fp asimd bf16\n") == {"fp", "asimd", "bf16"}
     assert flags_of("") == frozenset()

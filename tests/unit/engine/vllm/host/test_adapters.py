@@ -79,7 +79,7 @@ async def test_two_contents_of_one_number_are_not_loaded_together() -> None:
         await slots.load(A[:-1] + "1", Path("/own/b"))
 
 
-async def test_vllms_own_cause_is_told_in_one_line() -> None:
+async def test_vllms_own_error_is_reported_in_one_line() -> None:
     llm = Llm()
     llm.refuses = "Traceback ...\n  File ...\nValueError: DoRA\n"
     slots = VllmSlots(llm)

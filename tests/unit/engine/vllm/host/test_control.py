@@ -44,7 +44,7 @@ def test_a_message_of_the_other_direction_is_refused() -> None:
         decode_to_host(msgspec.msgpack.encode(Release("t1")))
 
 
-async def test_a_worker_greets_is_told_and_its_end_is_noticed(tmp_path: Path) -> None:
+async def test_a_worker_greets_gets_messages_and_its_end_is_detected(tmp_path: Path) -> None:
     lost: asyncio.Queue[WorkerLost] = asyncio.Queue()
     heard: asyncio.Queue[ToHost] = asyncio.Queue()
     told: list[ToWorker] = []

@@ -141,7 +141,7 @@ def test_failed_staging_fails_the_leg_once_the_range_is_free() -> None:
     assert core.is_idle
 
 
-def test_a_lease_that_ends_before_the_token_is_told_is_a_failure() -> None:
+def test_a_lease_that_ends_before_token_1_is_reported_is_a_failure() -> None:
     core = jobs()
     core.prefill(prefill_job())
     core.handle(Staged(0, "t1"))
@@ -281,7 +281,7 @@ def test_a_ticket_of_other_kv_ends_the_leg_at_once_and_frees_its_landing() -> No
 
 
 @pytest.mark.req("S57")
-def test_a_ticket_of_ranks_that_cannot_meet_ours_is_refused() -> None:
+def test_a_ticket_of_ranks_that_cannot_pair_with_ours_is_refused() -> None:
     failed, _ = jobs(num_ranks=2).decode(decode_job(num_ranks=1))
     assert isinstance(failed, Failed)
     assert failed.reason == "KV_FORMAT_MISMATCH"
@@ -304,7 +304,7 @@ def constraint_error(leg: int) -> Drawn:
     return Drawn(leg, [7], is_error=True, is_constraint_error=True)
 
 
-def test_a_constraint_that_allows_nothing_fails_each_kind_of_leg_for_good() -> None:
+def test_a_constraint_that_allows_nothing_fails_each_kind_of_leg_without_a_retry() -> None:
     core = jobs()
     core.prefill(prefill_job())
     assert core.handle(constraint_error(1)) == [ReleaseAtRanks("t1")]

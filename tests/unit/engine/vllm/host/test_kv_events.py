@@ -50,7 +50,7 @@ def test_a_chain_continues_over_events() -> None:
     assert view.handle(1, [stored(2, 3)]) == BlocksChanged((NAMES[2],))
 
 
-def test_a_block_told_again_changes_nothing() -> None:
+def test_a_block_reported_twice_changes_nothing() -> None:
     view = names()
     view.handle(0, [stored(0, 2)])
     assert view.handle(1, [stored(0, 2)]) is None
@@ -94,7 +94,7 @@ def test_blocks_without_a_salt_have_no_name() -> None:
     assert view.handle(1, [BlockRemoved([b"v0"])]) is None
 
 
-def test_the_memory_of_names_is_bounded_and_forgetting_is_told() -> None:
+def test_the_memory_of_names_is_bounded_and_forgotten_names_are_reported() -> None:
     view = names(capacity=2)
     view.handle(0, [stored(0, 2)])
     assert view.handle(1, [stored(2, 3)]) == BlocksChanged((NAMES[2],), (NAMES[0],))

@@ -68,7 +68,7 @@ def ended(reason: str = "taken") -> list[Fact]:
     return [RankTicketClosed(0, "t1", reason), RankTicketClosed(1, "t1", reason)]
 
 
-def test_a_ticket_is_told_when_all_ranks_have_opened_it() -> None:
+def test_a_ticket_is_reported_when_all_ranks_have_opened_it() -> None:
     core = jobs()
     assert say(core, RankTicketOpened(0, "t1")) == []
     assert say(core, RankTicketOpened(1, "t1")) == [OPENED]
@@ -92,7 +92,7 @@ def test_token_1_before_the_news_of_the_ticket_brings_both() -> None:
     assert say(core, RankTicketOpened(1, "t1")) == []
 
 
-def test_a_stop_at_token_1_releases_what_was_opened_for_nothing() -> None:
+def test_a_stop_at_token_1_releases_the_unneeded_ticket() -> None:
     core = jobs()
     say(core, RankTicketOpened(0, "t1"), RankTicketOpened(1, "t1"))
     assert say(core, STOP) == [Prefilled(1, 42, None, 0, FinishReason.STOP), RELEASE]
@@ -176,7 +176,7 @@ def test_blocks_of_a_cached_prefix_go_with_the_first_chunk() -> None:
     assert parts(core) == [(0, (10, 11, 12), True)]
 
 
-def test_a_preempted_prompt_goes_on_where_it_was() -> None:
+def test_a_preempted_prompt_continues_from_where_it_was() -> None:
     """It has other blocks now, but what was gathered from the first ones is KV of the same
     tokens.
     """

@@ -164,7 +164,7 @@ async def test_a_request_whose_adapter_cannot_be_loaded_never_reaches_vllm(tmp_p
     assert site.errors == []
 
 
-async def test_one_that_is_given_up_while_its_adapter_loads_ends_at_once(tmp_path: Path) -> None:
+async def test_a_request_given_up_while_its_adapter_loads_ends_at_once(tmp_path: Path) -> None:
     """Else those of a store that hangs would become more and more."""
     site = Site(tmp_path)
     a, b = site.adapter("a", 1), site.adapter("b", 2)

@@ -178,7 +178,7 @@ def _replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced])
-def test_other_content_of_equal_size_and_time_is_hashed_anew(
+def test_new_content_of_equal_size_and_time_is_hashed_again(
     change: Callable[[Path], None], model_dir: Path, cache_dir: Path
 ) -> None:
     before, path = name_of(model_dir, cache_dir), model_dir / WEIGHTS
@@ -273,7 +273,7 @@ def test_a_file_system_without_locks_is_done_without(
 
 
 @pytest.mark.fault("F4")
-def test_a_process_that_is_frozen_with_the_lock_holds_up_no_other_for_good(
+def test_a_process_frozen_with_the_lock_does_not_block_others_forever(
     model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdmesh.engine.vllm.model.file_digests._LOCK_S", 0.2)
@@ -333,7 +333,9 @@ def test_a_model_that_changed_while_it_was_loaded_is_refused(
     assert caught.value.reason == "MODEL_CHANGED"
 
 
-def test_one_that_was_linked_touched_or_left_alone_is_not(loaded: Loaded, model_dir: Path) -> None:
+def test_a_file_that_was_linked_touched_or_left_unchanged_is_not_hashed(
+    loaded: Loaded, model_dir: Path
+) -> None:
     files, ours = loaded
     files.check_unchanged(ours)
     os.link(model_dir / WEIGHTS, model_dir.parent / "link")  # building an artefact does this

@@ -45,5 +45,7 @@ def test_the_reason_of_the_end(
         ("[" * 100_000, {"arguments": "[" * 100_000}),
     ],
 )
-def test_what_is_no_object_is_shown_as_it_is(arguments: str, expected: dict[str, Any]) -> None:
+def test_arguments_that_are_not_an_object_are_shown_unchanged(
+    arguments: str, expected: dict[str, Any]
+) -> None:
     assert _input_of(arguments) == expected

@@ -42,7 +42,7 @@ def conversation(*messages: Any, **fields: Any) -> list[Any]:
     return messages_of(translated(messages=messages, **fields).chat.messages)
 
 
-def test_results_of_tools_come_before_what_the_user_says() -> None:
+def test_results_of_tools_come_before_the_users_text() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     found = conversation(
         user([text("a"), text(""), text("b")]),

@@ -82,7 +82,7 @@ def test_the_chat_is_that_of_vllm(asked: Any, instructions: str | None) -> None:
 
 
 @pytest.mark.parametrize("asked", INPUTS)
-def test_what_is_kept_of_an_input_is_the_same_conversation(asked: Any) -> None:
+def test_the_kept_input_is_the_same_conversation(asked: Any) -> None:
     request = parse_responses(json.dumps({"model": "m", "input": asked}).encode())
     kept = msgspec.json.decode(msgspec.json.encode(input_items(request.input)))
     assert all(item["id"] and item["type"] for item in kept)

@@ -41,7 +41,7 @@ def request(prompt: list[int], num_drawn: int = 0, **extra: Any) -> Any:
     )
 
 
-def test_it_goes_on_after_the_drawn_tokens(model: Path) -> None:
+def test_it_continues_after_the_drawn_tokens(model: Path) -> None:
     backend, tokens = Grammars(model, 0), load_vocabulary(model, 0).tokenize_str("time water")
     for num_drawn in range(len(tokens) + 1):
         drawing = drawing_of(backend, request([9, 9, *tokens[:num_drawn]], num_drawn))

@@ -289,7 +289,7 @@ def test_a_lease_that_is_not_needed_is_closed(rank: Rank) -> None:
     rank.until(lambda: rank.worker.stack.pool.num_pinned == 0)
 
 
-def test_a_load_without_its_lease_is_told_to_vllm_and_touches_nothing(rank: Rank) -> None:
+def test_a_load_without_its_lease_is_reported_to_vllm_and_writes_nothing(rank: Rank) -> None:
     before = [row.copy() for row in rank.caches.rows]
     rank.worker.load(TierPlan(loads=[TierLoad(5, 0, (20, 21))]))
     assert rank.worker.take_failed_blocks() == {20, 21}
@@ -308,7 +308,7 @@ def test_news_of_a_rank_are_outputs_of_the_engine(rank: Rank) -> None:
     assert {("host", "stored"): 2} in counts
 
 
-def test_a_long_report_is_told_in_frames_of_bounded_size() -> None:
+def test_a_long_report_is_sent_in_frames_of_bounded_size() -> None:
     names = tuple(n.to_bytes(16, "big") for n in range(9000))
     news = news_of(TierReport({}, {}, {}, stored=names, removed=names[:3000]), 0)
     frames = [encode_frame(message) for message in news]
@@ -318,7 +318,7 @@ def test_a_long_report_is_told_in_frames_of_bounded_size() -> None:
     assert tuple(stored) == names
 
 
-def test_only_the_first_rank_counts_and_every_rank_tells_its_faults() -> None:
+def test_only_the_first_rank_counts_but_every_rank_reports_faults() -> None:
     report = TierReport({("host", "served"): 3}, {}, {}, NAMES)
     assert news_of(report, 1) == []
 

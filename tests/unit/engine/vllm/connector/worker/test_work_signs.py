@@ -53,7 +53,7 @@ def test_short_steps_say_so_a_few_times_a_second() -> None:
     assert signs == sorted(set(signs)), "each says something new"
 
 
-def test_a_step_that_computes_nothing_is_no_sign() -> None:
+def test_a_step_that_computes_nothing_is_no_sign_of_work() -> None:
     """vLLM runs empty steps without end while every request waits for its KV."""
     host = Host()
     for _ in range(10):

@@ -145,7 +145,7 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
     return KvLoad(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
 
 
-def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step() -> None:
+def test_a_ticket_taken_without_bytes_frees_its_landing_without_a_step_of_vllm() -> None:
     """All blocks were cached and the answer was one token. So vLLM may be idle when the ack has
     gone out.
     """
@@ -172,7 +172,7 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
 
 
 @pytest.mark.req("S53")
-def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
+def test_pulls_take_turns_and_the_end_of_one_starts_the_next() -> None:
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
         rank.incoming.pull(load(n))

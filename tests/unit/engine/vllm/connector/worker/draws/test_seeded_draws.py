@@ -70,7 +70,7 @@ class Runner:
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize(("forward", "draw"), [("forward_cpu", word), ("forward_native", row)])
-def test_a_request_that_goes_on_at_any_token_draws_what_one_engine_would(
+def test_a_request_that_migrates_at_any_token_draws_the_tokens_of_one_engine(
     forward: str, draw: Any
 ) -> None:
     expected = uninterrupted(draw)
