@@ -56,6 +56,10 @@ class Unauthenticated(MeshError):
     grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_API_KEY"
 
 
+class NoApiKey(Unauthenticated):
+    pass
+
+
 class PermissionDenied(MeshError):
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "PERMISSION_DENIED"
 
@@ -176,9 +180,7 @@ class KeyedAccess:
     def _tenant_of(self, authorization: str) -> Tenant:
         token = authorization[len(_BEARER) :].strip()
         if authorization[: len(_BEARER)].lower() != _BEARER or not token:
-            raise self._count(
-                "", Unauthenticated("an API key is needed: Authorization: Bearer <key>")
-            )
+            raise self._count("", NoApiKey("an API key is needed: Authorization: Bearer <key>"))
         tenant = self._keyring.find(token, time.time())
         if tenant is None:
             raise self._count("", Unauthenticated("this API key is not valid"))

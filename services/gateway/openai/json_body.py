@@ -6,7 +6,9 @@ out and reported by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -24,6 +26,12 @@ _NAMES_A_FIELD: Final = {
     "Object missing required field `": "MISSING_FIELD",
 }
 _MAX_EXPLAINED: Final = 256
+_ANY_KEY: Final = "[...]"
+_KINDS: Final = {
+    b'"': "str", b"{": "object", b"[": "array", b"t": "bool", b"f": "bool", b"n": "null",
+}  # fmt: skip
+_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_GOT: Final = re.compile(r"got `(\w+)`")
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Any: JSON.
@@ -44,7 +52,7 @@ def decoded(
         request = _parsed(decoder, nested, body, ignored)
         _check_duplicates(outlined, body)
     except msgspec.ValidationError as exc:
-        refusal = _explain(str(exc))
+        refusal = _explain(str(exc), body)
     except (msgspec.DecodeError, ValueError):
         refusal = InvalidRequest("the body is not valid JSON", reason="INVALID_JSON")
     except RecursionError:
@@ -129,7 +137,7 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
         _find_duplicates(body.decode())  # for a field name that looks like a list of token ids
 
 
-def _explain(text: str) -> InvalidRequest:
+def _explain(text: str, body: bytes) -> InvalidRequest:
     """Turn msgspec's message into ours, with the path of the field.
 
     msgspec's message may contain what the client sent, at any length.
@@ -140,6 +148,8 @@ def _explain(text: str) -> InvalidRequest:
     if not what:
         what, where = text, ""
     where = where.removesuffix("`").removeprefix(".")
+    if _ANY_KEY in where:
+        where = _with_key(where, what, body)
     for kind, reason in _NAMES_A_FIELD.items():
         if what.startswith(kind):
             name = shortened(what.removeprefix(kind).removesuffix("`"))
@@ -149,6 +159,27 @@ def _explain(text: str) -> InvalidRequest:
             )
     what = what[:1].lower() + what[1:]
     return InvalidRequest(f"{where}: {what}" if where else what, field=where or None)
+
+
+def _with_key(where: str, what: str, body: bytes) -> str:
+    """Of a mapping's value msgspec tells no key: it is the first whose value is of that kind."""
+    field, _, below = where.partition(_ANY_KEY)
+    got = _GOT.search(what)
+    if got is None or below:
+        return field
+    with contextlib.suppress(msgspec.MsgspecError, KeyError):
+        mapping = _fields.decode(_fields.decode(body)[field])
+        for key, value in mapping.items():
+            if _kind_of(bytes(value)) == got[1]:
+                return f"{field}.{shortened(key)}"
+    return field
+
+
+def _kind_of(value: bytes) -> str:
+    """As msgspec calls it."""
+    if (kind := _KINDS.get(value[:1])) is not None:
+        return kind
+    return "float" if any(mark in value for mark in b".eE") else "int"
 
 
 def _check_no_nul(request: object) -> None:

@@ -11,7 +11,9 @@ The search uses the string methods of Python on large pieces, and never loops ov
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -37,13 +39,11 @@ def outline(body: bytes) -> bytes:
     """The body without the parts that cannot hold names of fields.
 
     Long lists of token ids are emptied. In a large body all such lists are emptied, and long
-    strings too. Raises InvalidRequest, with the field that holds most, if the body holds too much.
+    strings too. Raises InvalidRequest, with the field if one alone holds too much.
     """
     if len(body) <= SMALL_BYTES:
         return _LONG_ID_LIST.sub(b"[]", body)
-    plain = body
-    if b"\\" in body:
-        plain = body.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
+    plain = _without_escapes(body)
     if plain.count(b'"') > 2 * MAX_VALUES:
         raise _too_many_values(body)
     pieces = plain.split(b'"')
@@ -71,7 +71,7 @@ def _without_ids(outside: bytes, num_strings: int, body: bytes) -> bytes:
     if num_strings + _num_lists(bare) + num_commas > MAX_VALUES:
         raise _too_many_values(body)
     if len(outside) - len(bare) > MAX_IDS and outside.count(b",") - num_commas >= MAX_IDS:
-        raise _refusal(f"holds more than {MAX_IDS} token ids", body)
+        raise _refusal(f"holds more than {MAX_IDS} token ids", body, _num_ids, MAX_IDS)
     if len(bare) > MAX_OUTSIDE_BYTES:
         raise _too_much_outside()
     return bare
@@ -95,18 +95,43 @@ def _too_much_outside() -> InvalidRequest:
 
 
 def _too_many_values(body: bytes) -> InvalidRequest:
-    return _refusal(f"holds more than {MAX_VALUES} values", body)
+    return _refusal(f"holds more than {MAX_VALUES} values", body, _num_values, MAX_VALUES)
 
 
-def _refusal(what: str, body: bytes) -> InvalidRequest:
-    field = _largest_field(body)
+def _refusal(what: str, body: bytes, count: Callable[[bytes], int], most: int) -> InvalidRequest:
+    """With the field that holds more than `most` by itself, if one does."""
+    field = None
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        for name, raw in _fields.decode(body).items():
+            if len(memoryview(raw)) > most and count(bytes(raw)) > most:
+                field = shortened(name) or None
+                break
     return InvalidRequest(f"{field or 'the body'} {what}", field=field)
 
 
-def _largest_field(body: bytes) -> str | None:
-    try:
-        fields = _fields.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    largest = max(fields, key=lambda name: len(memoryview(fields[name])), default="")
-    return shortened(largest) or None
+def _num_values(value: bytes) -> int:
+    """Strings, lists, objects and what commas separate, without token ids."""
+    plain = _without_escapes(value)
+    if (num_quotes := plain.count(b'"')) > 2 * MAX_VALUES:
+        return num_quotes // 2
+    outside = _outside(plain)
+    if (num_lists := _num_lists(outside)) > MAX_VALUES:
+        return num_lists
+    bare = _ID_LIST.sub(b"[]", outside)
+    return num_quotes // 2 + _num_lists(bare) + bare.count(b",")
+
+
+def _num_ids(value: bytes) -> int:
+    outside = _outside(_without_escapes(value))
+    bare = _ID_LIST.sub(b"[]", outside)
+    return 1 + outside.count(b",") - bare.count(b",")
+
+
+def _outside(plain: bytes) -> bytes:
+    return b'"'.join(plain.split(b'"')[::2])
+
+
+def _without_escapes(text: bytes) -> bytes:
+    if b"\\" not in text:
+        return text
+    return text.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)

@@ -42,7 +42,8 @@ def _prune(value: Any, kind: Struct, nested: Nested, where: str, names: list[str
     if not isinstance(value, dict):
         return
     within = nested.get(kind, {})
-    for name in value.keys() - set(kind.__struct_encode_fields__):
+    known = frozenset(kind.__struct_encode_fields__)
+    for name in [name for name in value if name not in known]:
         del value[name]
         if len(names) < _MAX_NAMED:
             names.append(where + name)

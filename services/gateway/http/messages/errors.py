@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from pdmesh.errors import MeshError
+from pdmesh.services.gateway.access.access_control import NoApiKey
 from pdmesh.services.gateway.http.errors import ErrorFormat
 
 _encode: Final = msgspec.json.encode
@@ -26,6 +27,8 @@ _TYPES: Final = {
 def error_body(error: MeshError, request_id: str = "") -> bytes:
     """{"type": "error", "error": {type, message}, "request_id"}"""
     message = error.message
+    if isinstance(error, NoApiKey):  # clients of this API send it in a header of its own
+        message += ", or x-api-key: <key>"
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"
     kind = _TYPES.get(error.http_status, "api_error")

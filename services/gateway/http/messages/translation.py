@@ -229,8 +229,9 @@ def _texts(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:
 
 def _text_of(block: MessageBlock, where: str) -> str:
     if block.type != "text":
-        message = f"{where}: blocks of type {block.type[:32]} are not supported here"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")
+        field = f"{where}.type"
+        message = f"{field}: blocks of type {block.type[:32]} are not supported here"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     if block.text is None:
         raise _missing(f"{where}.text")
     return block.text

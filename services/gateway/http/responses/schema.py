@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.openai.json_body import decoded
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested
@@ -198,8 +198,9 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         raise InvalidRequest(f"at most {_MAX_METADATA} pairs of metadata", field="metadata")
     for key, value in metadata.items():
         if len(key) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
-            message = f"metadata: a key has at most {_MAX_KEY_CHARS}, a value {_MAX_VALUE_CHARS} "
-            raise InvalidRequest(f"{message}characters", field="metadata")
+            field = f"metadata.{shortened(key)}"
+            message = f"{field}: a key has at most {_MAX_KEY_CHARS} characters, a value at most "
+            raise InvalidRequest(f"{message}{_MAX_VALUE_CHARS}", field=field)
 
 
 def unsupported(field: str) -> InvalidRequest:

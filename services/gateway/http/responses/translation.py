@@ -164,8 +164,8 @@ class _Conversation:
                     f"{known}.content": f"{where}.output",
                 }
             case kind:
-                message = f"{where}: items of type {kind[:32]} are not supported"
                 field = f"{where}.type"
+                message = f"{field}: items of type {kind[:32]} are not supported"
                 raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
     def _assistant(self, where: str) -> ChatMessage:
@@ -190,8 +190,10 @@ class _Conversation:
     def _add_reasoning(self, item: InputItem, where: str) -> None:
         if item.encrypted_content:
             raise unsupported(f"{where}.encrypted_content")
-        parts = item.content if isinstance(item.content, list) and item.content else item.summary
-        texts = [_text_of(part, where) for part in parts or ()]
+        parts, within = item.summary or (), f"{where}.summary"
+        if isinstance(item.content, list) and item.content:
+            parts, within = item.content, f"{where}.content"
+        texts = [_text_of(part, f"{within}[{at}]") for at, part in enumerate(parts)]
         message = self._assistant(where)
         if message.reasoning is not None:
             self.append(ChatMessage("assistant"), where)
@@ -221,8 +223,9 @@ def _text_of(part: ItemPart, where: str) -> str:
     if part.type == "refusal":
         return part.refusal or ""
     if part.type not in _TEXT_PARTS:
-        message = f"{where}: parts of type {part.type[:32]} are not supported; only text is"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")
+        field = f"{where}.type"
+        message = f"{field}: parts of type {part.type[:32]} are not supported; only text is"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     if part.text is None:
         field = f"{where}.text"
         raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pdmesh.errors import MeshError
+from pdmesh.services import gateway
 from pdmesh.services.gateway.http.messages.schema import MessagesRequest
 from pdmesh.services.gateway.http.responses.schema import InputItem, ResponsesRequest
 from pdmesh.services.gateway.openai import schema as openai_schema
@@ -44,3 +49,24 @@ def test_every_field_that_is_refused_stands_among_the_refused() -> None:
 def test_every_grpc_method_is_in_the_page() -> None:
     methods = DESCRIPTOR.services_by_name["InferenceService"].methods
     assert [m.name for m in methods if f"`{m.name}`" not in _TEXT] == []
+
+
+def test_every_code_of_the_gateway_is_in_the_table() -> None:
+    """Those that end a request, not those that a gateway keeps to itself."""
+    for found in pkgutil.walk_packages(gateway.__path__, f"{gateway.__name__}."):
+        if "vllm" not in found.name:
+            importlib.import_module(found.name)
+    inner = {"BAD_MODEL_DIR", "WRONG_TEXT"}
+    codes = {
+        kind.default_reason
+        for kind in _kinds(MeshError)
+        if kind.__module__.startswith(gateway.__name__)
+    }
+    table = _TEXT.partition("### Errors")[2].partition("## gRPC")[0]
+    assert sorted(code for code in codes - inner if f"`{code.lower()}`" not in table) == []
+
+
+def _kinds(kind: type[MeshError]) -> Iterator[type[MeshError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)

@@ -36,7 +36,16 @@ BOMBS = {
     "ids in lists": (filled(b'{"model":"m","prompt":[', b"[%b1]," % (b"1," * 9999), b"[]]}"),
         "prompt"),
     "behind escapes": (filled(b'{"user":"\\\\\\"\\\\","n":[', b"[],", b"[]]}"), "n"),
-    "names": (filled(b"{", b'"a":1,', b'"a":1}'), "a"),
+    "names": (filled(b"{", b'"a":1,', b'"a":1}'), None),
+    "junk beside a long text": (
+        b'{"model":"m","prompt":"%b",%b"n":1}'
+        % (b"a,[" * (1 << 20), b"".join(b'"junk%d":1,' % n for n in range(30_000))),
+        None,
+    ),
+    "few ids beside many": (
+        b'{"prompt":[%b1],"m":"%b","n":[%b1]}' % (b"1," * 9, b"a" * (1 << 22), b"1," * MAX_IDS),
+        "n",
+    ),
     "no json": (filled(b"", b"[", b""), None),
     "space in front": (filled(b"", b" ", b'{"model":"m","prompt":"x"}'), None),
     "space within": (filled(HEAD, b"\n", b'"n":1}'), None),

@@ -62,6 +62,10 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"chat_id": "x" * 1000}, "chat_id"),
+        ({"logit_bias": {"1": 2.5, "2": 3, "3": "x", "4": 1}}, "logit_bias.3"),
+        ({"logit_bias": {"1": 2, "2": None}}, "logit_bias.2"),
+        ({"logit_bias": {"1": 2, "2": [], "3": "x"}}, "logit_bias.2"),
+        ({"logit_bias": {"1": 2, "x" * 500: True}}, "logit_bias." + "x" * 61 + "\u2026"),
     ],
 )  # fmt: skip
 def test_a_chat_that_cannot_be_served_names_the_field(fields: dict[str, Any], field: str) -> None:

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.access.access_control import NoApiKey
+from pdmesh.services.gateway.http.messages.errors import error_body
 from pdmesh.services.gateway.http.messages.schema import parse_messages
 from pdmesh.services.gateway.http.messages.translation import chat_of
 from pdmesh.services.gateway.openai.chat_messages import messages_of
@@ -169,3 +171,24 @@ def test_a_schema_that_is_nested_too_deeply_is_named() -> None:
         check_chat(chat.chat)
     assert caught.value.field == "tools[0].input_schema"
     assert "tools[0].input_schema" in caught.value.message
+
+
+def test_an_error_names_its_place_once() -> None:
+    image = {"type": "image", "source": {}}
+    results = [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]
+    for content, field in (
+        ([image], "messages[0].content[0].type"),
+        (results, "messages[0].content[0].content[0].type"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            translated(messages=[{"role": "user", "content": content}])
+        told = json.loads(error_body(caught.value))["error"]["message"]
+        assert told.startswith(f"{field}: blocks of type image")
+        assert told.count("messages[0]") == 1
+
+
+def test_a_client_without_a_key_is_told_both_headers() -> None:
+    told = json.loads(error_body(NoApiKey("Authorization: Bearer <key>")))["error"]
+    assert told["type"] == "authentication_error"
+    assert "Authorization" in told["message"]
+    assert "x-api-key" in told["message"]

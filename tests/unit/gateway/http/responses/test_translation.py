@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.responses.kept import KeptResponse, input_items, items_of
 from pdmesh.services.gateway.http.responses.schema import parse_responses
 from pdmesh.services.gateway.http.responses.translation import chat_of
@@ -134,3 +135,25 @@ def test_the_form_of_the_text_and_the_tools_are_those_of_a_chat() -> None:
     assert found.tools is not None
     assert found.tools[0].function is not None
     assert found.tools[0].function.name == "look"
+
+
+@pytest.mark.parametrize(
+    ("part", "error"), [({"type": "input_image"}, "type"), ({"type": "summary_text"}, "text")]
+)
+@pytest.mark.parametrize("name", ["summary", "content"])
+def test_a_part_of_a_thought_is_named_by_its_index(
+    name: str, part: dict[str, str], error: str
+) -> None:
+    parts = [{"type": "summary_text", "text": "a"}, part]
+    with pytest.raises(InvalidRequest) as caught:
+        chat([USER, {"type": "reasoning", name: parts}])
+    assert caught.value.field == f"input[1].{name}[1].{error}"
+    assert caught.value.field in caught.value.message
+
+
+@pytest.mark.parametrize("wrong", [1, 1.5, None, True, [], {}])
+def test_metadata_that_is_no_text_is_named_by_its_key(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat("x", metadata={"a": "b", "c": wrong, "d": wrong})
+    assert caught.value.field == "metadata.c"
+    assert caught.value.message.startswith("metadata.c: expected `str`")
