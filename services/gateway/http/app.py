@@ -156,7 +156,12 @@ class HttpApp:
                 "GET",
                 "/v1/models",
                 self._models,
-                Operation("The served models", ModelList, errors=TELLING_ERRORS),
+                Operation(
+                    "The served models",
+                    ModelList,
+                    errors=TELLING_ERRORS,
+                    makes={"model": "/data/0/id"},
+                ),
             ),
             HttpRoute(
                 "GET",

@@ -55,6 +55,8 @@ def document(routes: Sequence[HttpRoute], *, is_strict: bool) -> Json:
     for route in routes:
         item = paths.setdefault(plain_path(route.path), {})
         item[route.method.lower()] = _operation(route, references)
+        if links := _links(route, routes):
+            item[route.method.lower()]["responses"]["200"]["links"] = links
     return {
         "openapi": "3.1.0",
         "info": _INFO,
@@ -98,6 +100,19 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         body = {"application/json": {"schema": references[id(operation.takes)]}}
         described["requestBody"] = {"required": True, "content": body}
     return described
+
+
+def _links(route: HttpRoute, routes: Sequence[HttpRoute]) -> Json:
+    """The operations whose path parameters are all in this one's answer."""
+    makes = route.operation.makes
+    links: Json = {}
+    for other in routes:
+        names = path_parameters(other.path)
+        if names and all(name in makes for name in names):
+            parameters = {name: f"$response.body#{makes[name]}" for name in names}
+            target = operation_id(other)
+            links[target] = {"operationId": target, "parameters": parameters}
+    return links
 
 
 def _stream(operation: Operation, event: Json) -> Json:

@@ -41,7 +41,8 @@ class Operation:
     """The request and the answers of one method of one path, as types that msgspec can describe.
 
     `takes` is the struct that validates the body. `streams` is the type of the data of each event
-    of a stream. `errors` are the statuses of the error answers.
+    of a stream. `errors` are the statuses of the error answers. `makes` tells where in the answer
+    the path parameters of other operations are: a JSON pointer for each.
     """
 
     summary: str
@@ -53,6 +54,7 @@ class Operation:
     other: Mapping[int, Shape] = field(default_factory=dict)  # further statuses
     ends_in_done: bool = True  # its stream ends with `data: [DONE]`
     is_open: bool = False  # without an API key
+    makes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

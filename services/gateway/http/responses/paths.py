@@ -89,6 +89,7 @@ class ResponsesPaths:
                     streams=AnyResponseEvent,
                     ends_in_done=False,
                     errors=ASKING_ERRORS,
+                    makes={"response": "/id"},
                 ),
             ),
             HttpRoute(

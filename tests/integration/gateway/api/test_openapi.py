@@ -102,6 +102,30 @@ async def test_every_reference_in_it_leads_somewhere(http: httpx.AsyncClient) ->
             at = at[name]
 
 
+async def test_its_links_lead_from_answers_to_what_they_made(http: httpx.AsyncClient) -> None:
+    document = await document_of(http)
+    methods = {
+        described["operationId"]: (method, path)
+        for path, item in document["paths"].items()
+        for method, described in item.items()
+    }
+    followed: list[str] = []
+    for name, (method, path) in methods.items():
+        responses = document["paths"][path][method]["responses"]
+        links = responses["200"].get("links", {})
+        body = SAMPLES[name][0] if method == "post" else None
+        for link in links.values():
+            value: Any = (await http.request(method, path, json=body)).json()
+            ((parameter, expression),) = link["parameters"].items()
+            for step in expression.removeprefix("$response.body#/").split("/"):
+                value = value[int(step)] if isinstance(value, list) else value[step]
+            its_method, its_path = methods[link["operationId"]]
+            answer = await http.request(its_method, its_path.replace(f"{{{parameter}}}", value))
+            assert answer.status_code == (400 if its_path.endswith("cancel") else 200)
+            followed.append(link["operationId"])
+    assert sorted(followed) == sorted(name for name in methods if "_by_" in name)
+
+
 async def test_every_operation_answers_as_it_says(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,19 @@ async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
             await mesh.add(FakeInstance(role, name, supports_logprobs=True))
         yield mesh
     valkey.close()
+
+
+def noted(
+    look_up: Callable[[str, str], Awaitable[object]], name: str, found: dict[str, bool]
+) -> Callable[[str, str], Awaitable[object]]:
+    """Note in `found` whether any was there."""
+
+    async def looked_up(tenant: str, response_id: str) -> object:
+        answer = await look_up(tenant, response_id)
+        found[name] = found.get(name, False) or bool(answer)
+        return answer
+
+    return looked_up
 
 
 async def told(url: str, *options: str) -> tuple[int, str]:
@@ -91,3 +104,21 @@ async def test_an_answer_that_contradicts_the_document_is_found(
     )
     assert status == 1, report[-2000:]
     assert "Response violates schema" in report
+
+
+@pytest.mark.parametrize(
+    "num_examples",
+    [10, pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+)
+async def test_links_lead_to_kept_responses(
+    mesh: GatewayMesh, num_examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path at random names one."""
+    store = mesh.gateway.http_app._responses._store
+    found: dict[str, bool] = {}
+    for name in ("load", "forget"):
+        monkeypatch.setattr(store, name, noted(getattr(store, name), name, found))
+    within = ("--include-path-regex", "^/v1/responses")
+    status, report = await told(mesh.url, "--phases", "stateful", "-n", str(num_examples), *within)
+    assert status == 0, report[-6000:]
+    assert found == {"load": True, "forget": True}, report[-6000:]
