@@ -184,6 +184,10 @@ class AdapterUnusable(MeshError):
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "ADAPTER_UNUSABLE"
 
 
+class AdapterMisfit(AdapterUnusable):
+    """No instance of the model can load the adapter, whichever is asked."""
+
+
 BY_REASON: Final[Mapping[str, type[MeshError]]] = {
     kind.default_reason: kind for kind in MeshError.__subclasses__()
 }

@@ -61,10 +61,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class CannotUse:
-    """The leg's adapter could not be loaded. The leg has left by that."""
+    """The leg's adapter could not be loaded. The leg has left by that.
+
+    `is_final`: no other instance can load it either.
+    """
 
     leg: int
     why: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """`until`: when it is forgotten."""
+
+    why: str
+    until: float
+    is_final: bool
 
 
 Move = FetchFiles | Load | Unload | Discard
@@ -81,8 +94,8 @@ class AdapterShelf:
     _fetched: Adapter | None = None  # the adapter that waits for a slot
     _move: Move | None = None  # the change that is under way
     _kept: frozenset[str] | None = None  # the registered adapters; None: not known yet
-    # The cause of each failure, and when it is forgotten; the oldest is first.
-    _failed: OrderedDict[tuple[str, str], tuple[str, float]] = field(default_factory=OrderedDict)
+    # By content; the oldest is first.
+    _failed: OrderedDict[tuple[str, str], _Failure] = field(default_factory=OrderedDict)
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -96,9 +109,9 @@ class AdapterShelf:
     def wanted(self, leg: int, adapter: Adapter, now: float) -> list[Effect]:
         """A leg needs an adapter. Ready or CannotUse follows, now or later."""
         assert leg not in self._legs
-        why, until = self._failed.get(_content(adapter), ("", 0.0))
-        if now < until and adapter.digest not in self._loaded:
-            return [CannotUse(leg, why)]
+        failure = self._failed.get(_content(adapter))
+        if failure is not None and now < failure.until and adapter.digest not in self._loaded:
+            return [CannotUse(leg, failure.why, failure.is_final)]
         self._legs[leg] = adapter
         self._waiting[leg] = None
         return self._advance()
@@ -130,18 +143,20 @@ class AdapterShelf:
         self._loaded[adapter.digest] = None
         return self._advance()
 
-    def failed(self, adapter: Adapter, why: str, now: float) -> list[Effect]:
+    def failed(
+        self, adapter: Adapter, why: str, now: float, *, is_final: bool = False
+    ) -> list[Effect]:
         """An adapter could not be fetched or loaded, so the legs that wait for it cannot use it."""
         assert self._move in (FetchFiles(adapter), Load(adapter))
         self._move = None
         self._failed.pop(_content(adapter), None)
-        self._failed[_content(adapter)] = why, now + FAILED_S
+        self._failed[_content(adapter)] = _Failure(why, now + FAILED_S, is_final)
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
         lost = [leg for leg in self._waiting if _content(self._legs[leg]) == _content(adapter)]
         for leg in lost:
             del self._waiting[leg], self._legs[leg]
-        return [*(CannotUse(leg, why) for leg in lost), *self._advance()]
+        return [*(CannotUse(leg, why, is_final) for leg in lost), *self._advance()]
 
     def was_unloaded(self, digest: str) -> list[Effect]:
         self._moved(Unload(digest))

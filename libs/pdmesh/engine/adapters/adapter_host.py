@@ -29,12 +29,13 @@ from pdmesh.core.adapters.shelf import (
 )
 from pdmesh.engine.adapters.files import read_adapter
 from pdmesh.engine.base import AdaptersChanged
-from pdmesh.errors import AdapterUnusable, InvalidRequest
+from pdmesh.errors import AdapterMisfit, AdapterUnusable, InvalidRequest
 from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
 _INSPECTIONS: Final = 2  # that run at once
+_ANY_RANK: Final = 1 << 20
 
 
 class AdapterLoader(Protocol):
@@ -59,7 +60,7 @@ class AdapterLimits:
 @dataclass(frozen=True, slots=True)
 class _Asker:
     on_ready: Callable[[], None]
-    on_refused: Callable[[str], None]
+    on_refused: Callable[[AdapterUnusable], None]
 
 
 class AdapterHost:
@@ -102,7 +103,7 @@ class AdapterHost:
         leg: int,
         adapter: Adapter,
         on_ready: Callable[[], None],
-        on_refused: Callable[[str], None],
+        on_refused: Callable[[AdapterUnusable], None],
     ) -> None:
         """Call one of the two callbacks, at once if the adapter is loaded.
 
@@ -114,15 +115,16 @@ class AdapterHost:
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
         """As `acquire`, but wait until the adapter is ready. Raises AdapterUnusable."""
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[AdapterUnusable | None]
+        ready = asyncio.get_running_loop().create_future()
 
-        def tell(why: str) -> None:
+        def tell(error: AdapterUnusable | None) -> None:
             if not ready.done():
-                ready.set_result(why)
+                ready.set_result(error)
 
-        self.acquire(leg, adapter, lambda: tell(""), tell)
-        if why := await ready:
-            raise AdapterUnusable(why)
+        self.acquire(leg, adapter, lambda: tell(None), tell)
+        if (error := await ready) is not None:
+            raise error
 
     def release(self, leg: int) -> bool:
         """End a leg's use. Return False if the leg has no adapter."""
@@ -157,8 +159,9 @@ class AdapterHost:
             match effect:
                 case Ready(leg):
                     self._askers[leg].on_ready()
-                case CannotUse(leg, why):
-                    self._askers.pop(leg).on_refused(why)
+                case CannotUse(leg, why, is_final):
+                    kind = AdapterMisfit if is_final else AdapterUnusable
+                    self._askers.pop(leg).on_refused(kind(why))
                 case FetchFiles(adapter):
                     self._move(self._fetch(adapter), f"adapter-fetch-{adapter.name}")
                 case Load(adapter):
@@ -178,7 +181,7 @@ class AdapterHost:
             self._fetched = await asyncio.to_thread(self._copied, adapter)
             self._check(self._fetched)
         except (AdapterUnusable, InvalidRequest) as exc:
-            await self._failed(adapter, exc.message)
+            await self._failed(adapter, exc)
             return
         self._carry_out(self._shelf.was_fetched(adapter))
 
@@ -189,7 +192,7 @@ class AdapterHost:
         try:
             await self._loader.load(digest, self._copy_of(digest))
         except AdapterUnusable as exc:
-            await self._failed(adapter, exc.message)
+            await self._failed(adapter, exc)
             return
         seconds = asyncio.get_running_loop().time() - self._began_at
         log.info(
@@ -203,12 +206,14 @@ class AdapterHost:
         self._emit(AdaptersChanged(self._shelf.loaded, "loaded", seconds))
         self._carry_out(effects)
 
-    async def _failed(self, adapter: Adapter, why: str) -> None:
+    async def _failed(self, adapter: Adapter, error: AdapterUnusable | InvalidRequest) -> None:
+        why, is_final = error.message, isinstance(error, AdapterMisfit)
         await asyncio.to_thread(self._forget_copy, adapter.digest)
         log.warning("adapter.refused", adapter=adapter.name, digest=adapter.digest, error=why)
         self._emit(AdaptersChanged(self._shelf.loaded, "failed"))
         now = asyncio.get_running_loop().time()
-        self._carry_out(self._shelf.failed(adapter, f"adapter {adapter.name}: {why}", now))
+        why = f"adapter {adapter.name}: {why}"
+        self._carry_out(self._shelf.failed(adapter, why, now, is_final=is_final))
 
     async def _unload(self, digest: str) -> None:
         await self._loader.unload(digest)
@@ -241,8 +246,10 @@ class AdapterHost:
         self.num_signs += 1
 
     def _check(self, facts: AdapterFacts) -> None:
-        if why := misfit(facts, self._limits.max_rank, self._limits.base):
-            raise AdapterUnusable(why)
+        """Raises AdapterUnusable; AdapterMisfit if no rank that an instance takes would help."""
+        base = self._limits.base
+        if why := misfit(facts, self._limits.max_rank, base):
+            raise (AdapterMisfit if misfit(facts, _ANY_RANK, base) else AdapterUnusable)(why)
 
     def _copy_of(self, digest: str) -> Path:
         return self._folder / digest

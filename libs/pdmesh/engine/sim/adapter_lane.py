@@ -15,7 +15,7 @@ from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.engine.adapters.adapter_host import AdapterHost, AdapterLimits
 from pdmesh.engine.base import DecodeJob, Failed, LandingFreed, Output, PrefillJob
 from pdmesh.engine.sim.config import SimConfig
-from pdmesh.errors import AdapterUnusable
+from pdmesh.errors import AdapterMisfit, AdapterUnusable
 
 
 class SimSlots:
@@ -65,13 +65,13 @@ class AdapterLane:
         assert job.adapter is not None
         self._jobs[job.leg] = job
         if self._host is None:
-            self._on_refused(job.leg, "this engine takes no adapters")
+            self._on_refused(job.leg, AdapterUnusable("this engine takes no adapters"))
             return
         self._host.acquire(
             job.leg,
             job.adapter,
             lambda: self._on_ready(job.leg),
-            lambda why: self._on_refused(job.leg, why),
+            lambda error: self._on_refused(job.leg, error),
         )
 
     def join(self, leg: int, first_token: int) -> bool:
@@ -117,12 +117,13 @@ class AdapterLane:
         if (job := self._jobs.pop(leg, None)) is not None:
             self._go(job)
 
-    def _on_refused(self, leg: int, why: str) -> None:
+    def _on_refused(self, leg: int, error: AdapterUnusable) -> None:
         job = self._jobs.pop(leg, None)
         self._first_tokens.pop(leg, None)
         if isinstance(job, PrefillJob):
             self._give_up(job)
         if job is not None:
-            self._emit(Failed(leg, AdapterUnusable.default_reason, why))
+            is_retryable = not isinstance(error, AdapterMisfit)
+            self._emit(Failed(leg, error.reason, error.message, is_retryable))
         if isinstance(job, DecodeJob):
             self._emit(LandingFreed(leg))

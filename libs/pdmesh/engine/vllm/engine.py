@@ -76,7 +76,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
-from pdmesh.errors import AdapterUnusable, EngineFailed, MeshError
+from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, MeshError
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
 
@@ -385,7 +385,9 @@ class VllmEngine:
 
     def _on_refused(self, leg: int, error: MeshError) -> None:
         assert self._jobs is not None
-        self._apply(self._jobs.refused(leg, error.message, error.reason))
+        is_retryable = not isinstance(error, AdapterMisfit)
+        failed = Failed(leg, error.reason, error.message, is_retryable)
+        self._apply(self._jobs.refused(failed))
 
     def _on_ended(self, leg: int) -> None:
         self._pull_ended(leg)

@@ -25,7 +25,7 @@ from pdmesh.core.instance.admission import (
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
 from pdmesh.engine.base import ArenaRange, DecodeJob, Engine, Failed, PrefillJob, hands_on
-from pdmesh.errors import AdapterUnusable, InvalidRequest, KvTransferFailed
+from pdmesh.errors import AdapterUnusable, ConstraintUnsatisfiable, InvalidRequest, KvTransferFailed
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
 from pdmesh.instance.legs.load_book import LoadBook
@@ -250,7 +250,7 @@ class LegLife:
         if failure.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1, {names.ATTR_REASON: failure.cause})
             self.sources.failed(leg.source, failure.cause, leg.request_id)
-        if failure.is_retryable:
+        if failure.reason != ConstraintUnsatisfiable.default_reason:
             self.sources.on_error(failure.reason, failure.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, failure))
         self.close(leg, "failed" if _is_of_instance(failure) else "refused")

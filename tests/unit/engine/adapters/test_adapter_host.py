@@ -14,7 +14,7 @@ from pdmesh.engine.adapters import files
 from pdmesh.engine.adapters.adapter_host import AdapterHost, AdapterLimits
 from pdmesh.engine.adapters.files import SETTINGS_FILE, read_adapter
 from pdmesh.engine.base import AdaptersChanged
-from pdmesh.errors import AdapterUnusable
+from pdmesh.errors import AdapterMisfit, AdapterUnusable
 from tests.fakes.lora_adapters import write_adapter
 from tests.support.waiting import until
 
@@ -134,6 +134,19 @@ async def test_one_that_cannot_be_used_takes_no_slot_and_is_read_once(site: Site
     assert [p.name for p in (site.folder / "own").iterdir()] == [a.digest]
 
 
+async def test_what_fits_no_instance_is_told_from_what_another_one_may_load(site: Site) -> None:
+    """Else gateways would ask one instance after the other for it."""
+    path = site.folder / "dora"
+    dora = Adapter("dora", write_adapter(path, 1, use_dora=True), str(path))
+    large = site.adapter("large", 1, rank=16)
+    for leg in (1, 2):  # the second is told what is remembered
+        with pytest.raises(AdapterMisfit, match="use_dora is not supported"):
+            await site.host.acquired(leg, dora)
+        with pytest.raises(AdapterUnusable, match="r is 16") as told:
+            await site.host.acquired(leg + 10, large)
+        assert not isinstance(told.value, AdapterMisfit)
+
+
 async def test_a_copy_that_cannot_be_made_ends_its_own_legs_only(site: Site) -> None:
     a = site.adapter("a", 1)
     (site.folder / "own").write_text("in the way")
@@ -173,7 +186,7 @@ async def test_a_leg_that_left_before_its_turn_gets_no_answer(site: Site) -> Non
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     told: list[str] = []
     await site.host.acquired(1, a)
-    site.host.acquire(2, b, lambda: told.append("ready"), told.append)
+    site.host.acquire(2, b, lambda: told.append("ready"), lambda e: told.append(e.message))
     site.host.release(2)
     site.host.release(1)
     assert told == []

@@ -52,7 +52,7 @@ from pdmesh.engine.vllm.messages import (
     Staged,
     StageFailed,
 )
-from pdmesh.errors import EngineFailed, KvFormatMismatch, KvTransferFailed
+from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +150,17 @@ class Jobs:
         self._taking[job.leg] = _Taking(job)
         return []
 
-    def refused(
-        self, leg: int, message: str, reason: str = EngineFailed.default_reason
-    ) -> list[Effect]:
+    def refused(self, failed: Failed) -> list[Effect]:
         """vLLM never took the request, so nothing of it can reach a worker."""
+        leg = failed.leg
         if self._per_layer.owns(leg):
-            return self._per_layer.refused(leg, message, reason)
+            return self._per_layer.refused(failed)
         if self._whole.owns(leg):
-            return self._whole.refused(leg, message, reason)
+            return self._whole.refused(failed)
         local, taking = self._local.pop(leg, None), self._taking.pop(leg, None)
         effects: list[Effect] = []
         if (taking and not taking.is_over) or local:
-            effects.append(Failed(leg, reason, message))
+            effects.append(failed)
         if taking:
             effects.append(LandingFreed(leg))
         return effects

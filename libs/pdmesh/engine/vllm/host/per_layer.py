@@ -71,11 +71,11 @@ class PerLayerPrefills:
             effects.append(CancelRequest(leg))
         return effects + self._end(streaming)
 
-    def refused(self, leg: int, message: str, reason: str) -> list[Effect]:
+    def refused(self, failed: Failed) -> list[Effect]:
         """vLLM never took the request, but the ticket may be open."""
-        streaming = self._by_leg[leg]
-        failed = [] if streaming.is_over else [Failed(leg, reason, message)]
-        return [*failed, *self._end(streaming)]
+        streaming = self._by_leg[failed.leg]
+        end = [] if streaming.is_over else [failed]
+        return [*end, *self._end(streaming)]
 
     def drawn(self, drawn: Drawn) -> list[Effect]:
         """vLLM drew token 1, or failed the request."""

@@ -60,13 +60,13 @@ class WholePrefills:
         self._by_leg[job.leg] = _Handing(job)
         self._leg_of_ticket[job.ticket_id] = job.leg
 
-    def refused(self, leg: int, message: str, reason: str) -> list[Effect]:
+    def refused(self, failed: Failed) -> list[Effect]:
         """vLLM never took the request, so nothing of it can reach a worker."""
-        handing = self._by_leg[leg]
+        handing = self._by_leg[failed.leg]
         self._forget(handing)
         if handing.is_aborted:
             return [TicketClosed(handing.job.ticket_id, "released")]
-        return [Failed(leg, reason, message)]
+        return [failed]
 
     def abort(self, leg: int) -> list[Effect]:
         handing = self._by_leg[leg]

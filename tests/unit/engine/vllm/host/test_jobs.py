@@ -247,8 +247,10 @@ def test_a_request_that_vllm_never_took_gives_everything_back_at_once() -> None:
     core = jobs()
     core.decode(decode_job())
     core.prefill(prefill_job())
-    assert core.refused(2, "no") == [Failed(2, "ENGINE_FAILED", "no"), LandingFreed(2)]
-    assert core.refused(1, "no") == [Failed(1, "ENGINE_FAILED", "no")]
+    for_good = Failed(2, "ADAPTER_UNUSABLE", "no", is_retryable=False)
+    assert core.refused(for_good) == [for_good, LandingFreed(2)]
+    failed = Failed(1, "ENGINE_FAILED", "no")
+    assert core.refused(failed) == [failed]
     assert core.is_idle
 
 

@@ -135,8 +135,9 @@ def test_a_rank_that_cannot_stage_fails_the_job_once() -> None:
 
 def test_a_request_that_vllm_refuses_is_failed_and_its_ticket_closed() -> None:
     core = jobs()
-    failed, release = core.refused(1, "no", "ENGINE_FAILED")
-    assert isinstance(failed, Failed)
+    refused = Failed(1, "ENGINE_FAILED", "no")
+    failed, release = core.refused(refused)
+    assert failed == refused
     assert release == RELEASE
     say(core, *ended("released"))
     assert core.is_idle
