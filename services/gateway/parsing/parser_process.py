@@ -15,6 +15,7 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -34,6 +35,7 @@ from pdmesh.services.gateway.parsing.frames import (
     framed,
     replies,
 )
+from pdmesh.services.gateway.parsing.work_meter import WorkMeter, cpu_seconds
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
@@ -45,10 +47,12 @@ _STARTED: Final = {names.ATTR_OUTCOME: "started"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
-_START_S: Final = 180.0  # vLLM's import, on a machine that is busy with models
+# Limits of work, or of time without any (`work_meter`).
+_START_S: Final = 180.0  # vLLM's import
 _LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
 _END_S: Final = 5.0  # from the end of its output to the end of the process
 _ANSWER_S: Final = 30.0  # a parser that takes longer counts as hung
+_CHECKS: Final = 4  # of the process, within a limit
 
 
 class ParserLost(Exception):
@@ -113,6 +117,12 @@ class ParserProcess:
             await self._life.end()
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    reply: asyncio.Future[ParserReply]
+    limit_s: float
+
+
 class ParserLife:
     """One life of the process. Its replies come in the order of the requests."""
 
@@ -122,8 +132,8 @@ class ParserLife:
         self._process = process
         self._answer_s = answer_s
         self._stdin, self._stdout = process.stdin, process.stdout
-        self._waiting: deque[asyncio.Future[ParserReply]] = deque()
-        self._head_at = 0.0  # when the process began the oldest request
+        self._waiting: deque[_Asked] = deque()
+        self._work = WorkMeter()  # on the oldest request
         # In the order in which the process keeps them.
         self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
@@ -195,34 +205,37 @@ class ParserLife:
         return True
 
     async def _answered(self, limit_s: float) -> ParserReply:
-        future: asyncio.Future[ParserReply] = asyncio.get_running_loop().create_future()
+        asked = _Asked(asyncio.get_running_loop().create_future(), limit_s)
         if not self._waiting:
-            self._head_at = time.monotonic()
-        self._waiting.append(future)
+            self._begin_next()
+        self._waiting.append(asked)
         if self.is_over:
             self._lose()
-        left_s = limit_s
-        while left_s > 0:
-            await asyncio.wait({future}, timeout=left_s)
-            if future.done():
-                break
-            # The process may still work on an earlier request, whose limit applies.
-            is_head = self._waiting[0] is future
-            left_s = limit_s - (time.monotonic() - self._head_at) if is_head else limit_s
-        else:
+        while not asked.reply.done():
+            await asyncio.wait({asked.reply}, timeout=limit_s / _CHECKS)
+            if not asked.reply.done():
+                self._check_oldest()
+        return await asked.reply
+
+    def _begin_next(self) -> None:
+        self._work.begin(time.monotonic(), cpu_seconds(self.pid))
+
+    def _check_oldest(self) -> None:
+        """Kill the process if it hangs over its oldest request, whose caller may have left."""
+        limit_s = self._waiting[0].limit_s
+        if self._work.is_spent(limit_s, time.monotonic(), cpu_seconds(self.pid)):
             log.warning("parser.silent", pid=self.pid, silent_s=limit_s)
             self._kill()
-        return await future
 
     async def _read(self) -> None:
         try:
             while True:
                 (size,) = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))
                 reply = replies.decode(await self._stdout.readexactly(size))
-                future = self._waiting.popleft()
-                self._head_at = time.monotonic()
-                if not future.done():
-                    future.set_result(reply)
+                asked = self._waiting.popleft()
+                self._begin_next()
+                if not asked.reply.done():
+                    asked.reply.set_result(reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             if not self.is_over:
                 log.warning("parser.lost", pid=self.pid, num_waiting=len(self._waiting))
@@ -235,9 +248,9 @@ class ParserLife:
         self.is_over = True
         is_guilty = True
         while self._waiting:
-            future = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(ParserLost(is_guilty=is_guilty))
+            asked = self._waiting.popleft()
+            if not asked.reply.done():
+                asked.reply.set_exception(ParserLost(is_guilty=is_guilty))
             is_guilty = False
 
     async def _gone(self) -> None:

@@ -50,6 +50,10 @@ def page(mesh: Mesh) -> str:
         return str(response.read(), "utf-8")
 
 
+def decode_ms(event: RequestFinished) -> float:
+    return event.e2e_ms - event.ttft_ms - event.decode_queue_ms
+
+
 @pytest.mark.req("S2", "S138")
 async def test_every_term_of_phi_is_what_the_events_say(tmp_path: Path) -> None:
     async with Mesh(spec(), tmp_path) as mesh, httpx.AsyncClient(timeout=60) as client:
@@ -71,7 +75,10 @@ async def test_every_term_of_phi_is_what_the_events_say(tmp_path: Path) -> None:
             return statistics.fmean(of(event) for event in events)
 
         t_p = mean(lambda e: e.ttft_ms - e.queue_ms) / 1e3
-        t_d = mean(lambda e: e.e2e_ms - e.ttft_ms - e.decode_queue_ms) / 1e3
+        t_d = mean(decode_ms) / 1e3
+        # On a slow machine a transfer may end after the first token: the rest is no negative time.
+        decodes = [max(0.0, decode_ms(e) - e.kv_transfer_ms) for e in events]
+        tpot = statistics.fmean(decodes) / 1e3 / 7
         shown = ""
 
         def has_seen_all() -> bool:
@@ -90,7 +97,7 @@ async def test_every_term_of_phi_is_what_the_events_say(tmp_path: Path) -> None:
         "queue": pytest.approx(mean(lambda e: e.queue_ms) / 1e3),
     }
     assert found["decode_queue"] > 0.05, "some waited for a decode"
-    assert found["tpot"] == pytest.approx((t_d - found["xi"]) / 7)
+    assert found["tpot"] == pytest.approx(tpot)
     hits = mean(lambda e: e.usage.num_cached_tokens / e.usage.num_prompt_tokens)
     assert found["hit_share"] == pytest.approx(hits)
     assert found["rate/prefill"] == pytest.approx(PREFILL_SLOTS / t_p)

@@ -89,6 +89,7 @@ async def chats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chats
             "PDMESH_DECODE_NUM_SLOTS": str(NUM_SLOTS),
             "PDMESH_DECODE_MAX_WAITING": "0",
             "PDMESH_DECODE_SIM_LAW": "smollm2-cpu",
+            "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",  # without a plan, a gateway knows no homes
         },
     )
     async with (

@@ -111,6 +111,24 @@ async def test_parsers_that_hang_are_killed(tokenizer: Tokenizer) -> None:
         await parsers.close()
 
 
+@pytest.mark.fault("F7")
+async def test_parsers_that_hang_over_an_answer_whose_client_left_are_killed(
+    tokenizer: Tokenizer,
+) -> None:
+    parsers = AnswerParsers("hermes", "none", ParserProcess(CHILD, answer_s=1.0))
+    try:
+        other, left = Answer(parsers, tokenizer), Answer(parsers, tokenizer)
+        await other.write("a")
+        await left.write("x")
+        writing = asyncio.create_task(left.write(chr(HANGING)))
+        await asyncio.sleep(0)
+        writing.cancel()
+        await other.write("b")
+        assert other.text == "ab"
+    finally:
+        await parsers.close()
+
+
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "print('no frame')"])
 async def test_parsers_that_do_not_start_give_a_clear_error(
     tokenizer: Tokenizer, code: str

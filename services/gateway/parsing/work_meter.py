@@ -1,0 +1,47 @@
+"""Tells a process that hangs from one that works, however slow the machine is.
+
+A busy machine may give a process a hundredth of a core. So its limit counts its own processor time,
+and the time in which it uses none: a bound on the clock alone would kill a process that works.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_IDLE_SHARE: Final = 0.01  # of a core; a process that uses less does not work
+_MOST_TIMES: Final = 20  # a request takes at most this many times its limit, whatever it uses
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+class WorkMeter:
+    """Measures the work on one request after the other. `now` and `cpu_s` are in seconds."""
+
+    def __init__(self) -> None:
+        self.begin(0.0, 0.0)
+
+    def begin(self, now: float, cpu_s: float) -> None:
+        self._began_at = self._worked_at = now
+        self._began_cpu_s = self._seen_cpu_s = cpu_s
+
+    def is_spent(self, limit_s: float, now: float, cpu_s: float) -> bool:
+        """Whether the process worked for `limit_s`, or did nothing for as long."""
+        if cpu_s - self._seen_cpu_s > _IDLE_SHARE * (now - self._worked_at):
+            self._worked_at, self._seen_cpu_s = now, cpu_s
+        return (
+            cpu_s - self._began_cpu_s >= limit_s
+            or now - self._worked_at >= limit_s
+            or now - self._began_at >= _MOST_TIMES * limit_s
+        )
+
+
+def cpu_seconds(pid: int) -> float:
+    """The processor time of all threads of a process so far; 0 if it has ended."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    # The name of the program comes second, in parentheses, and may contain anything.
+    fields = line.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
