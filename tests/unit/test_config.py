@@ -48,7 +48,7 @@ def test_the_services_own_name_wins_over_the_plain_one(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("field", ["GRPC_PORT", "OPS_PORT", "INSTANCE_ID", "NUM_PLANS"])
-def test_what_belongs_to_one_process_does_not_answer_to_the_plain_name(
+def test_settings_of_one_process_do_not_apply_to_the_plain_name(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One PDMESH_GRPC_PORT for all services would give all of them the same port."""

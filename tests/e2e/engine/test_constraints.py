@@ -215,7 +215,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-async def test_what_no_engine_can_keep_to_fails_for_good_wherever_it_shows(
+async def test_a_form_that_no_engine_can_keep_to_fails_without_a_retry(
     pair: Pair, name: str
 ) -> None:
     """So the gateway does not ask others for it, one after the other."""

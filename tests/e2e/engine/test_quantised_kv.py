@@ -110,7 +110,7 @@ async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
 
 
 @pytest.mark.req("S126")
-async def test_what_is_compared_depends_on_how_kv_is_kept(plain: dict[str, Plain]) -> None:
+async def test_the_compared_outputs_depend_on_the_kv_format(plain: dict[str, Plain]) -> None:
     """Otherwise the test above would pass with KV of any precision."""
     assert differences(plain["auto"].tokens(), plain["fp8"].tokens())
 

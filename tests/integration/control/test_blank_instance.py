@@ -306,7 +306,7 @@ async def test_a_killed_process_comes_back_blank_and_its_old_assignment_is_not_i
 
 @pytest.mark.req("S10")
 @pytest.mark.fault("F18", "F21")
-async def test_without_nats_it_goes_on_and_with_an_empty_one_it_says_again_what_it_is(
+async def test_without_nats_an_instance_continues_and_registers_again_in_an_empty_one(
     site: Site, master: Master
 ) -> None:
     p, d = await asyncio.gather(blank(site, "p"), blank(site, "d"))

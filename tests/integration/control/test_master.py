@@ -154,9 +154,7 @@ async def test_loads_and_verdicts_reach_the_plan(leader: Running, bus: NatsBus) 
 
 
 @pytest.mark.req("S92")
-async def test_what_an_instance_reports_is_shown_with_its_age(
-    leader: Running, bus: NatsBus
-) -> None:
+async def test_an_instances_report_is_shown_with_its_age(leader: Running, bus: NatsBus) -> None:
     publisher = EventPublisher(bus, "decode-0", 5)
 
     async def shown() -> InstanceState:
@@ -239,7 +237,7 @@ async def test_a_report_settles_bookings_by_id_and_teaches_the_predictor(
 
 
 @pytest.mark.req("S2", "S138")
-async def test_what_gateways_say_of_requests_becomes_the_scenarios_numbers(
+async def test_gateways_reports_of_requests_become_the_scenarios_numbers(
     leader: Running, bus: NatsBus
 ) -> None:
     publisher = EventPublisher(bus, "gateway-0", 1)

@@ -1,6 +1,4 @@
-"""The stream of plans: each answer belongs to its question, whatever happens to the master
-meanwhile.
-"""
+"""The stream of plans: each answer belongs to its own query, whatever happens to the master."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ async def test_a_flushed_store_is_filled_again(
 
 
 @pytest.mark.fault("F14")
-async def test_without_redis_the_index_goes_on_and_refills_it_when_it_is_back(
+async def test_without_redis_the_index_continues_and_refills_redis_when_it_is_back(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     async with index(bus, valkey) as parts:

@@ -32,7 +32,7 @@ def adapter_in(folder: Path, name: str, seed: int, **settings: Any) -> Adapter:
 
 
 def of(adapter: Adapter | None) -> dict[str, Any]:
-    """What a command says of it. Blocks have no names here: a gateway's would hold the digest."""
+    """The fields of a command for an adapter. Blocks have no names here, unlike at a gateway."""
     if adapter is None:
         return {"block_hashes": [], "cache_salt": ""}
     a = common_pb2.Adapter(name=adapter.name, digest=adapter.digest, path=adapter.path)
@@ -194,7 +194,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_its_own_requests_only(
 
 
 async def test_a_leg_that_ends_while_its_adapter_loads_leaves_nothing(tmp_path: Path) -> None:
-    """Whether it is a prefill, whole or per layer, or a decode: the fixture looks what is left."""
+    """The leg is a prefill in either mode or a decode. The fixture checks that nothing is left."""
     adapters = [adapter_in(tmp_path, name, seed) for seed, name in enumerate("abcdef")]
     async with pair(max_adapters=8) as (_, _, to_p, to_d):
         ways = [{}, {"kv_transfer": pb.KV_TRANSFER_PER_LAYER}]

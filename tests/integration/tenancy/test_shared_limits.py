@@ -184,7 +184,7 @@ async def test_a_gateway_that_died_is_inherited_from(tmp_path: Path, bus: NatsBu
         await until(lambda: f.enters(heir), within_s=15)
 
 
-async def test_without_nats_a_gateway_goes_on_with_its_part(
+async def test_without_nats_a_gateway_continues_with_its_part(
     tmp_path: Path, server: TestServer, bus: NatsBus
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:

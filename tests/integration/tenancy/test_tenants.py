@@ -62,7 +62,7 @@ async def keyed(directory: Path, **tenants: TenantEntry) -> AsyncIterator[Keyed]
 
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer nope", "Basic eDp5"])
-async def test_without_a_valid_key_nothing_is_read_or_told(
+async def test_without_a_valid_key_nothing_is_read_or_revealed(
     tmp_path: Path, header: str | None
 ) -> None:
     async with keyed(tmp_path, acme=TenantEntry()) as k:

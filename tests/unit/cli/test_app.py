@@ -146,7 +146,7 @@ def test_every_command_takes_its_state_directory_before_and_after_each_word(
     assert app.build_parser().parse_args(words).state_dir == default_state_dir()
 
 
-def test_what_stands_before_the_action_of_pins_counts() -> None:
+def test_options_before_the_action_of_pins_count() -> None:
     asked = ["pins", "--nats-url", "nats://x", "--admin-token", "t", "list"]
     options = app.build_parser().parse_args(asked)
     assert (options.nats_url, options.admin_token, options.module) == ("nats://x", "t", "pins")
@@ -197,7 +197,7 @@ def test_a_gateway_is_known_by_its_base_url_too(base: str) -> None:
         (["pins", "add", "x", "--text", "-", "--ttl", "99999d"], "--ttl: must be 0 to 1000"),
     ],
 )
-def test_what_was_mistyped_is_said_without_a_traceback(
+def test_a_mistyped_command_is_reported_without_a_traceback(
     command: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -207,7 +207,7 @@ def test_what_was_mistyped_is_said_without_a_traceback(
 
 
 @pytest.mark.parametrize("wrong", ["-1", "4294967296", "one"])
-def test_what_is_no_token_in_a_file_of_tokens_is_named(
+def test_an_invalid_entry_in_a_file_of_tokens_is_named(
     wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = tmp_path / "tokens"
@@ -444,7 +444,7 @@ def test_the_file_of_a_version_is_shown_as_it_was_applied(
     assert capsys.readouterr().out == shown
 
 
-def test_where_nothing_was_applied_there_is_no_file_to_show(
+def test_without_a_desired_state_there_is_no_file_to_show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leader = Leader()

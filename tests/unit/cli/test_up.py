@@ -149,7 +149,7 @@ def test_the_mesh_of_other_options_is_not_the_one_that_was_asked_for(tmp_path: P
     )
 
 
-def test_what_is_shown_to_be_typed_has_all_it_needs(tmp_path: Path) -> None:
+def test_suggested_commands_are_complete(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     spec = MeshSpec(engine="sim", keys_file=keys)
     shown = up._what_next("http://[::1]:8000", "[::1]:8001", tmp_path, spec)

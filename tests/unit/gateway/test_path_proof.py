@@ -1,4 +1,4 @@
-"""Which paths a gateway tries before it says that it is ready, and what proves a path."""
+"""The paths that a gateway tries before it is ready, and the proof of a path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_a_pair_each_instance_does_both_phases() -> None:
 
 
 class Ways:
-    """The outcome of each try, in turn."""
+    """The outcomes of the attempts, in order."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes, self.tried = list(outcomes), list[tuple[str, str]]()

@@ -59,7 +59,7 @@ def test_no_step_goes_beyond_its_limits(seed: int) -> None:
         assert cordoned not in targets
 
 
-def test_what_it_applies_is_valid_and_leaves_room_for_a_new_release() -> None:
+def test_an_applied_state_is_valid_and_leaves_room_for_a_new_release() -> None:
     texts = {FIRST} | {
         action.text
         for seed in SEEDS

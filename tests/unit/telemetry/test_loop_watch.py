@@ -8,7 +8,7 @@ import time
 from pdmesh.telemetry.loop_watch import LoopWatch
 
 
-def test_what_the_process_computed_meanwhile_bounds_what_it_did_to_itself() -> None:
+def test_cpu_time_bounds_the_delay_that_the_process_caused_itself() -> None:
     watch = LoopWatch(0.005)
     watch.note(late_s=0.3, cpu_s=0.01)  # another process had the core
     watch.note(late_s=0.02, cpu_s=0.05)  # another thread computed beside the loop

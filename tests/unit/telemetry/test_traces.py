@@ -20,7 +20,7 @@ def test_a_traceparent_comes_out_as_it_went_in() -> None:
     "text",
     ["", "garbage", PARENT.upper(), PARENT[:-1], PARENT + "0", "00-" + "0" * 32 + PARENT[35:]],
 )
-def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
+def test_an_invalid_traceparent_starts_a_new_trace(text: str) -> None:
     assert traces.context_from(text) is None
 
 
@@ -34,7 +34,7 @@ def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_others_say(
     assert (traces.sampled_context(PARENT[:-2] + flags) is not None) == is_recorded
 
 
-def test_what_is_not_a_traceparent_is_not_recorded() -> None:
+def test_an_invalid_traceparent_is_not_recorded() -> None:
     assert traces.sampled_context("") is None
     assert traces.sampled_context(PARENT[:-1]) is None
 

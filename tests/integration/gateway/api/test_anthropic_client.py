@@ -217,7 +217,7 @@ async def test_errors_are_those_that_the_client_knows(
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:
-    """Each has its name twice."""
+    """The events of a stream. Each has its name twice, in its field and in its data."""
     events = []
     for piece in text.split("\n\n")[:-1]:
         name, data = piece.split("\n")

@@ -1,4 +1,4 @@
-"""The rest of the OpenAI surface, and what a hostile or broken client gets."""
+"""The rest of the OpenAI API, and the answers for hostile or broken clients."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
 async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Eight choices of 3,000 tokens come in one step: more than one turn of the loop writes."""
+    """Eight choices of 3,000 tokens come in one step, more than one turn of the loop can write."""
     for instance in mesh.instances.values():
         instance.tokens_per_step = 3000
     answer: Any = await client.completions.create(

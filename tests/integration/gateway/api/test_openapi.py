@@ -1,4 +1,4 @@
-"""`/openapi.json` is complete and true: every path is in it, and answers are as it says."""
+"""`/openapi.json` is complete and correct: it has every path, and answers match it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]
-# Bodies of requests by operation, or paths. Each must be answered, and as the document says.
+# Request bodies by operation, or paths. Each must be answered as the document says.
 # A body that can be streamed is sent both ways.
 SAMPLES: dict[str, list[Any]] = {
     "post_v1_chat_completions": [
@@ -129,7 +129,7 @@ async def test_its_links_lead_from_answers_to_what_they_made(http: httpx.AsyncCl
 async def test_every_operation_answers_as_it_says(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
-    """A path that is new needs a sample here, and one of each new kind of answer."""
+    """Each new path needs a sample here, and so does each new kind of answer."""
     routes = routes_of(mesh)
     missing = sorted(routes.keys() - SAMPLES.keys())
     assert not missing, f"no sample requests for {missing}"

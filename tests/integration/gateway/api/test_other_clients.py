@@ -1,7 +1,7 @@
 """Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, litellm, aiperf.
 
-Each has an environment of its own, since they need other versions of what tests need. It is made
-when it is first wanted, as `make setup` makes the tests' own.
+Each has its own environment, because it needs other versions of the tests' packages. An environment
+is made when it is first needed, in the same way as by `make setup`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def python_with(requirements: str) -> str:
-    """Its Python, with these requirements installed."""
+    """The Python of an environment with these requirements."""
     folder = ROOT / ".cache" / "clients" / requirements
     python, done = folder / "bin" / "python", folder / ".done"
     pinned = ROOT / "requirements" / f"{requirements}.txt"

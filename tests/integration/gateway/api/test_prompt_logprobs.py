@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, and what ended an answer: in vLLM's forms, through a death."""
+"""Log probabilities of prompts and stop reasons, in vLLM's forms and after a death."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def ids_of(mesh: GatewayMesh, text: str) -> list[int]:
 async def test_each_token_of_a_prompt_but_the_first_has_them(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
-    """Its own comes first, under its id; the likeliest have the ranks from 1 on."""
+    """The prompt's own token comes first, under its id. The likeliest have the ranks from 1 on."""
     ids = await ids_of(mesh, "abc")
     (choice,) = (await answer(http, prompt="abc", max_tokens=3, prompt_logprobs=2))["choices"]
     first, *others = choice["prompt_logprobs"]
@@ -162,7 +162,9 @@ async def test_prompt_logprobs_that_are_not_available_are_refused_by_field(
 async def test_an_answer_says_what_stopped_it(
     mesh: GatewayMesh, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The stop string, or the stop token; nothing for the model's own end and a full answer."""
+    """The reason is the stop string or stop token, and null for the model's own end and a
+    length.
+    """
     whole = mesh.expected_text("abc", 40)
     (stop_id,) = await mesh.tokenizer.encode(whole[20], add_special_tokens=False)
     at = whole.index(whole[20])

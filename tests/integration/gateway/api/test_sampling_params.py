@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters: each leg of an answer gets them, and the text is as they say."""
+"""vLLM's sampling parameters: each leg of an answer gets them, and they shape the text."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_request_without_them_carries_none(
 async def test_a_stop_token_ends_the_text_before_it_or_after_it(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """It does so even where the model's own stop tokens are ignored."""
+    """This also holds if the model's own stop tokens are ignored."""
     whole = mesh.expected_text("abc", 60)
     end = whole[20]
     (stop_id,) = await mesh.tokenizer.encode(end, add_special_tokens=False)
@@ -151,7 +151,7 @@ REPEATED: dict[str, Any] = {
 
 
 def repeats_itself(mesh: GatewayMesh, text: str) -> None:
-    """Have all instances write `text`, and each decode die at its third token."""
+    """Make all instances write `text`, and each decode die at its third token."""
     script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
     for instance in mesh.instances.values():
         instance.script = script
@@ -288,7 +288,7 @@ async def test_unknown_fields_are_named_or_refused(tmp_path: Path, is_strict: bo
 async def test_fields_that_the_engines_setup_excludes_are_refused(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """vLLM's speculation knows no min_p, and the simulator no reasoning."""
+    """vLLM's speculation does not support min_p, and the simulator does not support reasoning."""
     decode = next(i for i in mesh.instances.values() if i.role == ROLE_DECODE)
     record = decode.record()
     record.unsupported_shaping.extend(["min_p", "thinking_token_budget"])

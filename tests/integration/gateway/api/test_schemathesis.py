@@ -1,7 +1,7 @@
-"""Requests made at random of `/openapi.json`, as it allows them and not: no 5xx, no answer that it
-denies, nothing taken that it forbids.
+"""Random requests from `/openapi.json`, both valid and invalid: there is no 5xx, answers match the
+document, and invalid requests are refused.
 
-Schemathesis reads the document as any client's generator would. It runs in a process of its own.
+Schemathesis reads the document as any client generator does. It runs in a separate process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def noted(
 
 
 async def told(url: str, *options: str) -> tuple[int, str]:
-    """Schemathesis' exit status and report."""
+    """The exit status and the report of Schemathesis."""
     command = (
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
         *("--seed", str(SEED), "--no-color", "--checks", ",".join(CHECKS), *options),

@@ -1,4 +1,4 @@
-"""The form of an answer: each leg gets it, over HTTP and gRPC; what is no form takes no slot."""
+"""The form of an answer: each leg gets it over HTTP and gRPC, and an invalid one takes no slot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 def sent(mesh: GatewayMesh) -> list[str]:
-    """The grammar that each leg was told."""
+    """The grammar that each leg got."""
     instances = mesh.instances.values()
     told = [leg.sampling for i in instances for leg in i.prefills]
     told += [leg.sampling for i in instances for leg in i.starts]
@@ -175,7 +175,7 @@ async def test_the_copies_of_a_grammar_for_many_choices_are_bounded(
 async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """It would draw any text."""
+    """Such an instance would draw any text."""
     old = next(iter(mesh.instances.values()))
     old.supports_constraints = False
     mesh.register(old.record())
@@ -188,7 +188,7 @@ async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
 async def test_hostile_forms_hold_up_no_client_without_one(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """They wait for the compiler's process; the others do not."""
+    """Requests with a form wait for the compiler's process, and the others do not."""
     explodes = {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}
     async with httpx.AsyncClient(timeout=120) as http:
         hostile = [

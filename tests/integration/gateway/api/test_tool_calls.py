@@ -1,6 +1,6 @@
 """Tools and reasoning with the official openai client, on vLLM's own parsers.
 
-Fake instances write a given answer, so that it is known what the client has to find in it.
+Fake instances write a given answer, so that the tests know what the client must find in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    """Its model is one whose template is of Hermes and whose type is of Qwen 3."""
+    """A mesh whose model has a template like Hermes and the type of Qwen 3."""
     directory = tmp_path_factory.mktemp("tools")
     async with gateway_mesh(
         directory, num_prefills=2, num_decodes=2, template=_TEMPLATE, model_type="qwen3"
@@ -70,7 +70,7 @@ def answers(mesh: GatewayMesh, text: str) -> int:
 
 @dataclass
 class Read:
-    """What a client found in a stream, as clients put it together."""
+    """The content of a stream, assembled as clients do."""
 
     content: str = ""
     reasoning: str = ""
@@ -194,7 +194,7 @@ async def test_each_choice_has_its_own_calls(mesh: GatewayMesh, client: openai.A
 
 
 def grammars(mesh: GatewayMesh) -> set[str]:
-    """What the legs since the last time were told of the answer's form."""
+    """The forms of the answer that the legs since the last call got."""
     told = [leg.sampling.constraint for i in mesh.instances.values() for leg in i.prefills]
     told += [leg.sampling.constraint for i in mesh.instances.values() for leg in i.starts]
     found = {(constraint.grammar, tuple(constraint.begins_after)) for constraint in told}
@@ -223,7 +223,7 @@ async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
     expected: set[str],
     reason: str,
 ) -> None:
-    """Each leg gets the grammar of the calls, as vLLM wants them written, and where it begins."""
+    """Each leg gets the grammar of the tool calls, in vLLM's form, and where it begins."""
     answers(mesh, f"<think>hm</think>{CALL}")
     grammars(mesh)
     read = await streamed(client, **asked)
@@ -236,7 +236,7 @@ async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
 
 
 def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
-    """What each leg since the last time was told of the reasoning's length."""
+    """The bounds of the reasoning that each leg since the last call got."""
     sampling = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]
     sampling += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
     told = [each.shaping.thinking_token_budget for each in sampling]
@@ -292,7 +292,7 @@ async def test_forms_for_both_the_answer_and_its_tool_calls_are_refused(
 async def test_a_parser_process_that_dies_is_replaced_and_no_delta_is_broken(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """It dies in the middle of a call. What the new process parses again is not sent again."""
+    """The process dies in the middle of a tool call. Its successor repeats no output."""
     answers(mesh, f"</think>Well. {CALL}")
     unbroken = await streamed(client)
     parsers = mesh.gateway.frontend.shared.parsers
@@ -327,7 +327,7 @@ async def test_a_client_that_leaves_leaves_nothing_in_the_parsers(
     assert (await streamed(client)).finish_reason is not None
 
 
-async def test_without_reasoning_only_the_answer_is_told(
+async def test_without_reasoning_only_the_answer_is_reported(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answers(mesh, "<think>secret</think>Fine.")

@@ -1,4 +1,4 @@
-"""grpc.health.v1 asks for no key, so nothing that strangers do with it may affect other clients."""
+"""grpc.health.v1 needs no key, so its callers must not be able to affect other clients."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def watch(stream: int) -> bytes:
 
 @asynccontextmanager
 async def stranger(port: int, sent: bytes) -> AsyncIterator[None]:
-    """A stranger whose answer has begun, and that lets the server write no byte of it.
+    """A caller without a key whose answer has begun, and which lets the server write none of it.
 
-    It answers the server's pings, or it would be cut.
+    It answers the server's pings, because otherwise it would be disconnected.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
     writer.write(HELLO + NO_WINDOW + sent)

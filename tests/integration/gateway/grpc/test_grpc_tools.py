@@ -1,6 +1,6 @@
 """Tools and reasoning over gRPC: the same as over HTTP, on vLLM's own parsers.
 
-Fake instances write a given answer, so that it is known what the client has to find in it.
+Fake instances write a given answer, so that the tests know what the client must find in it.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ async def test_a_model_without_a_tokenizer_holds_up_no_other(
         ("none", "qwen3", "sys", False, True),
     ],
 )
-async def test_where_nothing_can_need_them_nothing_is_looked_at(
+async def test_no_model_is_examined_if_none_can_need_parsers(
     models: Models, tool: str, reasoning: str, needs: str, is_for_tools: bool, is_of_use: bool
 ) -> None:
     parsers = AnswerParsers(tool, reasoning, ParserProcess(CHILD, needs=needs))

@@ -1,4 +1,4 @@
-"""The process of the parsers may die, hang or never start: each answer goes on, or fails alone."""
+"""The parser process may die, hang or fail to start: each answer continues, or fails alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_answers_continue_after_a_death_without_repetitions(
 async def test_only_the_answer_that_kills_the_parsers_fails(
     parsers: AnswerParsers, tokenizer: Tokenizer
 ) -> None:
-    """Those that wait behind it are not to blame, however often it dies."""
+    """The answers that wait behind it are not to blame, however often the process dies."""
     answers = [Answer(parsers, tokenizer) for _ in range(8)]
     deadly = Answer(parsers, tokenizer)
     for answer in [*answers, deadly]:

@@ -1,4 +1,4 @@
-"""Responses in the background: made while nobody waits, found and cancelled at any gateway."""
+"""Responses in the background: made while no client waits, found and cancelled at any gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import until
 async def elsewhere(
     tmp_path: Path, valkey: servers.TestServer
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of another gateway beside the same store."""
+    """A client of another gateway with the same store."""
     async with (
         gateway_mesh(tmp_path / "other", redis_url=valkey.url) as other,
         openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as client,
@@ -124,9 +124,9 @@ async def begun_slowly(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> str:
 async def test_a_response_whose_gateway_is_gone_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
-    """The gateway says for some seconds that it makes a response; here nobody does.
+    """No gateway marks this response as being made.
 
-    It is like any that failed: a conversation goes on from it, and it can be deleted.
+    It is like any failed response: a conversation can continue from it, and it can be deleted.
     """
     response_id = await begun_slowly(mesh, client)
     telling = mesh.gateway.http_app._responses.background._telling
@@ -152,7 +152,7 @@ async def test_a_response_whose_gateway_is_gone_has_failed(
 async def test_a_response_whose_mark_is_late_continues(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
-    """Marks expire while Redis is away: each gateway says so again when it finds Redis back."""
+    """Marks expire during an outage of Redis. Each gateway renews its marks after the outage."""
     response_id = await begun_slowly(mesh, client)
     await redis.delete(keys.kept_mark("default", response_id, "made"))
     assert (await elsewhere.responses.retrieve(response_id)).status == "in_progress"
@@ -215,7 +215,7 @@ async def test_a_response_that_cannot_be_kept_in_time_has_failed(
 async def test_a_response_that_is_too_large_to_be_kept_has_failed(
     tmp_path: Path, valkey: servers.TestServer
 ) -> None:
-    """It began within the bound, and its output does not fit."""
+    """The request is within the bound, but the output is not."""
     async with (
         gateway_mesh(tmp_path, redis_url=valkey.url, responses_max_bytes=65536) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,

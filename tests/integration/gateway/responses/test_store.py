@@ -1,4 +1,4 @@
-"""Kept responses in a real Valkey: bounds, tenants, and a server that goes away."""
+"""Kept responses in a real Valkey: bounds, tenants, and outages of the server."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_a_server_that_refuses_one_tenants_command_is_not_away_for_others(
 
 
 async def books(redis: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """What the sizes say, and what they should say."""
+    """The recorded sizes, and the correct ones."""
     said = {
         name.decode(): int(size) for name, size in (await redis.hgetall(keys.KEPT_SIZES)).items()
     }
@@ -173,7 +173,7 @@ async def books(redis: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 
 async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: Any) -> None:
-    """Each is far from its own bound, and together they fill what they share."""
+    """Each tenant is far from its own bound, but together they fill the shared bound."""
     store = make(max_count=100, max_bytes=4000, max_total=4 * (1000 + 512))
     for number, tenant in enumerate("abcdef"):
         assert await store.keep(tenant, f"p{number}", b"x" * 1000) is KEPT
@@ -193,7 +193,7 @@ async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: An
 
 
 async def test_many_small_ones_make_room_for_a_large_one_in_steps(make: Make, redis: Any) -> None:
-    """So that no single call keeps Redis from others for long."""
+    """So no single call blocks Redis for long."""
     store = make(max_count=10_000, max_bytes=1 << 20, max_total=1200 * (1 + 512))
     for number in range(1200):
         assert await store.keep("a", f"p{number}", b"x") is KEPT
@@ -227,7 +227,7 @@ async def test_the_sizes_are_exact_after_each_way_to_go(make: Make, redis: Any) 
 
 
 async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, redis: Any) -> None:
-    """Not even by a script that deletes first: others need what memory is left."""
+    """Not even a script that first deletes something may write: other data need the memory."""
     store = make(max_count=2)
     for name in "pq":
         assert await store.keep("a", name, b"x") is KEPT
@@ -246,7 +246,7 @@ async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, red
 
 
 async def test_the_counted_bytes_match_the_servers_memory(make: Make, redis: Any) -> None:
-    """The smallest are the worst case: their books take more than they do."""
+    """The smallest responses are the worst case, because their records take more than they do."""
     store = make(max_count=10_000, max_bytes=1 << 24, max_total=1 << 24)
     await store.keep("a", "resp_" + "0" * 24, b"x")
     before = (await redis.info("memory"))["used_memory"]

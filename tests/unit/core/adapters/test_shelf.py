@@ -74,7 +74,7 @@ def test_one_in_use_is_never_unloaded() -> None:
     assert shelf.was_unloaded(A.digest) == [Load(B)]
 
 
-def test_what_was_fetched_for_a_leg_that_has_left_is_discarded() -> None:
+def test_blocks_fetched_for_a_leg_that_left_are_discarded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
@@ -96,7 +96,7 @@ def test_a_removed_one_is_unloaded_when_its_last_leg_has_left() -> None:
     assert shelf.loaded == (B.digest,)
 
 
-def test_what_is_registered_is_not_known_at_first_and_nothing_is_unloaded() -> None:
+def test_nothing_is_unloaded_before_the_registered_adapters_are_known() -> None:
     shelf = AdapterShelf(2)
     loaded(shelf, A)
     assert shelf.loaded == (A.digest,)
@@ -128,7 +128,7 @@ def test_a_failure_is_reported_to_all_of_its_waiters_and_to_no_others(is_fetched
     assert shelf.was_loaded(B) == [Ready(2)]
 
 
-def test_what_failed_is_not_tried_again_for_a_while() -> None:
+def test_a_failure_is_not_retried_for_a_while() -> None:
     shelf = AdapterShelf(1)
     shelf.wanted(1, A, 0.0)
     shelf.failed(A, "rank", 5.0)

@@ -46,7 +46,7 @@ def test_a_slot_is_its_adapters_for_a_turn_at_least() -> None:
     assert turns.why_not("a", TURN_S)
 
 
-def test_those_that_wait_come_in_their_order() -> None:
+def test_waiting_requests_are_served_in_order() -> None:
     turns = AdapterTurns(1)
     take(turns, "a", 0.0)
     for adapter in "bcd":
@@ -68,7 +68,7 @@ def test_a_turn_that_is_no_longer_needed_is_over() -> None:
     assert take(turns, "a", 2.0 + CLAIM_S)
 
 
-def test_one_that_waits_and_asks_again_keeps_its_turn() -> None:
+def test_a_waiting_gateway_that_asks_again_keeps_its_turn() -> None:
     turns = AdapterTurns(1)
     take(turns, "a", 0.0)
     for now in range(1, 50):
@@ -78,7 +78,7 @@ def test_one_that_waits_and_asks_again_keeps_its_turn() -> None:
     assert take(turns, "rare", 50.0)
 
 
-def test_those_that_wait_are_bounded() -> None:
+def test_the_number_of_waiting_requests_is_bounded() -> None:
     turns = AdapterTurns(1)
     take(turns, "a", 0.0)
     for number in range(1000):

@@ -103,7 +103,7 @@ def test_an_instance_without_a_scenario_serves_all_of_them() -> None:
     assert not models.knows("m", "long", 2.0 + FORGET_S)
 
 
-def test_what_came_and_went_takes_no_memory() -> None:
+def test_ended_requests_take_no_memory() -> None:
     models = ModelCatalogue()
     for turn in range(1000):
         models.see([Offer(f"m{turn}", "default")], turn * 10.0)

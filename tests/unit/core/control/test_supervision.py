@@ -116,7 +116,7 @@ def test_a_bad_setting_is_given_up_at_once() -> None:
     assert started().handle(Exited("decode-0", 2), now=0.1) == [GiveUp("decode-0", 2, 1)]
 
 
-def test_what_was_asked_to_stop_is_not_restarted() -> None:
+def test_a_process_that_was_asked_to_stop_is_not_restarted() -> None:
     supervision = started()
     assert supervision.handle(StopAsked("decode-0"), now=1.0) == [SignalStop("decode-0")]
     assert supervision.handle(StopAsked("decode-0"), now=1.1) == []

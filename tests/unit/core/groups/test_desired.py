@@ -144,7 +144,7 @@ def test_everything_a_file_can_say() -> None:
         ("\0", "text", "line 1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_line_and_field(text: str, field: str, message: str) -> None:
+def test_errors_have_a_line_and_a_field(text: str, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(text)
     assert caught.value.field == field

@@ -212,7 +212,7 @@ def test_kv_crosses_regions_only_where_the_file_says_so() -> None:
         ("{region: eu, spans_regions: true}", "groups.chat.spans_regions: contradicts region eu"),
     ],
 )
-def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
+def test_errors_of_a_region_are_reported(group: str, message: str) -> None:
     text = f"regions: [eu, us]\ngroups:\n  chat: {{prefill: 2, decode: 2, {group[1:]}"
     with pytest.raises(InvalidRequest) as caught:
         read(text)
@@ -220,7 +220,7 @@ def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
 
 
 @pytest.mark.req("S11")
-def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
+def test_instances_kept_for_a_lent_group_are_in_its_region() -> None:
     """So another group of eu cannot take these instances, and if eu is lost, its groups find their
     failover.
     """

@@ -42,7 +42,7 @@ def test_each_idle_instance_is_tried_once_a_period_and_partners_change() -> None
     assert canary.next([P1, D0], 110.0) == CanaryProbe(P1, D0)
 
 
-def test_who_has_no_partner_is_tried_alone() -> None:
+def test_an_instance_without_a_partner_is_probed_alone() -> None:
     canary = CanaryRota(period_s=1.0)
     fusion, far = subject("f0", Role.FUSION), subject("d9", Role.DECODE, cell="far")
     for each in (fusion, far, P0):

@@ -173,7 +173,7 @@ def test_a_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
     assert tick(judge, 1.2) == []
 
 
-def test_who_restarts_counts_as_out(judge: FaultJudge) -> None:
+def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
     """Otherwise a wrong judge would walk through the group, one restart after the other."""
     seen(judge, "d0", "d1", "d2")
     tell(judge, "d0", HANGS)
@@ -207,7 +207,7 @@ def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge)
 
 
 @pytest.mark.req("S36", "S74")
-def test_what_an_operator_says_is_well_is_judged_by_what_is_told_from_now_on(
+def test_an_uncordoned_instance_is_judged_only_by_new_reports(
     judge: FaultJudge,
 ) -> None:
     seen(judge, "d1")

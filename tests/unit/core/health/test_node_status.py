@@ -177,7 +177,7 @@ class FakeNvml(SimpleNamespace):
         ({"rows": 999}, Level.TRANSIENT, DEVICE_UNKNOWN),
     ],
 )
-def test_what_the_driver_says_has_a_level(
+def test_each_message_of_the_driver_has_a_level(
     device: dict[str, object], level: Level, reason: str
 ) -> None:
     statuses = NvmlDevices(FakeNvml(devices=[device])).read()

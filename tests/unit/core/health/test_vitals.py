@@ -59,7 +59,7 @@ def test_an_instance_that_is_full_forever_is_suspect_and_a_busy_one_is_not() -> 
     assert book.signals("slow", 40.0) == (), "eight long prompts take it longer than a window"
 
 
-def test_slow_pulls_are_slow_beside_those_of_peers_only() -> None:
+def test_a_pull_is_slow_only_in_comparison_with_those_of_peers() -> None:
     book = VitalsBook()
     for i in range(3):
         book.heard(f"d{i}", 1, "g", Vitals(num_pulls=10, pull_s=0.2), 1.0)

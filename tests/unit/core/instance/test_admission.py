@@ -134,7 +134,7 @@ def test_the_answer_is_never_reserved_beyond_the_context() -> None:
         ask(1, num_tokens=513),  # nine blocks do not fit the arena
     ],
 )
-def test_what_an_empty_instance_cannot_hold_is_too_long_for_good(too_long: Ask) -> None:
+def test_a_prompt_that_an_empty_instance_cannot_hold_is_always_too_long(too_long: Ask) -> None:
     decision = Admission(CAPACITY).admit(too_long, 0)
     assert decision == Refused(RefusalReason.TOO_LONG, 0, decision.detail)  # type: ignore[union-attr]
 

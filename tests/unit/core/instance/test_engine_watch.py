@@ -56,7 +56,7 @@ def test_a_long_step_does_not_count_as_silence_while_layers_are_computed() -> No
     assert effects == [(120, DeclareHung(20.0))], "it stopped within that step"
 
 
-def test_what_an_engine_did_before_the_ping_is_no_answer_to_it() -> None:
+def test_work_before_a_ping_does_not_answer_it() -> None:
     engine = watch()
     engine.handle(WorkSeen(), 0.0)
     assert engine.handle(Tick(), 0.0) == [SendPing()]
@@ -73,7 +73,7 @@ def test_a_long_step_ends_and_nothing_is_held_against_the_engine() -> None:
 
 
 @pytest.mark.fault("F4")
-def test_who_was_paused_waits_anew() -> None:
+def test_a_paused_sequence_waits_again() -> None:
     engine = watch()
     engine.handle(Tick(), 0.0)
     engine.handle(Tick(), 1.0)

@@ -149,7 +149,7 @@ def test_one_that_is_not_drained_to_its_end_may_be_taken_back() -> None:
     assert one.phase is Phase.DRAINING
 
 
-def test_what_could_not_load_says_why_until_it_is_erased() -> None:
+def test_a_failed_load_shows_its_reason_until_the_erase() -> None:
     one = InstanceLife(INCARNATION)
     one.handle(assigned(Stage.LOAD), 0)
     one.handle(life.LoadFailed("WRONG_HASH: model.bin"), 1)

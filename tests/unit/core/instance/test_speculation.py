@@ -130,7 +130,7 @@ def adaptive_of(law: Law, batch: int, assumed: float, most: int = 4) -> Adaptive
 @pytest.mark.parametrize("batch", [1, 16, 256])
 @pytest.mark.parametrize("assumed", [0.05, 0.9])
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.6, 0.9])
-def test_whatever_a_setting_says_no_text_is_slowed_by_three_percent(
+def test_no_setting_slows_any_text_by_three_percent(
     batch: int, assumed: float, acceptance: float
 ) -> None:
     """The configured acceptance is a guess: code repeats itself, and a poem does not."""

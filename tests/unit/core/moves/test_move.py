@@ -150,7 +150,7 @@ def test_fusion_instances_carry_both_roles_and_are_counted_with_their_load() -> 
         max_size=30,
     ),
 )
-def test_whatever_is_asked_for_each_group_keeps_both_roles_and_no_survivor_is_overloaded(
+def test_for_any_order_each_group_keeps_both_roles_without_an_overload(
     counts: list[tuple[int, int]],
     busy: float,
     moves: list[tuple[int, MoveKind, Role, int]],

@@ -53,7 +53,7 @@ def test_a_verdict_that_comes_before_the_record_counts() -> None:
     assert len(planned(placement, QUERY).prefills) == 2
 
 
-def test_one_out_of_service_gets_nothing_whatever_its_record_says() -> None:
+def test_an_instance_out_of_service_gets_nothing_whatever_its_record_says() -> None:
     placement = make(*pair())
     fleet = placement.fleet
     fleet.handle(OutOfServiceSeen(frozenset({"prefill-0", "decode-0"})), 0.0)

@@ -160,7 +160,7 @@ def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_
 
 
 @pytest.mark.fault("F23", "F24", "F34")
-def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
+def test_if_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
     """Instances whose link is slow or cut compute both phases. A prefill whose KV was corrupt at
     all decodes computes nothing.
     """

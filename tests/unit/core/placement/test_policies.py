@@ -55,7 +55,7 @@ def test_the_remote_term_favours_no_instance_that_has_the_prefix_already() -> No
 
 
 @pytest.mark.req("S77", "S107")
-def test_what_a_peer_can_give_decides_for_the_idle_instance() -> None:
+def test_the_blocks_of_a_peer_make_the_idle_instance_the_best() -> None:
     """The holder has 300 ms of other work. Elsewhere, computing the blocks that it holds would take
     576 ms, and fetching them takes no time.
     """

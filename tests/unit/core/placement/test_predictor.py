@@ -59,7 +59,7 @@ def test_the_same_prompt_for_ever_does_not_make_it_forget_how_to_be_certain() ->
     assert fit.predict_s(640, 0) == pytest.approx(0.1, rel=0.01)
 
 
-def test_what_a_whole_prompt_takes_is_said_once_something_was_seen() -> None:
+def test_the_time_of_a_prompt_is_predicted_after_the_first_measurement() -> None:
     predictor = LatencyPredictor()
     assert predictor.whole_s("kind", 1000) == 0.0
     for num_tokens in (400, 800, 1600, 3200) * 5:

@@ -13,7 +13,7 @@ from pdmesh.core.placement.fleet import (
 from tests.support.placements import QUERY, load, make, pair, planned
 
 
-def test_what_was_dispatched_counts_until_a_later_report_includes_it() -> None:
+def test_a_dispatched_request_counts_until_a_later_report_includes_it() -> None:
     """Reports are 20 ms old; without the bookings, a whole burst would go to one instance."""
     placement = make(*pair())
     first = [planned(placement, QUERY, now=0.0).prefills[0].instance_id for _ in range(16)]

@@ -83,7 +83,7 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
     assert len(feed(detector, [slow, silent, slow, silent, slow])) == 1
 
 
-def test_what_got_better_for_good_becomes_the_reference() -> None:
+def test_a_lasting_improvement_becomes_the_reference() -> None:
     """At night, queues are short.
 
     The morning's answers are slow compared with the night's, not with yesterday evening's.

@@ -35,7 +35,7 @@ def test_longer_outputs_slow_decode_and_leave_prefill_the_bottleneck_where_it_wa
 
 
 @pytest.mark.req("S2")
-def test_what_arrives_bounds_phi_and_an_empty_group_carries_nothing() -> None:
+def test_the_arrival_rate_bounds_phi_and_an_empty_group_carries_nothing() -> None:
     phi = PAPER.phi(Split(2, 2), arriving=0.1)
     assert (phi.bottleneck, phi.value) == ("arrivals", pytest.approx(0.025))
     assert PAPER.phi(Split(0, 0)).value == 0.0

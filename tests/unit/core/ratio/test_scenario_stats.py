@@ -50,7 +50,7 @@ def test_the_terms_of_phi_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.req("S2")
-def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
+def test_a_request_that_waits_for_a_decode_slows_no_decode() -> None:
     """Twenty requests ask for two decode slots. Nineteen more seconds of waiting say nothing about
     a slot's capacity.
     """
@@ -95,7 +95,7 @@ def test_scenarios_do_not_touch_each_other() -> None:
     assert stats["code"].t_p == pytest.approx(4.5)
 
 
-def test_what_changed_shows_within_a_few_dozen_requests() -> None:
+def test_a_change_is_detected_within_a_few_dozen_requests() -> None:
     scenarios = Scenarios()
     for ttft_s in [0.7] * 500 + [1.5] * 60:
         scenarios.handle(replace(REQUEST, ttft_s=ttft_s, e2e_s=3.0), 0.0)

@@ -45,14 +45,14 @@ def test_a_move_is_turned_back_for_harm_that_was_seen() -> None:
 @pytest.mark.parametrize(
     ("pace", "harm"), [(9.0, "answers fell from 10 to 9 per s"), (9.8, ""), (12.0, "")]
 )
-def test_where_requests_wait_only_the_pace_of_answers_judges(pace: float, harm: str) -> None:
+def test_while_requests_wait_only_the_pace_of_answers_counts(pace: float, harm: str) -> None:
     """The backlog grows while the move is made, so E2E and success get worse with any move."""
     worse = replace(FULL, queue_s=20.0, success_share=0.5, answered_per_s=pace)
     assert verdict(FULL, worse).harm == harm
 
 
 @pytest.mark.req("S28")
-def test_slower_answers_are_no_harm_if_more_is_asked_for() -> None:
+def test_slower_answers_do_not_count_as_harm_under_more_load() -> None:
     slower = replace(CALM, t_d_s=5.0)
     assert verdict(CALM, slower, rate_per_s=20.0).harm == ""
     assert verdict(CALM, slower, rate_per_s=10.5).harm

@@ -70,7 +70,7 @@ def test_at_the_limit_of_the_queue_it_is_full_however_fast_it_moves() -> None:
     assert unknown.refusal("chat", {}, 1, ttft_s=60.0, now=0.1) == QueueRefusal(QUEUE_FULL, 1.0)
 
 
-def test_who_waits_with_a_lower_priority_is_not_before_it() -> None:
+def test_waiting_requests_with_a_lower_priority_do_not_come_first() -> None:
     view = heard({}, waiting={5: 100, 0: 3})
     assert view.refusal("chat", {}, 5, ttft_s=1.0, now=0.1) is not None
     assert view.refusal("chat", {}, 1, ttft_s=1.0, now=0.1) is None

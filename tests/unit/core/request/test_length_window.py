@@ -136,7 +136,7 @@ def test_how_often_a_waiter_was_passed_over_is_known_though_tenants_take_turns()
     room.check_invariants()
 
 
-def test_who_left_is_not_remembered() -> None:
+def test_an_instance_that_left_is_forgotten() -> None:
     window = LengthWindow(2)
     room: WaitingRoom[str] = WaitingRoom(64, window=window)
     joined = room.join("long", ["p"], 0.0, num_tokens=9000)

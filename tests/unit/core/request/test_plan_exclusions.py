@@ -92,7 +92,7 @@ def test_a_prompt_that_fits_no_instance_is_the_clients_error_at_once() -> None:
 
 
 @pytest.mark.fault("F7")
-def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_again() -> None:
+def test_if_no_other_instance_has_room_a_request_waits_without_polling() -> None:
     """The others drain, or are gone but still registered. Each plan names them, and each refusal
     comes at once.
     """
@@ -115,7 +115,7 @@ def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_
     assert driven.error is NoInstance
 
 
-def test_where_the_prefill_is_too_small_a_decode_computes_the_prompt_itself() -> None:
+def test_if_the_prefill_is_too_small_a_decode_computes_the_prompt_itself() -> None:
     prefill, decode = Candidate("p0", 1, "g"), Candidate("d0", 1, "g")
     driven = Driven()
     driven.feed(PlanReceived(driven.plan, [prefill], [decode]))

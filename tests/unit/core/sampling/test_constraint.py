@@ -58,7 +58,7 @@ def test_tokens_taken_back_and_fed_again_are_as_if_never_taken_back() -> None:
         (Constraint("x", tuple(range(MAX_MARKER + 1))), "constraint.begins_after"),
     ],
 )
-def test_what_is_too_much_names_its_field(constraint: Constraint, field: str) -> None:
+def test_a_value_that_is_too_large_names_its_field(constraint: Constraint, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         constraint.check()
     assert caught.value.field == field

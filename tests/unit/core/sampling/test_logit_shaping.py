@@ -36,7 +36,7 @@ NAN = float("nan")
         ("allowed_token_ids", (1,) * 65_537),
     ],
 )
-def test_what_is_out_of_bounds_names_its_field(field: str, value: Any) -> None:
+def test_a_value_out_of_bounds_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         replace(UNSHAPED, **{field: value}).check(VOCABULARY, max_tokens=8)
     assert caught.value.field == field

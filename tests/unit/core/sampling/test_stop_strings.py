@@ -18,7 +18,9 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 
 @given(pieces=st.lists(texts, max_size=8), stops=stops_of)
-def test_where_the_text_is_cut_never_matters(pieces: list[str], stops: list[str]) -> None:
+def test_the_result_does_not_depend_on_where_the_text_is_cut(
+    pieces: list[str], stops: list[str]
+) -> None:
     text = "".join(pieces)
     assert run(pieces, stops) == run([text], stops) == run(list(text), stops)
 

@@ -57,7 +57,7 @@ def test_a_gateway_leases_free_tokens_and_asks_for_the_rest(
     assert more(leases, lease("a", 0), 1000, needed) == lease("a", allowed, wanted=wanted)
 
 
-def test_those_that_wait_longest_get_first_what_was_not_granted() -> None:
+def test_the_longest_waiting_gateways_get_ungranted_tokens_first() -> None:
     leases: Leases = (lease("gone", 0, wanted=9), lease("b", 0, wanted=30), lease("c", 0, wanted=9))
     after, mine = given(leases, lease("a", 100, 65), 0, alive)
     assert mine == lease("a", 65, 65)
@@ -72,7 +72,7 @@ def test_one_that_lacks_tokens_gives_to_those_before_it_and_not_to_those_behind(
     assert [x.allowed for x in after if x.holder != "a"] == [8, 0]
 
 
-def test_one_that_begins_to_want_more_goes_to_the_end_of_the_line() -> None:
+def test_a_gateway_that_begins_to_wait_goes_to_the_end_of_the_queue() -> None:
     leases: Leases = (lease("a", 5), lease("b", 5))
     wanting = with_lease(leases, lease("a", 5, wanted=1))
     assert [x.holder for x in wanting] == ["b", "a"]

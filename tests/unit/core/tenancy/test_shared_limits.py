@@ -61,7 +61,7 @@ def test_lost_parts_are_not_handed_over(is_leaving: bool) -> None:
     assert b.store.ledger.holders.count("b") == 0
 
 
-def test_what_they_granted_today_still_counts() -> None:
+def test_tokens_granted_today_still_count() -> None:
     limits = TenantLimits(max_concurrent=16, tokens_per_day=1600)
     _, b = two_that_share(Tenant("acme", limits))
     assert b.enter(CLOCK)

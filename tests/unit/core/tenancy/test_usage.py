@@ -148,7 +148,7 @@ class Site:
         return {a.group_id or a.pool: a.instance_s for a in self.loop.message().accounts}
 
 
-async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> None:
+async def test_charged_usage_outlives_leaders_and_an_outage_of_the_store() -> None:
     site = Site()
     await site.loop.round()
     await site.pass_s(20)
@@ -184,7 +184,7 @@ async def test_without_a_desired_state_usage_is_reported_as_not_counted() -> Non
         site.loop.message()
 
 
-async def test_one_that_ceases_to_lead_writes_nothing_more() -> None:
+async def test_a_master_that_stops_leading_writes_nothing_more() -> None:
     site = Site()
     await site.loop.round()
     site.leads = False

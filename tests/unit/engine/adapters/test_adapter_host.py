@@ -83,7 +83,7 @@ async def test_another_content_than_registered_is_refused(site: Site) -> None:
     assert site.host.is_idle
 
 
-async def test_what_becomes_of_the_folder_later_changes_nothing(site: Site) -> None:
+async def test_later_changes_of_the_folder_have_no_effect(site: Site) -> None:
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     await site.host.acquired(1, a)
     (Path(a.path) / SETTINGS_FILE).unlink()

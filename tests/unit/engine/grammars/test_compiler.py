@@ -81,7 +81,7 @@ def test_meaningless_or_endless_text_is_refused_too(kind: GrammarKind, text: str
         (GrammarKind.JSON_OBJECT, ""),
     ],
 )  # fmt: skip
-def test_what_only_looks_hostile_compiles(kind: GrammarKind, text: str) -> None:
+def test_a_grammar_that_only_looks_hostile_compiles(kind: GrammarKind, text: str) -> None:
     compiled(kind, text)
 
 

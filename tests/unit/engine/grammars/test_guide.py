@@ -54,7 +54,7 @@ def test_tokens_given_back_were_never_taken() -> None:
         assert guide.accept(answer[-num_back:])
 
 
-def test_what_a_constraint_does_not_allow_is_not_accepted() -> None:
+def test_tokens_that_a_constraint_does_not_allow_are_not_accepted() -> None:
     wrong = COMPILER.vocabulary.tokenize_str('{"b')
     guide = Guide.after(OBJECT, COMPILER, wrong[:2])
     assert guide.num_valid(wrong[2:]) == 0

@@ -54,7 +54,7 @@ def test_steps_are_bounded_on_a_cpu_and_as_vllm_chooses_on_a_gpu() -> None:
     assert replace(CPU, max_num_batched_tokens=4, max_num_seqs=16).step_tokens == 16
 
 
-def test_what_the_user_set_in_the_environment_is_kept() -> None:
+def test_the_users_environment_variables_are_kept() -> None:
     assert "OMP_NUM_THREADS" in environment(CPU, {})
     assert "OMP_NUM_THREADS" not in environment(CPU, {"OMP_NUM_THREADS": "7"})
 

@@ -1,4 +1,4 @@
-"""The shell around ledgers of parts, with a bucket that does not answer."""
+"""The ledgers of tenants with a bucket that does not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.req("S97")
 
 
 class FreezingBucket:
-    """It takes writes until it is frozen, and then answers no more."""
+    """Accepts writes until it is frozen, and then never answers."""
 
     def __init__(self) -> None:
         self.is_frozen = False

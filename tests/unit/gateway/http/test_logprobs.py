@@ -1,6 +1,4 @@
-"""Log probabilities spell each token with its own bytes, include the drawn token, and say where it
-stands.
-"""
+"""Log probabilities have each token's own bytes, the drawn token, and its offset."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def test_a_piece_keeps_its_space(name: str) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 2, 3])
 def test_the_token_drawn_is_always_there(num_top: int) -> None:
-    """As with vLLM and OpenAI, there are `logprobs` + 1 entries if it is not among the
+    """As in vLLM and OpenAI's API, there are `logprobs` + 1 entries if it is not among the
     likeliest.
     """
     of = tokenizer("byte level")

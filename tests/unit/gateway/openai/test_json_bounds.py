@@ -113,7 +113,7 @@ def test_a_field_given_twice_is_found_in_one_pass_over_the_names() -> None:
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("size", [400, 60_000, FULL])
-def test_what_a_client_sent_comes_back_shortened(size: int) -> None:
+def test_an_error_shortens_the_clients_text(size: int) -> None:
     long = b"a" * (size - 200)
     bodies = (
         b'{"model":"m","prompt":"x","%b":1}' % long,

@@ -1,4 +1,4 @@
-"""docs/api.md tells what becomes of every field of vLLM's requests here, and tells the truth."""
+"""The table in docs/api.md has every field of vLLM's requests, and is correct."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Answers of several model families, parsed by vLLM's parsers: however their tokens come in pieces,
-a client gets the same, and what plain vLLM finds in them.
+"""Answers of several model families through vLLM's parsers.
+
+However their tokens are divided into pieces, a client gets the same output as from plain vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
 
 @dataclass(frozen=True)
 class Family:
-    """How a family writes: special tokens, tokens that are only whole, and an answer."""
+    """The output of a model family: its special tokens, its whole tokens, and an answer."""
 
     tool: str
     reasoning: str
@@ -130,7 +131,7 @@ TOOLS: Final = [
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    """Merges of bytes that the answer itself teaches: tokens end anywhere in its marks."""
+    """A tokenizer with byte merges from the answer itself, so tokens may end within its marks."""
     family = FAMILIES[name]
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,7 +172,7 @@ def desk() -> Any:
 
 @dataclass
 class Told:
-    """All deltas of a choice, put together; ids of calls are drawn at random."""
+    """All deltas of a choice together, without the random ids of tool calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -235,7 +236,7 @@ class Choices:
 
 
 def in_vllm(name: str) -> Told:
-    """Plain vLLM's own loop: its incremental detokenizer, its parser, a step for each token."""
+    """The output of plain vLLM's own loop, with its detokenizer and parser, token by token."""
     from transformers import PreTrainedTokenizerFast
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
@@ -272,7 +273,7 @@ def in_vllm(name: str) -> Told:
 
 
 def cuts(ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """The tokens cut in two at each place, one by one, and in threes."""
+    """The tokens in two pieces, for each place of the cut, then one by one, and in threes."""
     yield from ([ids[:at], ids[at:]] for at in range(1, len(ids)))
     yield [ids[at : at + 1] for at in range(len(ids))]
     yield [ids[at : at + 3] for at in range(0, len(ids), 3)]

@@ -1,4 +1,4 @@
-"""What a request tells the master about itself."""
+"""The data about a request that the master gets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_an_instance_reads_the_shaping_that_the_gateway_meant() -> None:
 
 
 def test_a_request_for_an_adapter_names_the_model_and_the_content_everywhere() -> None:
-    """Block names, cache salt, plan and legs: what lacks the content meets another one's KV."""
+    """Block names, salt, plan and legs need the content, or they would match KV of other
+    content.
+    """
     tokens = array("I", range(130))
     record = InstanceRecord(instance_id="p", incarnation=1, model_fingerprint="f", block_size=64)
     sent = {}

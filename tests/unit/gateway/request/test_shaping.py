@@ -1,4 +1,4 @@
-"""What becomes of a client's sampling parameters, and of the model's own defaults."""
+"""The effects of a client's sampling parameters and of the model's own defaults."""
 
 from __future__ import annotations
 

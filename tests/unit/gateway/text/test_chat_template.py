@@ -65,7 +65,7 @@ def rendered(source: str, *contents: str | Sequence[str]) -> str:
     ],
 )
 def test_a_template_gets_contents_in_the_form_that_it_reads(source: str, expected: str) -> None:
-    """As with plain vLLM: parts where the template reads parts, and otherwise lines of one text."""
+    """As in plain vLLM: parts if the template reads parts, and otherwise lines of one text."""
     assert rendered(source, "x", ["a", "b"], []) == expected
 
 

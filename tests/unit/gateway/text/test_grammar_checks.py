@@ -1,4 +1,4 @@
-"""Hostile grammars end the process that compiles them, and nothing else."""
+"""Hostile grammars kill the process that compiles them, and nothing else."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ async def test_the_number_of_waiting_checks_is_bounded(
 async def test_models_share_the_process_and_come_back_to_it(
     checks: GrammarChecks, model: Tokenizer, tmp_path: Path
 ) -> None:
-    """It keeps a few vocabularies, and is given one again that left."""
+    """The process keeps a few vocabularies, and gets a dropped one again."""
     models = [model, *(Tokenizer.load(tmp_path, max_chars=1000) for _ in range(MAX_VOCABULARIES))]
     for number in range(3):
         for each in models:

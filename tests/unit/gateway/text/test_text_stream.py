@@ -1,5 +1,5 @@
-"""Text from tokens as they come: what they add to the prompt's text, in whole characters, with
-nothing lost at the end.
+"""Text from tokens as they arrive: their addition to the prompt's text, in whole characters and
+without a loss at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_says_what_plain_vllm_says(name: str) -> None:
-    """vLLM's detokenizer is this class of the library, started with the prompt's tokens."""
+    """The reference is the class of the library that vLLM uses, started with the prompt's
+    tokens.
+    """
     tokenizer = TOKENIZERS[name]
 
     @given(before=units(name), after=units(name))

@@ -30,7 +30,7 @@ RULES = TokenizerRules(max_chars=10_000)
 
 
 class Library:
-    """An instance that gives the files of many models, as a test lets it."""
+    """An instance that serves the files of many models, as a test orders."""
 
     def __init__(self) -> None:
         self.texts: dict[str, TextFiles] = {}
@@ -359,7 +359,7 @@ def resident_bytes() -> int:
 async def test_a_hundred_models_take_the_memory_of_those_that_fit(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten fit. A hundred, asked for twice, take about as much memory as ten."""
+    """Ten fit. A hundred, each requested twice, take about as much memory as ten."""
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._REST_RATIO", 0.0)
     texts = [library.add(write_large_model(tmp_path / str(i), i)) for i in range(100)]
     files = read_text_files(tmp_path / "0")

@@ -11,7 +11,7 @@ from tests.fakes.memory_bus import MemoryBus
 from tests.support.waiting import until
 
 
-async def test_what_waits_is_bounded_and_the_rest_is_published_at_the_end() -> None:
+async def test_waiting_events_are_bounded_and_the_rest_is_published_at_the_end() -> None:
     bus = MemoryBus()
     heard: list[ErrorReported] = []
 

@@ -167,7 +167,7 @@ async def test_a_bug_in_the_store_costs_one_block_and_not_the_writer(tmp_path: P
 
 
 @pytest.mark.fault("F33")
-async def test_what_takes_long_and_gets_on_does_not_hang(tmp_path: Path) -> None:
+async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) -> None:
     """Counting a large directory may take longer than the time after which a call counts as
     hanging.
     """

@@ -286,7 +286,7 @@ async def test_a_corrupt_file_is_counted_and_what_follows_it_recomputed(tmp_path
 
 
 @pytest.mark.fault("F2")
-async def test_what_a_peer_has_lost_meanwhile_is_recomputed(tmp_path: Path) -> None:
+async def test_blocks_that_a_peer_has_lost_are_recomputed(tmp_path: Path) -> None:
     peer = FakePeer(CHAIN, has_lost={CHAIN[4]})
     async with running(tmp_path, peers=peer) as r:
         lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)

@@ -49,7 +49,7 @@ async def ask(
 
 
 @pytest.mark.req("S21")
-async def test_what_the_page_shows_and_changes_is_what_the_admin_service_does(site: Site) -> None:
+async def test_the_page_shows_and_changes_the_same_as_the_admin_service(site: Site) -> None:
     async with browser(site) as client:
         status, states = await ask(client, "ListGroupStates")
         assert (status, [g["group_id"] for g in states["groups"]]) == (200, ["chat"])

@@ -45,7 +45,7 @@ def test_zeros_are_not_written() -> None:
     [("CONSTRAINT_UNSATISFIABLE", True), ("OVERLOADED", False), ("ENGINE_FAILED", False),
      ("UNKNOWN", False)],
 )  # fmt: skip
-def test_what_a_client_wrote_says_nothing_about_a_ratio(reason: str, by_client: bool) -> None:
+def test_a_clients_text_has_no_effect_on_a_ratio(reason: str, by_client: bool) -> None:
     assert is_by_client(reason) == by_client
     read = msgspec.json.decode(to_json(RequestFinished(reason=reason)), type=RequestFinishedJson)
     assert read.reason == reason

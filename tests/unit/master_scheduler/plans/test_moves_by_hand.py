@@ -138,7 +138,7 @@ def test_decisions_are_reported_with_their_numbers_and_moves() -> None:
         (["--profile", "1", "2", "nan", "4"], "must be a positive number"),
     ],
 )
-def test_what_a_command_lacks_is_said_before_any_master_is_asked(
+def test_a_missing_argument_is_reported_before_any_master_is_called(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:

@@ -38,7 +38,7 @@ def check_largest_honest() -> None:
         (b"\xfa\x01\x00" * (2 << 20), pb.ChatRequest, "unknown field 31"),
     ],
 )
-def test_what_would_be_millions_of_objects_is_refused_by_its_name(
+def test_a_field_with_millions_of_objects_is_refused_by_its_name(
     data: bytes, message: type[pb.ChatRequest], field: str
 ) -> None:
     def refuse() -> None:

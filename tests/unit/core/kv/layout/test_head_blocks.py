@@ -127,7 +127,7 @@ def _slots(
     st.integers(0, 2**32 - 1),
     st.integers(1, 4),
 )
-def test_what_is_moved_is_what_slicing_the_whole_gives(
+def test_the_moved_bytes_equal_a_slice_of_the_whole(
     meeting: tuple[int, int, int],
     source_layout: tuple[str, str],
     target_layout: tuple[str, str],

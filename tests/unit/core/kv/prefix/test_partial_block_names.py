@@ -77,7 +77,7 @@ def test_earlier_turns_are_found_by_how_a_prompt_of_this_template_ends() -> None
 
 
 @pytest.mark.parametrize("tokens", [[], [5], [IM_END], list(range(100, 200)), [IM_END] * 50])
-def test_what_is_no_conversation_has_no_turns(tokens: list[int]) -> None:
+def test_a_request_without_a_conversation_has_no_turns(tokens: list[int]) -> None:
     ends = turn_ends(tokens_to_bytes(tokens), {IM_END})
     assert all(0 < end < len(tokens) for end in ends)
     assert len(ends) <= 4

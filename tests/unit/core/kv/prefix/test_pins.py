@@ -32,9 +32,7 @@ def test_a_pin_names_what_its_tenants_prompts_name() -> None:
         ("ttl_s", {"ttl_s": 10**9}),
     ],
 )
-def test_what_cannot_be_pinned_is_refused_by_the_name_of_its_field(
-    field: str, change: dict[str, Any]
-) -> None:
+def test_a_prefix_that_cannot_be_pinned_names_its_field(field: str, change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         replace(PIN, **change)
     assert caught.value.field == field

@@ -209,7 +209,7 @@ def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
 
 
 @pytest.mark.req("S77", "S107")
-def test_what_host_pools_hold_goes_on_from_what_an_instance_has_itself() -> None:
+def test_blocks_of_host_pools_extend_the_prefix_that_an_instance_holds() -> None:
     """a holds blocks 0 to 3 in its engine, b holds 2 to 5 and c holds 8 in its host pool."""
     prompt = [bytes([i]) * 16 for i in range(10)]
     index = PrefixIndex()

@@ -44,7 +44,7 @@ def test_a_pause_doubles_up_to_its_bound() -> None:
     assert pauses == [0.05, 0.2, 0.4, 0.8, 1.6, 2.0]
 
 
-def test_what_is_wanted_while_in_flight_is_asked_for_again() -> None:
+def test_a_change_during_a_request_is_requested_again() -> None:
     """The snapshot under way may be older than the gap."""
     repairs = Repairs()
     repairs.want("p0", 0.0)

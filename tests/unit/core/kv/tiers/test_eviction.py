@@ -125,7 +125,7 @@ def test_a_fixed_prefix_stays_even_if_it_is_never_asked_for() -> None:
 
 
 @pytest.mark.req("S78", "S96")
-def test_what_is_fixed_leaves_half_of_the_pool_to_the_others() -> None:
+def test_fixed_blocks_leave_half_of_the_pool_to_the_others() -> None:
     book = PoolBook(8)
     book.fix([bytes([n]) * 16 for n in range(1, 9)])
     stored(book, *range(1, 9))

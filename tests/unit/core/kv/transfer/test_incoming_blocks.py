@@ -69,7 +69,7 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_copy_under_way_has_ended() 
 
 
 @pytest.mark.fault("F27")
-def test_what_lands_after_the_end_is_not_scattered() -> None:
+def test_kv_that_lands_after_the_end_is_not_scattered() -> None:
     """The agent's thread learns of the end later than the engine learns that the blocks are
     free.
     """

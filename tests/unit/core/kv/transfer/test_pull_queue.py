@@ -44,7 +44,7 @@ def test_long_ones_go_few_at_a_time_and_short_ones_together() -> None:
 
 
 @pytest.mark.fault("F23", "F24")
-def test_what_waits_for_one_source_holds_up_no_other() -> None:
+def test_pulls_that_wait_for_one_source_delay_no_others() -> None:
     """However many pulls from a slow source run or wait, another source's pulls begin at once and
     get their share.
     """
@@ -71,7 +71,7 @@ def test_a_silent_pull_passes_on_its_turn_and_may_end_later() -> None:
     queue.check_invariants()
 
 
-def test_what_waits_too_long_is_told_and_what_is_under_way_is_not() -> None:
+def test_long_waits_are_reported_but_running_work_is_not() -> None:
     queue: PullQueue[str] = PullQueue(max_active=1)
     assert queue.add("a", 1, "p", 5.0) == ["a"]
     assert queue.add("b", 1, "p", 5.0) == []

@@ -293,7 +293,7 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
 
 
 @pytest.mark.req("S57")
-def test_what_a_rank_of_a_failed_decode_took_does_not_count_for_the_next_decode() -> None:
+def test_a_pull_by_a_rank_of_a_failed_decode_does_not_count_for_the_next_decode() -> None:
     """A decode of two ranks fails when one of them has its part.
 
     Both ranks of the next decode must get their parts.

@@ -86,7 +86,7 @@ def test_a_source_slower_than_computing_three_times_is_avoided_and_then_on_proba
         pytest.param(60.0, 0.0, id="not known what computing takes"),
     ],
 )
-def test_what_is_no_proof_of_a_slow_source_neither_strikes_nor_clears(
+def test_a_pull_that_proves_nothing_about_its_source_neither_strikes_nor_clears(
     waited_s: float, compute_s: float
 ) -> None:
     record = sources()
@@ -132,7 +132,7 @@ def test_one_decode_ejects_for_itself_and_two_condemn_a_source() -> None:
     assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
-def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
+def test_reports_about_another_incarnation_do_not_count() -> None:
     assert not KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, {"p0": 2})
     assert not KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, {})
     assert not KvExchange()

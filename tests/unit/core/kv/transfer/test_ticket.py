@@ -11,7 +11,7 @@ from pdmesh.core.kv.transfer.ticket import (
 )
 
 
-def test_what_gives_the_right_to_pull_is_in_no_log_line() -> None:
+def test_no_log_line_contains_the_right_to_pull() -> None:
     ticket_id = make_ticket_id(0x1F, "secret-with-dashes".replace("-", ""))
     assert shown_ticket_id(ticket_id) == "1f"
     ticket = Ticket(ticket_id, "r", 0, "p0", 7, "fp", 8, 64, ("10.0.0.1:7000",), 5000)

@@ -20,7 +20,7 @@ def test_it_is_ours_alone_and_stays_while_we_live(tmp_path: Path) -> None:
     assert f"-{os.getpid()}-" in first.name
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_files_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     left = tmp_path / f"pdmesh-vllm-{ended.pid}-abc"

@@ -119,7 +119,7 @@ def test_every_file_that_may_decide_kv_is_part_of_the_name(model_dir: Path, name
         "chat_template.jinja", "special_tokens_map.json", ".gitattributes", "pdmesh-manifest.json",
     ],
 )  # fmt: skip
-def test_what_decides_no_kv_is_not(model_dir: Path, name: str) -> None:
+def test_settings_that_do_not_affect_kv_are_not_compared(model_dir: Path, name: str) -> None:
     before = name_of(model_dir)
     (model_dir / name).write_text("{}")
     assert name_of(model_dir) == before

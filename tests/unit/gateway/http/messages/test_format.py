@@ -1,4 +1,4 @@
-"""How a message ends, and what a client gets of arguments that are no object."""
+"""How a message ends, and how it shows arguments that are not an object."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_piece_of_another_size_is_a_failure() -> None:
     assert error.reason == "KV_PROTOCOL_ERROR"
 
 
-def test_what_is_cancelled_before_it_began_ends_at_once() -> None:
+def test_a_task_that_is_cancelled_before_it_begins_ends_at_once() -> None:
     whole, pulls, told = together(10, 20)
     whole.cancel()
     assert told == ["over"]

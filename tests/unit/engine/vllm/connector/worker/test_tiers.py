@@ -223,7 +223,7 @@ def test_a_part_of_the_tiers_that_dies_ends_the_worker(
 
 
 @pytest.mark.req("S76", "S77")
-def test_what_a_step_saved_a_later_step_loads_into_other_blocks(rank: Rank) -> None:
+def test_blocks_saved_by_one_step_are_loaded_into_other_blocks_by_a_later_step(rank: Rank) -> None:
     rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
     assert rank.fetch(1, NAMES) == 3
     rank.worker.load(TierPlan(loads=[TierLoad(1, 1, (20, 21))]))

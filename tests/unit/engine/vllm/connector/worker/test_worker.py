@@ -250,7 +250,7 @@ def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_fall
 
 
 @pytest.mark.fault("F8", "F23")
-def test_what_becomes_of_a_pull_is_said_at_once_and_not_with_the_next_step() -> None:
+def test_the_outcome_of_a_pull_is_reported_at_once_and_not_with_the_next_step() -> None:
     """A step may take longer than a pull and its grace. In this test, vLLM asks for no results."""
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
@@ -362,7 +362,7 @@ def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() ->
     assert rank.agent.said == []
 
 
-def test_what_lands_after_a_cancel_is_not_scattered_into_blocks_that_were_given_back() -> None:
+def test_kv_that_lands_after_a_cancel_is_not_scattered_into_freed_blocks() -> None:
     """The agent's thread learns of the cancel later than vLLM learns that the blocks are free."""
     rank = Rank()
     rank.incoming.pull(load(1))

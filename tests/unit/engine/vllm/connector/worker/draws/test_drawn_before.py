@@ -31,7 +31,7 @@ def state(num_drawn: int, min_tokens: int = 0) -> Any:
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", range(5))
-def test_what_was_drawn_is_output_and_the_tokens_stay_in_order(num_drawn: int) -> None:
+def test_drawn_tokens_become_output_in_order(num_drawn: int) -> None:
     begun = state(num_drawn)
     move_drawn_to_output(begun)
     assert begun.prompt_token_ids + begun.output_token_ids == [1, 2, 3, 4, 5]
@@ -47,7 +47,7 @@ def test_min_tokens_is_of_the_whole_answer_and_the_schedulers_copy_stays() -> No
     assert asked.min_tokens == 2
 
 
-def test_one_that_draws_nothing_is_left_alone() -> None:
+def test_a_request_that_draws_nothing_is_not_changed() -> None:
     begun = state(0)
     begun.sampling_params = None
     move_drawn_to_output(begun)

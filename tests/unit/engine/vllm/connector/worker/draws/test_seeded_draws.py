@@ -103,7 +103,7 @@ def test_a_request_keeps_its_generator_when_it_leaves_the_batch_and_comes_back()
     assert runner.input_batch.generators[1] is runner.state.generator
 
 
-def test_with_speculation_a_generator_is_put_where_its_request_begins_and_left_alone() -> None:
+def test_with_speculation_a_generator_is_set_once_at_the_beginning_of_its_request() -> None:
     expected, runner = uninterrupted(word), Runner(num_drawn=5)
     runner.speculative_config = object()
     assert runner.step(word) == expected[5]
