@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.core.sampling.call_grammar import NoGrammar, call_grammar
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.chat_messages import ChatMessage
@@ -64,18 +63,13 @@ def may_call(request: ChatCompletionRequest) -> bool:
 
 
 def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar:
-    """The grammar that vLLM uses for the model's tool calls. Raises InvalidRequest."""
+    """The form in which vLLM has the model write its tool calls."""
     field = _constraining_field(request)
     found = msgspec.json.decode(constraint)
     if (schema := found.get("json")) is not None:
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
         return AskedGrammar(GrammarKind.JSON, text, field)
-    try:
-        grammar = call_grammar(msgspec.json.decode(found["structural_tag"]))
-    except NoGrammar as exc:
-        message = f"{field} is not supported with this model's tool parser: {exc}"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field) from exc
-    return AskedGrammar(GrammarKind.LARK, grammar, field)
+    return AskedGrammar(GrammarKind.CALLS, found["structural_tag"], field)
 
 
 def parser_request(request: ChatCompletionRequest) -> bytes:

@@ -1,18 +1,21 @@
 """Converts the form of tool calls from vLLM's structural tags to grammars in Lark.
 
 vLLM describes the form as a structural tag of xgrammar: a tree of texts, JSON schemas and
-repetitions. The mesh's engines take grammars of llguidance. Tool calls in XML cannot be converted,
-so they are refused.
+repetitions. The mesh's engines take grammars of llguidance. A form without a grammar is refused,
+not loosened.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from pdmesh.core.sampling.lark import LarkRules, regex
+from pdmesh.core.sampling.xml_arguments import STYLES, NoXmlGrammar, xml_arguments
+
 _MAX_DEPTH: Final = 16
-_TEXT: Final = "TAG_TEXT: /(.|\\n)*/"
 # If the arguments may be anything, they still must be an object: tools take nothing else.
 _OBJECT: Final = '{"type": "object"}'
 
@@ -24,9 +27,12 @@ class NoGrammar(ValueError):
     """The form has a part that grammars cannot express."""
 
 
-def call_grammar(tag: _Node) -> str:
-    """The grammar of `tag`, a structural tag with a format. Raises NoGrammar."""
-    grammar = _Grammar()
+def call_grammar(tag: _Node, tokens: Mapping[str, int] | None = None) -> str:
+    """The grammar of `tag`, a structural tag with a format. Raises NoGrammar.
+
+    `tokens`: ids of the tokens that stand for a text of their own, by the text.
+    """
+    grammar = _Grammar(LarkRules(tokens))
     node = tag.get("format")
     if not isinstance(node, Mapping):
         raise NoGrammar("a structural tag without a format")
@@ -34,12 +40,16 @@ def call_grammar(tag: _Node) -> str:
         start = grammar.free_text_with(node)
     else:
         start = grammar.expression(node, 0)
-    return "\n".join(["%llguidance {}", f"start: {start}", *grammar.rules, ""])
+    return "\n".join(["%llguidance {}", f"start: {start}", *grammar.lines, ""])
 
 
 class _Grammar:
-    def __init__(self) -> None:
-        self.rules: list[str] = []
+    def __init__(self, rules: LarkRules) -> None:
+        self._rules = rules
+
+    @property
+    def lines(self) -> list[str]:
+        return self._rules.lines
 
     def expression(self, node: _Node, depth: int) -> str:
         if depth > _MAX_DEPTH:
@@ -51,34 +61,40 @@ class _Grammar:
 
     def free_text_with(self, node: _Node) -> str:
         """The rule for any text in which each trigger begins one of the tags."""
-        self.rules.append(_TEXT)
+        text = self._text_before(node["triggers"])
         alternatives = []
         for trigger in node["triggers"]:
             begun = [tag for tag in node["tags"] if tag["begin"].startswith(trigger)]
             if not begun:
                 continue
-            name = self._rule(f"TAG_TEXT {_literal(trigger)}", "[lazy]")
+            name = self._rules.until(text, trigger)
             rests = [
                 self.expression({**tag, "begin": tag["begin"][len(trigger) :]}, 1) for tag in begun
             ]
-            alternatives.append(f"{name} {self._rule(' | '.join(rests))}")
-        tail = self._rule("TAG_TEXT")
+            alternatives.append(f"{name} {self._rules.rule(' | '.join(rests))}")
+        tail = self._rules.rule(text)
         if not alternatives:
             return tail
-        tags = self._rule(" | ".join(alternatives))
+        tags = self._rules.rule(" | ".join(alternatives))
         return f"{tags} | {tail}" if node.get("stop_after_first") else f"{tags}* {tail}"
 
+    def _text_before(self, triggers: Sequence[str]) -> str:
+        """A terminal of any text. Where a trigger begins with a token, the text cannot spell it."""
+        tokens = {found for trigger in triggers if (found := self._rules.first_token(trigger))}
+        others = "".join(f" & ~{regex(f'(?s:.*){re.escape(t)}(?s:.*)')}" for t in sorted(tokens))
+        return self._rules.terminal(f"/(.|\\n)*/{others}")
+
     def constant(self, node: _Node, depth: int) -> str:
-        return _literal(node["value"])
+        return self._rules.literal(node["value"])
 
     def schema(self, node: _Node, depth: int) -> str:
-        if node.get("style", "json") != "json":
+        if node.get("style", "json") != "json":  # but in a tag: its end tells how lines are broken
             raise NoGrammar(f"no grammar for arguments in {node['style']}")
         schema = node["json_schema"]
         return "%json " + (json.dumps(schema) if isinstance(schema, dict) else _OBJECT)
 
     def pattern(self, node: _Node, depth: int) -> str:
-        return self._rule(f"/{node['pattern'].replace('/', chr(92) + '/')}/")
+        return self._rules.rule(regex(node["pattern"]))
 
     def sequence(self, node: _Node, depth: int) -> str:
         return " ".join(self.expression(each, depth) for each in node["elements"])
@@ -90,15 +106,24 @@ class _Grammar:
         end = node["end"]
         if not isinstance(end, str):
             raise NoGrammar("a tag with several ends")
-        parts = (_literal(node["begin"]), self.expression(node["content"], depth), _literal(end))
-        return self._rule(" ".join(part for part in parts if part))
+        begin, content = self._rules.literal(node["begin"]), node["content"]
+        if content.get("type") == "json_schema" and content.get("style") in STYLES:
+            try:
+                rest = xml_arguments(content["json_schema"], content["style"], end, self._rules)
+            except NoXmlGrammar as exc:
+                raise NoGrammar(str(exc)) from exc
+            return self._rules.rule(f"{begin} {rest}")
+        parts = (begin, self.expression(content, depth), self._rules.literal(end))
+        return self._rules.rule(" ".join(part for part in parts if part))
 
     def tags(self, node: _Node, depth: int) -> str:
         """The rule for a sequence of the tags."""
         one = self._either(node["tags"], depth)
-        separator = _literal(node.get("separator", ""))
-        more = one if node.get("stop_after_first") else self._rule(f"{one} ({separator} {one})*")
-        return more if node.get("at_least_one") else self._rule(f"{more} |")
+        separator = self._rules.literal(node.get("separator", ""))
+        more = (
+            one if node.get("stop_after_first") else self._rules.rule(f"{one} ({separator} {one})*")
+        )
+        return more if node.get("at_least_one") else self._rules.rule(f"{more} |")
 
     def times(self, node: _Node, depth: int) -> str:
         sign = {"star": "*", "plus": "+", "optional": "?"}[node["type"]]
@@ -107,16 +132,7 @@ class _Grammar:
     def _either(self, nodes: Sequence[_Node], depth: int) -> str:
         if not nodes:
             raise NoGrammar("no tag to choose from")
-        return self._rule(" | ".join(self.expression(each, depth) for each in nodes))
-
-    def _rule(self, body: str, mark: str = "") -> str:
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{mark}: {body}")
-        return name
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
+        return self._rules.rule(" | ".join(self.expression(each, depth) for each in nodes))
 
 
 _WRITERS: Final[Mapping[str, Callable[[_Grammar, _Node, int], str]]] = {

@@ -7,10 +7,12 @@ trigger begins a structure: `begin`, JSON under a schema, `end`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from pdmesh.core.sampling.call_grammar import call_grammar
 from pdmesh.engine.grammars.compiler import GrammarRefused
 
 MAX_CHOICES: Final = 10_000
@@ -23,7 +25,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     STRUCTURAL_TAG = "structural_tag"
-    LARK = "lark"  # llguidance's own form, which is written here and never by a client
+    CALLS = "calls"  # the form of tool calls, as vLLM's parser of the model describes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,11 @@ class AskedGrammar:
     has_any_whitespace: bool = True  # between the parts of JSON
 
 
-def grammar_of(asked: AskedGrammar) -> str:
-    """The grammar, which is compiled later. Raises GrammarRefused."""
+def grammar_of(asked: AskedGrammar, tokens: Mapping[str, int] | None = None) -> str:
+    """The grammar, which is compiled later. Raises GrammarRefused.
+
+    `tokens`: ids of the tokens that stand for a text of their own, such as `<tool_call>`.
+    """
     from llguidance import grammar_from
 
     try:
@@ -52,8 +57,8 @@ def grammar_of(asked: AskedGrammar) -> str:
                 return grammar_from("choice", json.dumps(_choices(json.loads(asked.text))))
             case GrammarKind.STRUCTURAL_TAG:
                 return _tags(json.loads(asked.text))
-            case GrammarKind.LARK:
-                return asked.text
+            case GrammarKind.CALLS:
+                return call_grammar(json.loads(asked.text), tokens)
             case GrammarKind.REGEX:
                 return grammar_from("regex", asked.text)
             case GrammarKind.GRAMMAR:

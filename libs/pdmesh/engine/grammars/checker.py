@@ -19,7 +19,7 @@ import msgspec
 
 from pdmesh.engine.grammars.asked import AskedGrammar, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
-from pdmesh.engine.grammars.vocabulary import vocabulary_of
+from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 
 FRAME: Final = struct.Struct("!I")
 MAX_COMPILE_CPU_S: Final = 1
@@ -60,17 +60,17 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    compilers: OrderedDict[int, GrammarCompiler] = OrderedDict()
+    compilers: OrderedDict[int, tuple[GrammarCompiler, dict[str, int]]] = OrderedDict()
     while head := requests.read(FRAME.size):
         frame = _decoder.decode(requests.read(FRAME.unpack(head)[0]))
         if isinstance(frame, LoadVocabulary):
-            compilers[frame.key] = _compiler(frame)
+            compilers[frame.key] = _compiler(frame), added_tokens(bytes(frame.tokenizer).decode())
             if len(compilers) > MAX_VOCABULARIES:
                 compilers.popitem(last=False)
             checked = Checked()
-        elif (compiler := compilers.get(frame.key)) is not None:
+        elif (found := compilers.get(frame.key)) is not None:
             compilers.move_to_end(frame.key)
-            checked = _checked(compiler, frame.asked)
+            checked = _checked(*found, frame.asked)
         else:
             checked = Checked(is_unknown=True)
         body = msgspec.json.encode(checked)
@@ -86,14 +86,14 @@ def _compiler(load: LoadVocabulary) -> GrammarCompiler:
     return compiler
 
 
-def _checked(compiler: GrammarCompiler, asked: AskedGrammar) -> Checked:
+def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGrammar) -> Checked:
     try:
         _ = compiler.vocabulary
     except ValueError:
         return Checked(refusal="this model's tokenizer is of another kind")
     try:
         _bound_cpu()
-        grammar = grammar_of(asked)
+        grammar = grammar_of(asked, tokens)
         compiler.matcher(grammar)
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)

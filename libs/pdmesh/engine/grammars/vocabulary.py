@@ -24,14 +24,47 @@ def load_vocabulary(model_dir: Path, vocab_size: int) -> LLTokenizer:
 
 def vocabulary_of(tokenizer_json: str, vocab_size: int, eos_token: int) -> LLTokenizer:
     """Raises ValueError."""
-    from llguidance import LLTokenizer
+    from llguidance import LLTokenizer, TokenizerWrapper
 
     tokenizer = json.loads(tokenizer_json)
     tokenizer["truncation"] = tokenizer["padding"] = None
-    size = max(vocab_size, _num_ids(tokenizer))
+    num_ids = _num_ids(tokenizer)
+    size = max(vocab_size, num_ids)
     if not 0 <= eos_token < size:
         raise ValueError("no token ends a text")
-    return LLTokenizer(json.dumps(tokenizer), n_vocab=size, eos_token=eos_token)
+    library = LLTokenizer(json.dumps(tokenizer), n_vocab=size, eos_token=eos_token)
+    added = tokenizer.get("added_tokens") or ()
+    special = {int(token["id"]) for token in added if token.get("special")}
+    special |= {eos_token, *range(num_ids, size)}
+    words = TokenizerWrapper(_Words(library, size, eos_token, sorted(special)))
+    return LLTokenizer(words, n_vocab=size, eos_token=eos_token)
+
+
+def added_tokens(tokenizer_json: str) -> dict[str, int]:
+    """The tokens that stand for a text beside the vocabulary of pieces, with their ids."""
+    added = json.loads(tokenizer_json).get("added_tokens") or ()
+    return {str(token["content"]): int(token["id"]) for token in added}
+
+
+class _Words:
+    """The tokens as bytes. A token is special only if the tokenizer says so.
+
+    The library by itself takes every added token in angle brackets for special, such as Qwen's
+    `<tool_call>`. It then offers that token where a grammar has this text, and refuses it when it
+    comes.
+    """
+
+    bos_token_id = unk_token_id = None
+
+    def __init__(self, library: LLTokenizer, size: int, eos_token: int, special: list[int]) -> None:
+        self._library = library
+        self.eos_token_id = eos_token
+        self.special_token_ids = special
+        self.tokens = [library.decode_bytes([token_id]) for token_id in range(size)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text if isinstance(text, bytes) else text.encode()
+        return self._library.tokenize_bytes(data)
 
 
 def _eos(model_dir: Path, tokenizer: dict[str, Any]) -> int:

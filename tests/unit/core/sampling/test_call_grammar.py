@@ -116,7 +116,9 @@ def test_a_form_takes_its_calls_and_nothing_else(
     [
         {"type": "any_tokens"},
         {},
-        tag(content=schema("qwen_xml")),
+        tag(content=schema("other_xml")),
+        tag(content=schema("qwen_xml", json_schema={"type": "array"})),
+        schema("qwen_xml"),
         {**tag(), "end": ["a", "b"]},
         {**TAGS, "tags": []},
     ],

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pdmesh.engine.grammars.vocabulary import load_vocabulary
+from llguidance import LLMatcher
+
+from pdmesh.engine.grammars.vocabulary import added_tokens, load_vocabulary, vocabulary_of
+from pdmesh.engine.sim.constraints.tokenizer import build_tokenizer
 from pdmesh.engine.sim.vocabulary import EOS_ID, build_vocabulary
 from pdmesh.engine.sim_tokenizer import write_sim_model
 
@@ -24,3 +27,18 @@ def test_without_the_tokenizers_own_word_the_models_counts(tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert load_vocabulary(tmp_path, 0).eos_token == 1
+
+
+def test_a_token_in_angle_brackets_is_text_unless_the_tokenizer_calls_it_special() -> None:
+    """Qwen's <tool_call> is such a token: grammars that have its text must take it."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<tool_call>"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    text, ids = tokenizer.to_str(), tokenizer.get_vocab()
+    vocabulary = vocabulary_of(text, 0, EOS_ID)
+    assert added_tokens(text)["<tool_call>"] == ids["<tool_call>"]
+    for mark, is_text in (("<tool_call>", True), ("<|end|>", False)):
+        matcher = LLMatcher(vocabulary, f'%llguidance {{}}\nstart: "{mark}" /[a-z]+/\n')
+        assert matcher.consume_token(ids[mark]) == is_text
+    padded = LLMatcher(vocabulary_of(text, 1000, EOS_ID), "%llguidance {}\nstart: /(?s:.*)/\n")
+    assert not any(padded.compute_logit_bias()[max(ids.values()) + 1 :]), "no such tokens"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.grammars.asked import GrammarKind
+from pdmesh.engine.grammars.asked import GrammarKind, grammar_of
+from pdmesh.engine.grammars.compiler import GrammarRefused
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.calls import MAX_VARIABLES, template_variables
 from pdmesh.services.gateway.openai.parser_request import asked_calls, parser_request
@@ -64,14 +65,13 @@ def test_the_number_of_template_variables_is_bounded() -> None:
             "tools[1].function.strict"),
     ],
 )  # fmt: skip
-def test_a_form_without_a_grammar_names_the_field_that_asks_for_it(
+def test_a_form_of_calls_names_the_field_that_asks_for_it(
     fields: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked_calls(tag("qwen_xml"), chat(**fields))
-    assert (caught.value.field, caught.value.reason) == (field, "UNSUPPORTED_FIELD")
     asked = asked_calls(tag("json"), chat(**fields))
-    assert (asked.kind, asked.field) == (GrammarKind.LARK, field)
+    assert (asked.kind, asked.field) == (GrammarKind.CALLS, field)
+    with pytest.raises(GrammarRefused, match="no grammar for arguments in other_xml"):
+        grammar_of(asked_calls(tag("other_xml"), chat(**fields)))
 
 
 def test_a_schema_of_calls_stays_a_schema() -> None:
