@@ -38,6 +38,8 @@ def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionR
     """What a client asks for; None if it is nothing. Raises InvalidRequest with the field."""
     rule = RepetitionRule(max_size, min_size, min_count)
     if not (max_size or min_size):
+        if not 0 <= min_count <= MAX_COUNT:  # it has no effect, and is a mistake all the same
+            raise _refusal("min_count", f"is between 0 and {MAX_COUNT}")
         return None
     rule.check()
     return rule

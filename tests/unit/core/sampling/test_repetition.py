@@ -13,6 +13,7 @@ from pdmesh.core.sampling.repetition import (
     RepeatedEnd,
     RepetitionFinder,
     RepetitionRule,
+    repetition_rule,
 )
 from pdmesh.errors import InvalidRequest
 
@@ -85,3 +86,11 @@ def test_a_rule_that_finds_nothing_is_refused(rule: tuple[int, int, int], name: 
     with pytest.raises(InvalidRequest) as refused:
         RepetitionRule(*rule).check()
     assert refused.value.field == f"repetition_detection.{name}"
+
+
+@pytest.mark.parametrize("min_count", [-1, MAX_COUNT + 1])
+def test_a_count_that_no_rule_may_have_is_refused_without_a_pattern_too(min_count: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        repetition_rule(0, 0, min_count)
+    assert refused.value.field == "repetition_detection.min_count"
+    assert repetition_rule(0, 0, 0) is repetition_rule(0, 0, MAX_COUNT) is None
