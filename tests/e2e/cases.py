@@ -30,6 +30,7 @@ class Case:
     shaping: LogitShaping = UNSHAPED
     stop_token_ids: tuple[int, ...] = ()
     adapter: str = ""  # folder of a LoRA adapter
+    logprob_token_ids: tuple[int, ...] = ()
     form: tuple[str, str] | None = None  # a GrammarKind and its text
 
     @property
@@ -44,6 +45,8 @@ class Case:
             self.temperature,
             seed=self.seed,
             stop_token_ids=stop_token_ids | frozenset(self.stop_token_ids),
+            num_logprobs=0 if self.logprob_token_ids else None,
+            logprob_token_ids=self.logprob_token_ids,
             shaping=self.shaping,
             constraint=self.constraint,
         )

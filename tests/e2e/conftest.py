@@ -45,6 +45,11 @@ class Plain:
         tokens: list[list[int]] = self._answers()["tokens"]
         return tokens
 
+    def told(self) -> list[list[list[tuple[int, float]]]]:
+        """The log probabilities beside each token of each answer, by token id."""
+        found = self._answers()["told"]
+        return [[[(i, value) for i, value in step] for step in answer] for answer in found]
+
     def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
         """The cases, each cut at its first near-tie, and the drawn tokens.
 

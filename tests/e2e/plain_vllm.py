@@ -63,6 +63,7 @@ def main() -> None:
     answers = {
         "tokens": [list(answer.token_ids) for answer in drawn],
         "margins": [[margin(likely) for likely in answer.logprobs] for answer in drawn],
+        "told": [told(answer) for answer in drawn] if has_told(cases) else [],
     }
     Path(tokens_file).write_text(json.dumps(answers))
     os._exit(0)  # vLLM's own exit is not always clean, and there is nothing left to do
@@ -95,7 +96,8 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
         detokenize=False,
         ignore_eos=True,
         stop_token_ids=case["stop_token_ids"],
-        logprobs=2,
+        logprobs=None if case["logprob_token_ids"] else 2,
+        logprob_token_ids=case["logprob_token_ids"] or None,
         logit_bias=dict(shaping.pop("logit_bias")) or None,
         allowed_token_ids=shaping.pop("allowed_token_ids") or None,
         structured_outputs=structured(*form) if form else None,
@@ -120,6 +122,15 @@ def structured(kind: str, text: str) -> Any:
             return StructuredOutputsParams(grammar=lark)
         case _:
             return StructuredOutputsParams(**{kind: text})
+
+
+def has_told(cases: list[dict[str, Any]]) -> bool:
+    return any(case["logprob_token_ids"] for case in cases)
+
+
+def told(answer: Any) -> list[list[tuple[int, float]]]:
+    """The log probabilities beside each token, in vLLM's order."""
+    return [[(i, each.logprob) for i, each in step.items()] for step in answer.logprobs]
 
 
 def margin(likely: Mapping[int, Any]) -> float:

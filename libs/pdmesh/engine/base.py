@@ -53,6 +53,7 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # with `num_logprobs`: told instead of the likeliest
     num_drawn: int = 0
     shaping: LogitShaping = UNSHAPED
     num_prompt_logprobs: int | None = None  # all of the prompt is computed for them
@@ -335,7 +336,7 @@ class EngineInfo:
     num_ranks: int = 1
     supports_logprobs: bool = False
     supports_constraints: bool = False
-    unsupported_shaping: tuple[str, ...] = ()  # fields of LogitShaping
+    unsupported_shaping: tuple[str, ...] = ()  # fields of LogitShaping, logprob_token_ids
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank

@@ -154,6 +154,7 @@ class SamplingParams(_message.Message):
     SHAPING_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """tokens still to produce, at least 1"""
     temperature: _builtins.float
@@ -181,6 +182,10 @@ class SamplingParams(_message.Message):
     def constraint(self) -> Global___Constraint:
         """absent: any text"""
 
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with num_logprobs: told instead of the likeliest ones"""
+
     def __init__(
         self,
         *,
@@ -195,10 +200,11 @@ class SamplingParams(_message.Message):
         shaping: Global___LogitShaping | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         constraint: Global___Constraint | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "constraint", b"constraint", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_seed", b"_seed", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprob_token_ids", b"logprob_token_ids", "max_tokens", b"max_tokens", "num_drawn", b"num_drawn", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "seed", b"seed", "shaping", b"shaping", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

@@ -148,6 +148,7 @@ class GenerationParams(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REPETITION_DETECTION_FIELD_NUMBER: _builtins.int
     THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
@@ -207,6 +208,10 @@ class GenerationParams(_message.Message):
         """absent: any text"""
 
     @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with num_logprobs: told instead of the likeliest ones; at most 128"""
+
+    @_builtins.property
     def repetition_detection(self) -> Global___RepetitionDetection:
         """absent: an answer may repeat itself"""
 
@@ -237,12 +242,13 @@ class GenerationParams(_message.Message):
         structured_output: Global___StructuredOutput | None = ...,
         truncation_side: Global___TruncationSide.ValueType = ...,
         return_token_ids: _builtins.bool = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         repetition_detection: Global___RepetitionDetection | None = ...,
         thinking_token_budget: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "return_token_ids", b"return_token_ids", "seed", b"seed", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_detection", b"repetition_detection", "repetition_penalty", b"repetition_penalty", "return_token_ids", b"return_token_ids", "seed", b"seed", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015

@@ -67,7 +67,7 @@ _PLAIN: Final[FieldNames] = {
 }  # fmt: skip
 _PROMPT_SWITCHES: Final = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 _CHAT_SWITCHES: Final = (*_PROMPT_SWITCHES, "parallel_tool_calls", "include_reasoning")
-_LISTS: Final = ("stop", "bad_words", "allowed_token_ids", "stop_token_ids")
+_LISTS: Final = ("stop", "bad_words", "allowed_token_ids", "stop_token_ids", "logprob_token_ids")
 _ROLES: Final[Mapping[str, Role]] = {
     "system": "system",
     "developer": "developer",

@@ -35,6 +35,7 @@ from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import (
     AskedShaping,
     biases_by_id,
+    logprob_ids_of,
     shaping_of,
     stop_ids_of,
 )
@@ -67,7 +68,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         sampling = await _parsed_sampling(sampling, parsing, request, model, frontend, tenant)
     is_hidden = parsing is not None and request.include_reasoning is False
     if is_hidden:  # anything else about the tokens would reveal the reasoning
-        sampling = replace(sampling, num_logprobs=None)
+        sampling = replace(sampling, num_logprobs=None, logprob_token_ids=())
     return CallSpec(
         operation="chat",
         model=model.name,
@@ -293,9 +294,18 @@ def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None
     if shaping is UNSHAPED:
         return
     for field in sorted(frontend.shared.fleet.unsupported_shaping(model)):
-        if getattr(shaping, field) != getattr(UNSHAPED, field):
+        # An instance of a later version may name a field that this gateway does not have.
+        if getattr(shaping, field, None) != getattr(UNSHAPED, field, None):
             message = f"{field} is not supported by this model's engine as it is set up"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+
+
+def check_logprob_ids(frontend: Frontend, model: str, ids: Sequence[int]) -> None:
+    """Raises InvalidRequest if the model's engine cannot tell them beside its other settings."""
+    field = "logprob_token_ids"
+    if ids and field in frontend.shared.fleet.unsupported_shaping(model):
+        message = f"{field} is not supported by this model's engine as it is set up"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
 def _truncated(
@@ -346,6 +356,8 @@ async def _sampling(
         request.allowed_token_ids,
         await thinking_budget_of(request.thinking_token_budget, model, frontend),
     )
+    logprob_ids = logprob_ids_of(request.logprob_token_ids, tokenizer.vocab_size, num_logprobs)
+    check_logprob_ids(frontend, model.name, logprob_ids)
     return SamplingSpec(
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_tokens,
@@ -355,6 +367,7 @@ async def _sampling(
         stop=stops_of(request.stop),
         ignore_eos=request.ignore_eos,
         num_logprobs=num_logprobs,
+        logprob_token_ids=logprob_ids,
         num_prompt_logprobs=None if request.stream else request.prompt_logprobs,
         shaping=await shaping_of(asked, tokenizer, max_tokens),
         constraint=await constraint_of(

@@ -106,7 +106,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: _Anything = None
     use_beam_search: _Anything = None
     length_penalty: _Anything = None
-    logprob_token_ids: _Anything = None
+    logprob_token_ids: told.LogprobIds | None = None
     thinking_token_budget: told.ThinkingBudget | None = None
     structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -200,7 +200,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "priority": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "logprob_token_ids": ([],),
     "return_token_offsets": (False,),
     "watermarking": (False,),
     "kv_transfer_params": ({},),

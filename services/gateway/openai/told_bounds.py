@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from pdmesh.core.sampling.logit_shaping import MAX_ALLOWED, MAX_BIASES
+from pdmesh.core.sampling.logit_shaping import MAX_ALLOWED, MAX_BIASES, MAX_LOGPROB_IDS
 from pdmesh.core.sampling.repetition import MAX_COUNT, MAX_PATTERN
 from pdmesh.core.sampling.thinking_budget import MAX_BUDGET
 from pdmesh.services.gateway.request.bounds import (
@@ -68,6 +68,7 @@ Stop = StopString | Annotated[list[StopString], entries(0, MAX_STOPS)]
 BadWords = Annotated[list[Annotated[str, chars(1, MAX_WORD_CHARS)]], entries(0, MAX_WORDS)]
 AllowedIds = Annotated[list[TokenId], entries(1, MAX_ALLOWED)]
 StopIds = Annotated[list[TokenId], entries(0, MAX_STOP_IDS)]
+LogprobIds = Annotated[list[TokenId], entries(0, MAX_LOGPROB_IDS)]
 _ID_AS_NAME: Final = {"propertyNames": {"pattern": "^[0-9]{1,10}$"}, "maxProperties": MAX_BIASES}
 LogitBias = Annotated[dict[str, float], Meta(extra_json_schema=_ID_AS_NAME)]
 _SOME_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}

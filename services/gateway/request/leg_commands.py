@@ -161,6 +161,7 @@ class LegCommands:
             stop_token_ids=self._stop_token_ids,
             ignore_eos=asked.ignore_eos,
             num_logprobs=asked.num_logprobs,
+            logprob_token_ids=asked.logprob_token_ids,
             num_drawn=num_drawn,
             shaping=self._shaping,
             num_prompt_logprobs=num_prompt_logprobs,

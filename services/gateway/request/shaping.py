@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.sampling.logit_shaping import MAX_BAD_WORDS, UNSHAPED, LogitShaping
+from pdmesh.core.sampling.logit_shaping import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROB_IDS,
+    UNSHAPED,
+    LogitShaping,
+)
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
@@ -85,6 +90,24 @@ def stop_ids_of(asked: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
         message = f"stop_token_ids names a token id outside 0 to {vocab_size - 1}"
         raise InvalidRequest(message, field="stop_token_ids")
     return frozenset(asked)
+
+
+def logprob_ids_of(
+    asked: Sequence[int] | None, vocab_size: int, num_logprobs: int | None
+) -> tuple[int, ...]:
+    """Raises InvalidRequest with the field."""
+    if not asked:
+        return ()
+    if num_logprobs is None:
+        message = "logprob_token_ids needs log probabilities to be asked for"
+        raise InvalidRequest(message, field="logprob_token_ids")
+    if len(asked) > MAX_LOGPROB_IDS:
+        message = f"logprob_token_ids has more than {MAX_LOGPROB_IDS} entries"
+        raise InvalidRequest(message, field="logprob_token_ids")
+    if not 0 <= min(asked) <= max(asked) < vocab_size:
+        message = f"logprob_token_ids names a token id outside 0 to {vocab_size - 1}"
+        raise InvalidRequest(message, field="logprob_token_ids")
+    return tuple(asked)
 
 
 def _top_k(asked: int) -> int:

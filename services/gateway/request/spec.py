@@ -31,6 +31,7 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
     shaping: LogitShaping = UNSHAPED
     constraint: Constraint | None = None

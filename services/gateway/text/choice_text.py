@@ -61,7 +61,11 @@ class TextDelta:
     def num_logprobs(self) -> int:
         """How many log probabilities must be written, at least."""
         num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
-        return len(self.logprobs) + num_of_prompt
+        if not self.logprobs:
+            return num_of_prompt
+        # Usually the likeliest few are told beside each token.
+        num_each = 1 + len(self.logprobs[0].top_token_ids) // 21
+        return len(self.logprobs) * num_each + num_of_prompt
 
 
 class ChoiceText:

@@ -12,7 +12,7 @@ from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
 from pdmesh.core.sampling.constraint import Constraint
-from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
+from pdmesh.core.sampling.logit_shaping import MAX_LOGPROB_IDS, UNSHAPED, LogitShaping
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
@@ -36,6 +36,9 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         raise InvalidRequest("temperature is at least 0", field="sampling.temperature")
     if not 0 < m.top_p <= 1:
         raise InvalidRequest("top_p is in (0, 1]", field="sampling.top_p")
+    if len(m.logprob_token_ids) > MAX_LOGPROB_IDS:
+        message = f"at most {MAX_LOGPROB_IDS} tokens"
+        raise InvalidRequest(message, field="sampling.logprob_token_ids")
     return Sampling(
         max_tokens=m.max_tokens,
         temperature=m.temperature,
@@ -44,6 +47,7 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         stop_token_ids=frozenset(m.stop_token_ids),
         ignore_eos=m.ignore_eos,
         num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
+        logprob_token_ids=tuple(m.logprob_token_ids),
         num_drawn=m.num_drawn,
         num_prompt_logprobs=m.num_prompt_logprobs if m.HasField("num_prompt_logprobs") else None,
         shaping=shaping_from_proto(m.shaping) if m.HasField("shaping") else UNSHAPED,

@@ -145,6 +145,32 @@ async def whole_text(
     return text, reason
 
 
+@pytest.mark.fault("F7")
+async def test_each_leg_is_told_whose_log_probabilities_are_wanted(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    for instance in mesh.instances.values():
+        instance.breaks_at = 4 if instance.role == ROLE_DECODE else None
+        record = instance.record()
+        record.supports_logprobs = True
+        mesh.register(record)
+    await asyncio.sleep(0)
+    asked = {"logprob_token_ids": [3, 1]}
+    await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=12, logprobs=0, extra_body=asked
+    )
+    legs = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]
+    legs += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
+    assert len(legs) >= 4, "two of them came after a death"
+    assert {tuple(leg.logprob_token_ids) for leg in legs} == {(3, 1)}
+    for wrong in ({"logprobs": 1, "extra_body": {"logprob_token_ids": [1 << 20]}},
+                  {"logprobs": 1, "extra_body": {"logprob_token_ids": [1] * 129}},
+                  {"extra_body": asked}):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="tiny", prompt="abc", max_tokens=4, **wrong)
+        assert caught.value.param == "logprob_token_ids"
+
+
 REPEATED: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 5, "min_pattern_size": 2, "min_count": 3}
 }
@@ -291,7 +317,7 @@ async def test_fields_that_the_engines_setup_excludes_are_refused(
     """vLLM's speculation does not support min_p, and the simulator does not support reasoning."""
     decode = next(i for i in mesh.instances.values() if i.role == ROLE_DECODE)
     record = decode.record()
-    record.unsupported_shaping.extend(["min_p", "thinking_token_budget"])
+    record.unsupported_shaping.extend(["a_later_field", "min_p", "thinking_token_budget"])
     mesh.register(record)
     await asyncio.sleep(0)
     with pytest.raises(openai.BadRequestError) as caught:

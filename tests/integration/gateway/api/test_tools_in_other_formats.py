@@ -92,6 +92,28 @@ async def test_a_message_has_a_block_for_each_thought_text_and_call(
     assert after.stop_reason == "end_turn"
 
 
+async def test_the_budget_of_a_message_is_that_of_its_reasoning(
+    mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
+) -> None:
+    answers(mesh, ANSWER)
+    legs_before = [len(instance.prefills) for instance in mesh.instances.values()]
+    message = await claude.messages.create(
+        model="tiny", messages=ASKED, max_tokens=2000,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )  # fmt: skip
+    assert message.content[0].type == "thinking"
+    prefills = [
+        i.prefills[num:] for i, num in zip(mesh.instances.values(), legs_before, strict=True)
+    ]
+    told = [leg.sampling.shaping.thinking_token_budget for legs in prefills for leg in legs]
+    assert [each.num_tokens for each in told] == [1024]
+    with pytest.raises(anthropic.BadRequestError, match="budget_tokens"):
+        await claude.messages.create(
+            model="tiny", messages=ASKED, max_tokens=2000,
+            thinking={"type": "enabled", "budget_tokens": -2},
+        )  # fmt: skip
+
+
 async def test_the_blocks_of_a_streamed_message_open_and_close_in_order(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
 ) -> None:

@@ -66,7 +66,7 @@ SAMPLING: dict[str, Any] = {
     "ignore_eos": True, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "repetition_penalty": 1.5, "top_k": 4, "min_p": 0.125, "min_tokens": 2, "bad_words": ["x"],
     "allowed_token_ids": [1, 2], "stop_token_ids": [3], "truncate_prompt_tokens": 9,
-    "return_token_ids": True, "thinking_token_budget": 11,
+    "return_token_ids": True, "thinking_token_budget": 11, "logprob_token_ids": [4, 5],
 }  # fmt: skip
 PATTERN = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
 PARAMS = pb.GenerationParams(

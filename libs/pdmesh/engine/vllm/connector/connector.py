@@ -26,6 +26,7 @@ from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlann
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import keep_thinking_budgets
+from pdmesh.engine.vllm.connector.worker.draws.told_logprobs import tell_each_its_own
 from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
@@ -72,6 +73,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             count_drawn_as_output()
             draw_by_position()
             keep_thinking_budgets()
+            tell_each_its_own()
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
                 self._kv_transfer_config.kv_connector_extra_config,

@@ -59,9 +59,9 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
 
 
 def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
-    """Fields of LogitShaping that this engine cannot take as it is set up."""
+    """What this engine cannot take as it is set up: fields of LogitShaping, logprob_token_ids."""
     # vLLM cannot apply these to the tokens that it proposes.
-    proposed = ("min_p", "logit_bias", "thinking_token_budget")
+    proposed = ("min_p", "logit_bias", "thinking_token_budget", "logprob_token_ids")
     if config.speculation.max_tokens:
         return proposed
     return () if config.device == "cpu" else ("thinking_token_budget",)  # see ThinkingBudgets

@@ -18,7 +18,7 @@ from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.job_facts import Drawn
-from pdmesh.engine.vllm.host.sampling import drawn, sampling_params
+from pdmesh.engine.vllm.host.sampling import drawn, num_told, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
 from pdmesh.errors import AdapterUnusable, EngineFailed, MeshError
 from pdmesh.kv.tiers.owner import owner_of
@@ -36,7 +36,7 @@ class _Reader:
     """One vLLM request; `request_id` is vLLM's name of it, empty until vLLM has taken it."""
 
     leg: int
-    num_logprobs: int | None
+    num_top: int | None
     adapter: Adapter | None = None
     request_id: str = ""
     is_cancelled: bool = False
@@ -94,7 +94,7 @@ class Requests:
         adapter: Adapter | None = None,
     ) -> None:
         """`names`: the blocks that the tiers should provide if they can."""
-        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs, adapter)
+        reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
         )
@@ -187,7 +187,7 @@ class Requests:
                 output = queue.get_nowait() or await queue.get()
                 is_finished = output.finished
                 failpoints.hit("decode.token")
-                self._events.drawn(drawn(leg, output, reader.num_logprobs))
+                self._events.drawn(drawn(leg, output, reader.num_top))
         except EngineDeadError:
             self._events.die("vLLM's engine process died; see its log")
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg

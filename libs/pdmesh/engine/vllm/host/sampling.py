@@ -21,6 +21,7 @@ BEGINS_AFTER: Final = "pdmesh_begins_after"
 THINKING: Final = "pdmesh_thinking"
 # In the `kv_transfer_params` of a request's last output: its constraint allowed nothing any more.
 CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
+ALL_TOLD: Final = -1
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -58,7 +59,8 @@ def sampling_params(
         min_tokens=max(0, min(shaping.min_tokens - sampling.num_drawn, max_tokens)),
         logit_bias=dict(shaping.logit_bias) or None,
         allowed_token_ids=list(shaping.allowed_token_ids) or None,
-        logprobs=sampling.num_logprobs,
+        logprobs=None if sampling.logprob_token_ids else sampling.num_logprobs,
+        logprob_token_ids=list(sampling.logprob_token_ids) or None,
         prompt_logprobs=sampling.num_prompt_logprobs,
         flat_logprobs=sampling.num_prompt_logprobs is not None,  # not an object for each of many
         structured_outputs=StructuredOutputsParams(grammar=constraint.grammar)
@@ -96,7 +98,12 @@ def honoured(seed: int | None) -> int | None:
     return _LARGEST_SEED if seed == -1 else seed
 
 
-def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
+def num_told(sampling: Sampling) -> int | None:
+    """How many tokens' log probabilities are told beside each drawn one; None: no such thing."""
+    return ALL_TOLD if sampling.logprob_token_ids else sampling.num_logprobs
+
+
+def drawn(leg: int, output: RequestOutput, num_top: int | None) -> Drawn:
     """The meaning of one streamed output.
 
     A finish reason that the mesh does not know means that vLLM failed the request.
@@ -106,8 +113,8 @@ def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
     is_error = reason is not None and reason not in _FINISH
     tokens = list(completion.token_ids)
     logprobs: Sequence[TokenLogprob] = ()
-    if num_logprobs is not None and completion.logprobs:
-        logprobs = token_logprobs(tokens, completion.logprobs, num_logprobs)
+    if num_top is not None and completion.logprobs:
+        logprobs = token_logprobs(tokens, completion.logprobs, num_top)
     return Drawn(
         leg,
         tokens,
@@ -132,11 +139,14 @@ def token_logprobs(
 ) -> tuple[TokenLogprob, ...]:
     """For each token its log probability and the `num_top` likeliest tokens.
 
-    vLLM adds the drawn token if it is not among the likeliest.
+    vLLM adds the drawn token if it is not among the likeliest. `ALL_TOLD`: all that vLLM tells,
+    in its order, which is the drawn token and then those that were asked for.
     """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):
-        ranked = sorted(choices.items(), key=lambda item: -item[1].logprob)
-        top = tuple((token_id, choice.logprob) for token_id, choice in ranked[:num_top])
+        told = list(choices.items())
+        if num_top != ALL_TOLD:
+            told = sorted(told, key=lambda item: -item[1].logprob)[:num_top]
+        top = tuple((token_id, choice.logprob) for token_id, choice in told)
         result.append(TokenLogprob(token, choices[token].logprob, top))
     return tuple(result)

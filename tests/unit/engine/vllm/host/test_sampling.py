@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.base import PromptLogprobs
-from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED, drawn, prompt_logprobs
+from pdmesh.engine.base import PromptLogprobs, Sampling
+from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED, drawn, num_told, prompt_logprobs
 
 
 def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
@@ -79,3 +79,17 @@ def test_an_error_tells_whether_the_constraint_is_its_cause(
     )
     found = drawn(1, output, None)
     assert (found.is_error, found.is_constraint_error) == (is_error, is_constraint_error)
+
+
+def test_tokens_that_were_asked_for_are_told_in_vllms_order() -> None:
+    """The drawn token is the first, and named once."""
+    values = {7: -2.0, 9: -0.5, 4: -3.0}
+    choices = {token: SimpleNamespace(logprob=value) for token, value in values.items()}
+    completion = SimpleNamespace(finish_reason=None, token_ids=[7], logprobs=[choices])
+    output: Any = SimpleNamespace(
+        outputs=[completion], num_cached_tokens=0, prompt_logprobs=None, kv_transfer_params=None
+    )
+    named = num_told(Sampling(5, num_logprobs=2, logprob_token_ids=(9, 4, 7)))
+    assert drawn(1, output, named).logprobs[0].top == ((7, -2.0), (9, -0.5), (4, -3.0))
+    likeliest = num_told(Sampling(5, num_logprobs=2))
+    assert drawn(1, output, likeliest).logprobs[0].top == ((9, -0.5), (7, -2.0))
