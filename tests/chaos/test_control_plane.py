@@ -187,7 +187,7 @@ async def plans(address: str) -> int:
 
 
 async def settled(world: World) -> str:
-    """The leader, after all processes are registered and the leader plans."""
+    """Wait until all processes are registered and a leader plans, and return the leader."""
     await world.mesh.wait_ready(timeout_s=30)
     everybody = {*MASTERS, *fleet.INSTANCES}
     await until(lambda: everybody <= set(world.view.records), within_s=15)

@@ -112,7 +112,7 @@ async def test_the_loss_of_a_prefill_before_the_acknowledgement_does_not_repeat_
             await until(lambda: len(watch.finished) == number)  # noqa: B023
             if mesh.supervisor.pid("prefill-0") != pid:
                 break
-            assert number < NUM_STREAMS, "the failpoint was not met"
+            assert number < NUM_STREAMS, "the failpoint was not hit"
         last = watch.finished[-1]
     assert (last.prefill_id, last.num_migrations, last.num_rejections) == ("prefill-0", 0, 0)
     num_prefills_now = fleet.counted(
@@ -153,7 +153,7 @@ async def check(site: Site, case: Case) -> None:
         gap_s = await streams.longest_gap_s(NUM_STREAMS, MAX_TOKENS)
         if await is_met(mesh, case, pid, failed):
             break
-        assert number < MAX_ROUNDS, "the failpoint was not met"
+        assert number < MAX_ROUNDS, "the failpoint was not hit"
     if case.ends == "freezes":
         mesh.kill(case.victim, signal.SIGCONT)  # its late messages reach no process
     await mesh.wait_ready(timeout_s=30)

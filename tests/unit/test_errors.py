@@ -1,4 +1,4 @@
-"""An error's text may quote what a caller sent, but only a bounded part: it goes out over HTTP,
+"""An error's text may quote only a bounded part of the caller's input, because errors go to HTTP,
 gRPC, logs and events.
 """
 
@@ -13,7 +13,7 @@ from pdmesh.services.gateway.http.errors import error_body
 
 
 @pytest.mark.parametrize("text", ["a", "é", "🚀", "\ud800", "\x7f", '"'])
-def test_no_error_is_longer_than_its_bounds_wherever_it_goes(text: str) -> None:
+def test_no_error_is_longer_than_its_bounds_in_any_output(text: str) -> None:
     kinds: list[type[MeshError]] = [MeshError, *MeshError.__subclasses__()]
     for kind in kinds:
         error = kind(text * 1_000_000, field=text * 1_000_000)
@@ -22,12 +22,12 @@ def test_no_error_is_longer_than_its_bounds_wherever_it_goes(text: str) -> None:
         assert str(error) == error.message
         assert len(error_body(error)) < 8000
         status = rpc.to_status(error)
-        assert status.ByteSize() < 4096, "with its message beside it within a head of 8 KiB"
+        assert status.ByteSize() < 4096, "together with its message, it fits a head of 8 KiB"
         bad = BadRequest()
         assert status.details[1].Unpack(bad)
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_a_text_within_the_bounds_is_not_changed() -> None:
     assert shortened("x" * 64) == "x" * 64
     assert shortened("x" * 65) == "x" * 61 + "…"
     assert shortened("é" * 40) == "é" * 30 + "…"

@@ -30,7 +30,7 @@ from pdmesh.kv.transport.base import KvTransport
 class EngineSettings:
     """What the host knows before the engine is loaded.
 
-    Bytes are per rank; 0: derived from the other sizes.
+    Sizes in bytes are per rank. A size of 0 is derived from the others.
     """
 
     engine: str  # sim or vllm
@@ -49,20 +49,20 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    group_id: str = ""  # KV is handed on only within it
+    group_id: str = ""  # KV is handed over only within the group
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
     max_adapter_rank: int = 16
     # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    failpoint: str = ""  # vLLM: for its workers, see failpoints.py
+    failpoint: str = ""  # vLLM: the failpoint of its workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
-    max_pulls: int = 64  # of KV, at once
+    max_pulls: int = 64  # the most pulls of KV at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2
@@ -84,7 +84,7 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
     """An engine that is not started yet. Raises EngineFailed if the settings name no engine.
 
-    None: peers are not asked.
+    If `find_holders` is None, peers are not asked for blocks.
     """
     match settings.engine:
         case "sim":
@@ -96,7 +96,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
 
 def sim_fingerprint(params: SimParams) -> str:
-    """Equal where KV may be exchanged: it covers all that changes KV's bytes or their layout."""
+    """A fingerprint of all that changes KV's bytes or layout: equal ones may exchange KV."""
     identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 

@@ -1,4 +1,4 @@
-"""`python -m loadtests` knows every measurement, and each is there."""
+"""`python -m loadtests` lists every measurement, and can run each of them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ print(metrics.render().decode())
 """
 
 
-def test_a_counter_sums_by_its_labels_in_any_order_and_goes_on_after_a_scrape() -> None:
+def test_a_counter_sums_by_its_labels_in_any_order_and_keeps_counting_after_a_scrape() -> None:
     """It runs in its own process, since a process has only one meter provider."""
     command = [sys.executable, "-c", _PROGRAM]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -91,7 +91,7 @@ print(metrics.render().decode())
 """
 
 
-def test_a_histogram_of_ours_shows_as_the_sdk_would_show_it() -> None:
+def test_our_histograms_look_the_same_as_those_of_the_sdk() -> None:
     command = [sys.executable, "-c", _DISTRIBUTION]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ours = [line for line in shown.splitlines() if line.startswith("pdmesh_test_ours")]

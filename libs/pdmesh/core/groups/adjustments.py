@@ -1,9 +1,9 @@
-"""Applies what plans have changed since the desired state was applied: counts and loans (S11, S28).
+"""Applies the changes that plans have made to the desired state: counts and loans (S11, S28).
 
-An adjustment changes the counts of a group, or says that the group is lent. It holds as long as the
-desired state asks for the same counts as when the adjustment was made: an operator who changes a
-group's counts has the last word. An adjustment that no longer holds is erased, so that it does not
-return when the desired state asks for the old counts again.
+An adjustment changes the counts of a group, or says that the group is lent. It is valid while the
+desired state asks for the same counts as when the adjustment was made, because an operator's change
+of the counts overrides it. An invalid adjustment is erased, so that it does not return when the
+desired state asks for the old counts again.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 A prompt that two instances died of is refused for a while. Prompts are known by digest. Without
 this rule, the client's own retries would take a prompt that migration gave up on to the next two
 instances. Instances are counted, not calls: an instance that dies ends many calls at once, perhaps
-several with one prompt. Bounded: the oldest prompt is forgotten.
+several with one prompt. The number of prompts is bounded: the oldest one is forgotten.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Victim = tuple[str, int]  # an instance that died, and its incarnation
 class Deaths:
     """Instances that died while they had one request. An instance that is only silent did not die.
 
-    A prompt that kills instances does so at once. A death after `num_innocent_tokens` is not the
-    request's doing, and it clears the earlier deaths, too.
+    A prompt that kills instances does so at once. If an instance dies after `num_innocent_tokens`,
+    the request did not cause that, and its earlier deaths do not count any more.
     """
 
     __slots__ = ("_num_emitted", "_num_innocent_tokens", "_victims")
@@ -27,7 +27,7 @@ class Deaths:
     def __init__(self, num_innocent_tokens: int) -> None:
         self._num_innocent_tokens = num_innocent_tokens
         self._victims: dict[Victim, None] = {}
-        self._num_emitted = 0  # when the last of them died
+        self._num_emitted = 0  # the number of emitted tokens at the last death
 
     def __len__(self) -> int:
         return len(self._victims)

@@ -1,4 +1,4 @@
-"""Begins and ends legs: admission, the engine's job, and what is given back and counted at the end.
+"""Begins and ends legs: admission, the engine's job, and the freeing and counting at the end.
 
 Only the admission core refuses a leg, without asking the engine (S40). A prefill's slot and range
 are kept after its last event, until its ticket closes (S41).
@@ -53,7 +53,7 @@ class PullLimits:
 
 
 class LegLife:
-    """`on_late`: time has ended a leg, between commands and outputs.
+    """`on_late` is called after a timeout has ended a leg, between commands and outputs.
 
     `new_secret` makes the secret part of a ticket's id.
     """
@@ -201,7 +201,7 @@ class LegLife:
     def pulling(self, leg: Leg) -> None:
         """The leg's turn to pull has come.
 
-        Gateways are told if it had to wait, for their `STALL_S` began with the acceptance.
+        If it had to wait, gateways are told, because their `STALL_S` began with the acceptance.
         """
         leg.is_pulling = True
         self._bound_pull(leg)
@@ -306,7 +306,7 @@ class LegLife:
 def _is_of_instance(failure: Failed) -> bool:
     """Whether a failure is a sign of a bad instance.
 
-    Clients cause the others at will: their requests would fail on every instance.
+    Clients can cause the other failures at will, because those occur on every instance.
     """
     return failure.is_retryable and failure.reason != AdapterUnusable.default_reason
 

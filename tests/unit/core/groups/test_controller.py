@@ -1,5 +1,6 @@
-"""Groups are set up, changed, drained and repaired, in one story per test; the property test tries
-any order.
+"""The controller forms, changes, drains and repairs groups. Each test is one story.
+
+The property test covers all orders of events.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 
 @pytest.mark.req("S15")
-def test_without_enough_instances_none_is_taken_and_it_is_said_how_many_lack() -> None:
+def test_without_enough_instances_none_is_taken_and_the_missing_number_is_reported() -> None:
     world = World(TWO_BY_TWO, num=3)
     world.settle()
     assert world.given == {}
@@ -31,7 +32,7 @@ def test_without_enough_instances_none_is_taken_and_it_is_said_how_many_lack() -
 
 
 @pytest.mark.req("S15")
-def test_a_group_that_loses_an_instance_while_it_forms_gives_the_others_back() -> None:
+def test_a_group_that_loses_an_instance_while_it_forms_releases_the_others() -> None:
     world = World(TWO_BY_TWO, num=4)
     world.round()
     world.kill("i-3")
@@ -95,7 +96,7 @@ def test_lost_assignments_are_restored_from_the_records() -> None:
     assert world.given == before
 
 
-def test_one_taken_out_at_once_is_erased_replaced_and_not_chosen_until_it_is_put_back() -> None:
+def test_an_instance_taken_out_at_once_is_replaced_and_unused_until_it_is_put_back() -> None:
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     bad = world.ready("chat", Role.PREFILL)[0]
@@ -155,7 +156,7 @@ def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost(
 
 
 @pytest.mark.req("S10")
-def test_instances_with_a_role_of_their_own_are_adopted_where_they_are_wanted() -> None:
+def test_instances_with_a_fixed_role_are_adopted_by_groups_that_need_them() -> None:
     world = World(TWO_BY_TWO, num=0)
     for i, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
         world.start(f"own-{i}", RoleSpec(role, "chat", "default"))
@@ -191,7 +192,7 @@ regions: [eu, us]
 
 
 @pytest.mark.req("S54")
-def test_a_group_takes_instances_of_its_racks_alone_and_moves_when_they_change() -> None:
+def test_a_group_takes_only_instances_of_its_racks_and_moves_when_these_change() -> None:
     world = World(Desired(groups={"chat": Group("chat", 2, 2, racks=("r1",))}), num=8)
     for number in range(8):
         world.processes[f"i-{number}"].rack = "r1" if number < 3 else "r2"

@@ -1,5 +1,5 @@
-"""Which instances a gateway names without a master, by region, own open legs and own order
-(S42).
+"""How a gateway without a master ranks instances: by region, by its own open legs, and by its own
+fixed order (S42).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUERY = LocalQuery("m")
 def instance(
     name: str, *, pair: str = "g/f", scenario: str = "", region: str = "", group: str = "g"
 ) -> LocalInstance:
-    """Its role is the first letter of its name."""
+    """An instance, whose role is the first letter of its name."""
     role = {"p": Role.PREFILL, "d": Role.DECODE, "f": Role.FUSION}[name[0]]
     return LocalInstance(name, 1, role, "m", scenario, group, pair, region)
 
@@ -50,7 +50,7 @@ def none_open(name: str, incarnation: int) -> int:
 
 
 @given(_EVENTS)
-def test_those_with_the_fewest_open_legs_come_first_whatever_opened_and_closed(
+def test_instances_with_the_fewest_open_legs_come_first(
     events: list[tuple[bool, int]],
 ) -> None:
     ranked_by, num_open = ranking(), Counter[str]()
@@ -64,7 +64,7 @@ def test_those_with_the_fewest_open_legs_come_first_whatever_opened_and_closed(
             assert ranked == sorted(ranked, key=lambda name: (num_open[name], name))
 
 
-def test_gateways_that_rank_alone_do_not_all_begin_with_the_same_one() -> None:
+def test_gateways_without_a_master_begin_with_different_instances() -> None:
     """Each gateway has its own fixed order, so of two hundred gateways some begin with each
     instance.
     """
@@ -104,7 +104,7 @@ def test_the_own_region_comes_first_however_busy_it_is() -> None:
     ("names", "expected"),
     [
         ("p-0 d-0", "p-0 d-0"),
-        ("p-0 f-0", "f-0 p-0"),  # one that does both phases is enough
+        ("p-0 f-0", "f-0 p-0"),  # one instance that does both phases is enough
         ("p-0 p-1", "p-0 p-1 colocated"),
         ("d-0", "d-0 colocated"),
     ],
@@ -144,10 +144,10 @@ def test_avoided_instances_come_in_only_if_no_others_can_serve(
         (True, (), "p-c d-c"),
         (False, (), "p-g d-g"),
         (False, ("p-g", "d-g"), "p-c d-c"),  # more than its share rather than nothing
-        (True, ("d-c",), "p-c p-g d-g"),  # it lacks a role: any group
+        (True, ("d-c",), "p-c p-g d-g"),  # the canary lacks a role, so any group serves
     ],
 )
-def test_a_canary_gets_its_turns_and_what_no_other_group_can_serve(
+def test_a_canary_gets_its_share_and_requests_that_no_other_group_can_serve(
     is_its_turn: bool, excluded: tuple[str, ...], expected: str
 ) -> None:
     made = LocalRanking()
@@ -156,7 +156,7 @@ def test_a_canary_gets_its_turns_and_what_no_other_group_can_serve(
     assert named(made.rank(query, none_open)) == expected
 
 
-def test_those_that_have_the_adapter_come_first_and_those_that_take_none_not_at_all() -> None:
+def test_instances_with_the_adapter_come_first_and_those_without_slots_are_left_out() -> None:
     made = LocalRanking()
     slots = {"p-0": None, "p-1": (), "p-2": ("a",), "d-0": ("a", "b"), "d-1": ("b",), "d-2": None}
     made.see(

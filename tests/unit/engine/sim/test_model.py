@@ -33,7 +33,7 @@ def test_vectorised_and_integer_mixing_agree() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100])
-def test_the_digest_of_written_memory_is_what_the_reference_adds_up(length: int) -> None:
+def test_the_digest_of_written_memory_equals_that_of_the_reference(length: int) -> None:
     prompt = prompt_of(length)
     _, _, digest = written(prompt)
     state = expected = 0
@@ -144,7 +144,7 @@ def test_temperature_zero_ignores_the_seed_and_sampling_uses_it() -> None:
     assert len({tuple(draw(1, seed)) for seed in range(4)} | {tuple(draw(0, 1))}) == 5
 
 
-def test_text_ends_by_itself_now_and_then_unless_told_to_go_on() -> None:
+def test_text_sometimes_ends_by_itself_unless_eos_is_ignored() -> None:
     params = SimParams(block_size=16, max_model_len=512, eos_period=20)
     results = [sim_reference(prompt_of(9, n), Sampling(max_tokens=200), params) for n in range(30)]
     stopped = [tokens for tokens, reason in results if reason is FinishReason.STOP]
@@ -155,7 +155,7 @@ def test_text_ends_by_itself_now_and_then_unless_told_to_go_on() -> None:
     assert EOS_ID not in tokens
 
 
-def test_output_ends_where_the_context_does() -> None:
+def test_output_ends_at_the_end_of_the_context() -> None:
     tokens, reason = sim_reference(prompt_of(500), Sampling(max_tokens=100), PARAMS)
     assert (500 + len(tokens), reason) == (512, FinishReason.LENGTH)
 
@@ -168,10 +168,8 @@ def test_a_stop_token_of_the_client_ends_the_text() -> None:
     assert tokens == free[: free.index(free[7]) + 1]
 
 
-def test_going_on_from_emitted_tokens_gives_the_same_text() -> None:
-    """A migration does this: the new prompt is the old prompt and the tokens that the client
-    has.
-    """
+def test_continuing_from_emitted_tokens_gives_the_same_text() -> None:
+    """A migration does this: its prompt is the old prompt plus the tokens that the client has."""
     prompt = prompt_of(30)
     whole, _ = sim_reference(prompt, Sampling(max_tokens=40), PARAMS)
     for cut in (1, 17, 39):

@@ -1,4 +1,4 @@
-"""What one turn of the event loop gathered goes to an instance in messages that gRPC takes."""
+"""The commands of one turn of the event loop go to an instance in messages within gRPC's limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prefill(key: int, num_bytes: int) -> Command:
 def test_commands_keep_their_order_and_no_message_is_too_large(
     num: int, num_bytes: int, num_messages: int
 ) -> None:
-    """256 prompts of 131,072 tokens: of a few calls at once."""
+    """There are 256 prompts of 131,072 tokens, as from a few calls at once."""
     commands = [prefill(key, num_bytes) for key in range(num)]
     sent = [SessionRequest(commands=some) for some in messages(commands)]
     assert [c.prefill.key for message in sent for c in message.commands] == list(range(num))

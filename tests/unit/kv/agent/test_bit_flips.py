@@ -77,7 +77,7 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 @pytest.mark.fault("F34")
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
     async with kv_pair(MemoryTransport) as pair:
-        await _pull_both(pair, Flip(-1, 0))  # so that they are connected
+        await _pull_both(pair, Flip(-1, 0))  # this connects them
         for message in range(6):  # two each of PULL, META and ACK
             bit, flip = 0, Flip(message, 0)
             await _pull_both(pair, flip)

@@ -1,4 +1,4 @@
-"""The sim model's tokenizer, as Hugging Face's library and as llguidance take it."""
+"""The sim model's tokenizer in the forms for Hugging Face's library and for llguidance."""
 
 from __future__ import annotations
 

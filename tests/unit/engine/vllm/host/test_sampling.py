@@ -45,7 +45,7 @@ def test_each_token_comes_with_its_rank_and_the_likeliest(
     assert prompt_logprobs(flat(rows)) == expected
 
 
-def test_they_come_with_the_first_output_alone() -> None:
+def test_prompt_logprobs_come_only_with_the_first_output() -> None:
     completion = SimpleNamespace(finish_reason=None, token_ids=[3], logprobs=None)
     first = SimpleNamespace(
         kv_transfer_params=None,
@@ -70,7 +70,7 @@ def test_they_come_with_the_first_output_alone() -> None:
         ("length", {CONSTRAINT_FAILED: True}, False, False),
     ],
 )
-def test_an_error_tells_whether_the_constraint_is_its_cause(
+def test_an_error_shows_whether_the_constraint_is_its_cause(
     reason: str, params: Any, is_error: bool, is_constraint_error: bool
 ) -> None:
     completion = SimpleNamespace(finish_reason=reason, token_ids=[3], logprobs=None)
