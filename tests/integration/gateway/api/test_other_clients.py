@@ -1,4 +1,5 @@
-"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, litellm, aiperf.
+"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, instructor,
+litellm, aiperf.
 
 Each has its own environment, because it needs other versions of the tests' packages. An environment
 is made when it is first needed, in the same way as by `make setup`.
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.gateway_mesh import GatewayMesh
-from tests.fakes.tiny_model import write_tiny_model
+from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.tiny_model import EOS, write_tiny_model
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[4]
@@ -35,12 +38,13 @@ def python_with(requirements: str) -> str:
     return str(python)
 
 
-async def answers(requirements: str, program: str, url: str) -> dict[str, Any]:
+async def answers(requirements: str, program: str, url: str, *options: str) -> dict[str, Any]:
     python = await asyncio.to_thread(python_with, requirements)
     process = await asyncio.create_subprocess_exec(
         python,
         str(ROOT / "tests" / "clients" / program),
         f"{url}/v1",
+        *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -69,6 +73,46 @@ async def test_litellm_as_to_openai_and_as_to_vllm(mesh: GatewayMesh) -> None:
         assert found[f"{provider}, usage"] == 8
         assert found[f"{provider}, shaped"]
     assert found["completion"] == mesh.expected_text("hello", 8)
+
+
+WEATHER = {"town": "Köln", "degrees": 7}
+TEMPLATE = """{% if tools %}<tool_call>{"name": <name>, "arguments": <object>}</tool_call>
+{%- endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"""
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "JSON"])
+async def test_instructor_gets_a_pydantic_model_after_a_wrong_answer(
+    tmp_path: Path, mode: str
+) -> None:
+    """A tool's wrong arguments come back as its result, and the model is asked again."""
+    pytest.importorskip("vllm")
+    await asyncio.to_thread(python_with, "instructor")
+    written = json.dumps(WEATHER, ensure_ascii=False)
+    wrong = written.replace("7", '"cold"')
+    async with gateway_mesh(tmp_path, template=TEMPLATE, model_type="qwen2") as mesh:
+
+        def write(text: str) -> None:
+            if mode == "TOOLS":
+                text = f'<tool_call>\n{{"name": "Weather", "arguments": {text}}}\n</tool_call>'
+            script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
+            for instance in mesh.instances.values():
+                instance.script = script
+
+        write(wrong)
+        url = mesh.url
+        asking = asyncio.create_task(answers("instructor", "through_instructor.py", url, mode))
+        await until(lambda: asking.done() or mesh.gateway.observer.num_ended["completed"])
+        write(written)
+        found = await asking
+        assert found["whole"] == found["streamed"] == WEATHER
+        legs = [leg for instance in mesh.instances.values() for leg in instance.prefills]
+        assert len(legs) >= 3, "the wrong one, the right one, the streamed one"
+        assert all(leg.sampling.constraint.grammar for leg in legs)
+        prompts = [tokens_from_bytes(leg.prompt_token_ids) for leg in legs]
+        texts = [await mesh.tokenizer.decode_prompt(ids) for ids in prompts]
+        role = "<tool>" if mode == "TOOLS" else "<user>"
+        assert texts[1].count(role) > texts[0].count(role)
+        assert "should be a valid integer" in texts[1]
 
 
 @pytest.mark.parametrize("door", ["chat", "completions", "responses", "messages"])
