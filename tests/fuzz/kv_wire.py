@@ -4,7 +4,7 @@
 `make test`. To fuzz with coverage as the guide:
 
     make fuzz-kv_wire    # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
-    python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
+    python -m tests.fuzz.kv_wire      # write the corpus again: one message of each kind
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """`localhost`, or a numeric loopback address.
+    """Whether `host` is `localhost` or a numeric loopback address.
 
     No other name counts: a resolver decides where it leads, and may answer differently next time.
     """
@@ -18,12 +18,12 @@ def is_loopback(host: str) -> bool:
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`; numeric IPv6 in brackets."""
+    """`host:port`, with a numeric IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def is_loopback_number(host: str) -> bool:
-    """A numeric loopback address; IPv6 with or without brackets."""
+    """Whether `host` is a numeric loopback address; IPv6 may have brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -229,7 +229,7 @@ class TenantLedgers:
             revision = await self._bucket.put(key, _encode(ledger), last)
         except WrongRevision:
             found = await self._bucket.get(key)
-            if found is None:  # the bucket was created anew
+            if found is None:  # the bucket was created again
                 self._parts.forget()
             else:
                 self._see(tenant, found)

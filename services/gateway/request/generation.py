@@ -209,7 +209,9 @@ class Generation:
     def _told(
         self, outcome: Complete | Fail | Cancelled | None
     ) -> Complete | Fail | Cancelled | None:
-        """As the client is told: an instance does not know by which field a constraint came."""
+        """The outcome for the client, with the field of a constraint, which instances do not
+        know.
+        """
         constraint = self._spec.sampling.constraint
         if constraint is None or not isinstance(outcome, Fail):
             return outcome

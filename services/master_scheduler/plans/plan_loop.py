@@ -122,10 +122,10 @@ class PlanLoop:
         if not is_leader or current is None or self._groups.observed is None:
             return
         if self._groups.observed.epoch != epoch:
-            return  # the group loop has not looked yet
+            return  # the reconciler has not run yet
         desired, known = current[0], adjustments.valid(*current)  # the others are erased below
         is_new = epoch != self._epoch
-        if is_new:  # an earlier leader's ratio plans are gone: measure anew
+        if is_new:  # an earlier leader's ratio plans are gone, so measure again
             self._epoch = epoch
             self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
@@ -343,7 +343,7 @@ class PlanLoop:
     async def _make(
         self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
     ) -> None:
-        """Begin the moves with one write; if it fails, try again at the next look."""
+        """Begin the moves with one write. If it fails, try again in the next round."""
         begun: list[StartMove] = []
         for start in starts:
             try:
@@ -407,7 +407,7 @@ class PlanLoop:
         if message == stored:
             return
         message.epoch = self._epoch
-        await book.adjust(message)  # nothing was awaited since the look at the adjustments
+        await book.adjust(message)  # nothing was awaited since the adjustments were read
 
 
 def _limits(window_s: float) -> RatioLimits:

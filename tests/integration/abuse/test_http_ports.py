@@ -159,7 +159,7 @@ async def test_every_port_holds_a_head_to_the_rfc(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F29")
 async def test_a_flood_on_the_ops_port_does_not_silence_the_process(mesh: Mesh) -> None:
-    """Three hundred half-sent heads once stayed for ever.
+    """Three hundred half-sent heads once stayed forever.
 
     A supervisor that gets no answer kills the process, so a full port must let the supervisor in.
     """

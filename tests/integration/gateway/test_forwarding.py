@@ -188,7 +188,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
 ) -> None:
     """The decode takes a step only after the client has read the previous token.
 
-    So a gateway that gathers tokens would wait for ever. The time that forwarding costs is in
+    So a gateway that gathers tokens would wait forever. The time that forwarding costs is in
     loadtests/results/overhead-2026-11-22.md.
     """
     num_tokens = 24

@@ -1,4 +1,4 @@
-"""Requests that name no scenario get one by a rule, and operators see by which."""
+"""Requests without a scenario get one by a rule, and operators see by which rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_request_without_a_label_is_classified_by_its_length(tmp_path: P
         for record in list(mesh.store.records.values()):
             changed = InstanceRecord()
             changed.CopyFrom(record)
-            changed.scenario = ""  # so it serves all scenarios
+            changed.scenario = ""  # an empty scenario means that it serves all of them
             mesh.register(changed)
 
         async def ask(num_tokens: int, **more: str) -> str:

@@ -163,7 +163,7 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
 ) -> None:
     """At level 3, the instance gets no requests until it is healed.
 
-    At level 2, the instance starts itself anew. No other instance is affected.
+    At level 2, the instance restarts itself. No other instance is affected.
     """
     spec = replace(fleet.two_by_two(), node_agent=True)
     async with Mesh(spec, tmp_path) as mesh:

@@ -1,5 +1,5 @@
 """A tenant's limits over several gateways on one NATS: together they never grant more than the
-limit, and no gateway is left without a part for ever.
+limit, and no gateway is left without a part forever.
 """
 
 from __future__ import annotations

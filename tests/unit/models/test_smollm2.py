@@ -1,4 +1,4 @@
-"""When a prepared model is trusted, and that a failed preparation leaves nothing behind."""
+"""A prepared model is trusted if its files match, and a failed preparation leaves nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_file_that_was_only_copied_is_still_trusted(model: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"Weights", b"shorter", b""])
-def test_a_file_with_other_content_is_not(model: Path, content: bytes) -> None:
+def test_a_file_with_other_content_is_not_trusted(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     assert not smollm2.is_prepared(model)
 
 
-def test_a_missing_file_or_another_source_means_to_prepare_again(model: Path) -> None:
+def test_a_missing_file_or_another_source_causes_a_new_preparation(model: Path) -> None:
     manifest = model / "pdmesh-manifest.json"
     data = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**data, "source_sha256": "0" * 64}))
@@ -53,7 +53,7 @@ def test_a_missing_file_or_another_source_means_to_prepare_again(model: Path) ->
     assert not smollm2.is_prepared(model / "nowhere")
 
 
-def test_a_failed_conversion_leaves_the_old_model_and_no_scraps(
+def test_a_failed_conversion_keeps_the_old_model_and_leaves_no_files(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: Path, target: Path) -> None:

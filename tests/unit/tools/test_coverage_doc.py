@@ -37,7 +37,7 @@ def rows(results: coverage_doc.Results, reasons: dict[str, str] = NO_REASONS) ->
     return [line for line in page.splitlines() if line.startswith(("| S", "| F"))]
 
 
-def test_the_strongest_level_that_passed_counts_and_one_that_never_ran_proves_nothing(
+def test_the_strongest_level_that_passed_counts_and_tests_that_never_ran_prove_nothing(
     tmp_path: Path,
 ) -> None:
     results = taken(junit(tmp_path, "2026-01-02", case("unit.a", "S1")))
@@ -56,7 +56,7 @@ def test_skipped_tests_prove_nothing_and_are_listed_with_the_passed_ones(tmp_pat
     assert rows(both)[0] == "| S1 | unit | 2026-01-02 | vLLM: 1 skipped |"
 
 
-def test_what_failed_proves_nothing_until_it_passes(tmp_path: Path) -> None:
+def test_a_failed_test_proves_nothing_until_it_passes(tmp_path: Path) -> None:
     before = taken(junit(tmp_path, "2026-01-02", case("unit.a", "S1"), case("chaos", "F1")))
     junit(tmp_path, "2026-01-03", case("unit.b", "S1", "failure"), case("chaos", "F1", "error"))
     failed = taken(tmp_path, before)
@@ -84,14 +84,14 @@ def test_results_of_a_level_that_no_test_claims_any_more_do_not_count() -> None:
     assert rows(results)[0] == "| S1 | no test passed (vLLM, unit) |"
 
 
-def test_a_number_that_no_test_bears_needs_a_reason() -> None:
+def test_a_number_without_a_test_needs_a_reason() -> None:
     with pytest.raises(ValueError, match=r"says nothing: \['S2'\]"):
         coverage_doc.page(["S1", "S2"], MARKS, {}, NO_REASONS)
     page = coverage_doc.page(["S2", "S3"], MARKS, {}, {"S2-S3": "no GPU"})
     assert page.endswith("| S2 to S3 | no GPU |\n")
 
 
-def test_the_page_says_what_a_passed_test_does_not_show() -> None:
+def test_the_page_has_the_limits_of_passed_tests() -> None:
     results: coverage_doc.Results = {"S1": {"unit": {"passed": "2026-01-01"}}}
     assert rows(results, {"S1": "in parts"})[0] == "| S1 | unit | 2026-01-01 | in parts |"
     assert rows({}, {"S1": "in parts"})[0] == "| S1 | no test passed (vLLM, unit); in parts |"

@@ -18,8 +18,8 @@ _UNSUPPORTED: Final = (
     "use_dora", "lora_bias", "modules_to_save", "alora_invocation_tokens", "layer_replication",
     "use_bdlora", "use_qalora", "trainable_token_indices", "target_parameters",
 )  # fmt: skip
-# The names of `init_lora_weights` that change no weight of the model that the adapter is for. With
-# others (PiSSA, OLoRA, CorDA, LoftQ) it is for a changed model, which is not what is served.
+# The values of `init_lora_weights` that change no weight of the base model. An adapter with another
+# value (PiSSA, OLoRA, CorDA, LoftQ) needs a changed base model, which the mesh does not serve.
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _EMBEDDINGS: Final = ("embed_tokens", "wte", "wpe", "word_embeddings")  # no linear layers
 _PREFIX: Final = "base_model.model."

@@ -32,7 +32,7 @@ class Leadership:
     def won(self, revision: int, asked_at: float) -> int:
         """The lease is ours.
 
-        The new epoch is above all epochs seen, even if the store was wiped and counts anew.
+        The new epoch is above all epochs seen, even if the store was wiped and counts from 1.
         """
         self.epoch = max(revision, self.epoch + 1)
         self._is_leader, self._renewed_at = True, asked_at

@@ -23,7 +23,7 @@ class StageLimits:
     serve_s: float = 15.0
     drain_s: float = 120.0
     disconnect_s: float = 5.0
-    erase_s: float = 30.0  # until an instance that should be blank has begun anew
+    erase_s: float = 30.0  # until an instance that should be blank has begun a new incarnation
     gather_s: float = 60.0  # how long a group that lost instances while it formed waits for others
     max_tries: int = 3
     cool_s: float = 60.0  # the pause after `max_tries` failures
@@ -65,7 +65,7 @@ class StageClock:
         return instance_id in self._avoided
 
     def why_broken(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Why it must start anew as a blank instance; empty if it need not."""
+        """Why a member must become blank; empty if it need not."""
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
         if seen.phase is Phase.FAILED:
@@ -84,7 +84,7 @@ class StageClock:
         return ""
 
     def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
-        """It should have begun anew by now: it hangs, or does not follow this leader."""
+        """Whether a member should be blank by now: it hangs, or does not follow this leader."""
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:

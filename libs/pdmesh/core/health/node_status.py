@@ -1,4 +1,4 @@
-"""Turns what a node's agent knows of its devices into signals, by a file for the instances (S33).
+"""Passes the state of devices from a node's agent to its instances, as signals in a file (S33).
 
 The file has a checksum over all its content, so a torn, foreign or half-written file is never taken
 for a healthy status. An old file counts as no status, too. A device without a status is reported as
@@ -24,12 +24,12 @@ VOID_AFTER_PERIODS: Final = 3
 
 
 class TornStatus(Exception):
-    """The text is not a whole status."""
+    """The text is not a complete status."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """`reason` is empty while the device is well."""
+    """`reason` is empty while the device has no fault."""
 
     device: str
     level: Level = Level.WELL
@@ -76,7 +76,7 @@ def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tup
 
 
 def signals_from_file(text: str, devices: Sequence[str], wall_now: float) -> tuple[Signal, ...]:
-    """The same, from the text of the node's file."""
+    """As `signals_for`, from the text of the node's file."""
     try:
         status = parse(text)
     except TornStatus:

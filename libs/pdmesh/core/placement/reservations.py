@@ -18,7 +18,7 @@ from pdmesh.core.placement.instance import Booking
 if TYPE_CHECKING:
     from pdmesh.core.placement.instance import Instance
 
-ADMISSION_S = 1.0  # a request not admitted by then has ended, or waits and is booked anew
+ADMISSION_S = 1.0  # a request not admitted by then has ended, or waits and is booked again
 BACKLOG_S = 120.0  # an admitted prompt that is not computed by then is lost
 MAX_BOOKINGS = 65_536
 

@@ -119,7 +119,7 @@ Effect = AskMoves | RatioDecided
 
 @dataclass(slots=True)
 class _Busy:
-    """A group's load over the last windows. It starts anew when the group's shape changes."""
+    """A group's load over the last windows. It starts again when the group's shape changes."""
 
     shape: tuple[int, int]
     recent: deque[tuple[float | None, float | None]]

@@ -107,7 +107,7 @@ class BottleneckDetector:
         return tuple(self._recent)
 
     def rebase(self) -> None:
-        """Learn the reference anew: a move was made, or the present state counts as normal."""
+        """Learn the reference again: a move was made, or the present state counts as normal."""
         self.reference = None
         self._learning.clear()
         self._recent.clear()

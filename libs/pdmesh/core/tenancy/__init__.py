@@ -1,1 +1,1 @@
-"""What each tenant may use over all gateways, and what it has used."""
+"""Decides how much each tenant may use over all gateways, and counts its use."""

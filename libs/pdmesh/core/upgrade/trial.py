@@ -60,7 +60,7 @@ class Trials:
                 trial.incidents[event.instance_id] = "it was lost"
 
     def forget(self, scenario: str) -> None:
-        """The next trial begins anew, even for the same group with the same revision."""
+        """Let the next trial begin from zero, even for the same group and revision."""
         self._trials.pop(scenario, None)
 
     def keep_only(self, scenarios: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ class LoadedText:
 
 
 async def text_of(folder: Path | None) -> LoadedText:
-    """If gateways cannot read the model's files, it is served all the same; the log says why."""
+    """If gateways cannot read the model's files, it is still served, and the log says why."""
     if folder is None:  # the sim engine needs none
         return LoadedText()
     try:

@@ -345,7 +345,7 @@ class ReceiverHalf:
         if part.length <= INLINE_BYTES:
             try:
                 is_intact = are_intact(part.buffers, part.checksums)
-            except Exception as error:  # whatever failed, the pull must not wait for ever
+            except Exception as error:  # whatever failed, the pull must not wait forever
                 log.error("kv.check.died", exc_info=error)
                 return rx.CheckFailed(pull_id, index)
             return rx.PartChecked(pull_id, index, is_intact)

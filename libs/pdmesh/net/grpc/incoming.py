@@ -1,6 +1,6 @@
 """Bounds on incoming gRPC messages: who may send one, how long it may take, how many at once.
 
-gRPC itself takes a message from any caller before it calls a handler, and waits for ever for its
+gRPC itself takes a message from any caller before it calls a handler, and waits forever for its
 last byte: a few connections that send all but the last byte of many long messages hold gigabytes. A
 stream's handler decides when to read, so every method becomes a stream here, which reads only once
 the caller is admitted.

@@ -188,7 +188,7 @@ class NatsBus:
             async with asyncio.timeout(1.0):  # the last events still go out
                 await self._client.close()
         # nats-py cancels each of its tasks once. A reconnection that loses that cancellation tries
-        # for ever, and the event loop's end waits for it.
+        # forever, and the event loop's end waits for it.
         current = asyncio.current_task()
         left = (getattr(self._client, name) for name in _CLIENT_TASKS)
         await tasks.end(task for task in left if task is not None and task is not current)

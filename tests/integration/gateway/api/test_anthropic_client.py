@@ -42,7 +42,7 @@ def prompt_of(mesh: GatewayMesh, *messages: tuple[str, Any]) -> str:
     )
 
 
-async def test_a_message_is_the_chat_of_the_same_conversation(
+async def test_a_message_equals_the_chat_with_the_same_conversation(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
 ) -> None:
     answer = await claude.messages.create(
@@ -92,7 +92,7 @@ async def test_a_stream_has_the_documented_events_and_the_same_text(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_it_says_which_stop_sequence_ended_it(
+async def test_a_message_names_the_stop_sequence_that_ended_it(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic, stream: bool
 ) -> None:
     whole = mesh.expected_text(mesh.chat_prompt("hello"), 60)
@@ -107,7 +107,7 @@ async def test_it_says_which_stop_sequence_ended_it(
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
 
 
-async def test_the_tokens_counted_are_those_of_the_message(
+async def test_the_counted_tokens_equal_those_of_the_message(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
 ) -> None:
     found = await claude.messages.count_tokens(model="tiny", system="be brief", messages=HELLO)
@@ -128,7 +128,7 @@ async def test_a_decode_that_dies_in_the_middle_changes_nothing(
 async def test_a_stream_that_cannot_continue_ends_with_an_error_event(
     tmp_path: Path,
 ) -> None:
-    """All text before it was sent, and nothing comes after it."""
+    """All text before the error was sent, and nothing comes after it."""
     async with (
         gateway_mesh(tmp_path, max_migrations=0) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=30) as http,
@@ -201,7 +201,7 @@ async def test_bad_input_is_refused_with_the_field(
     assert len(answer.content) < 2000
 
 
-async def test_errors_are_those_that_the_client_knows(
+async def test_errors_have_the_types_that_the_client_knows(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
 ) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:

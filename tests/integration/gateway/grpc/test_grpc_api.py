@@ -232,7 +232,7 @@ async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> 
     ],
 )
 async def test_messages_without_their_end_are_given_up(tmp_path: Path, method: bytes) -> None:
-    """gRPC would wait for ever for the rest of a message, and keep all that was sent of it."""
+    """gRPC would wait forever for the rest of a message, and keep all that was sent of it."""
     mib = 1 << 20
     async with gateway_mesh(
         tmp_path, max_body_bytes=mib, max_incoming_bytes=4 * mib, receive_timeout_s=1.0

@@ -1,4 +1,4 @@
-"""What may name an adapter."""
+"""The allowed names, paths and digests of an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIGEST = "0123456789abcdef" * 4
 
 
 @pytest.mark.parametrize("name", ["sql", "SQL-v2", "a_b", "7", "x" * 63])
-def test_a_name_is_letters_digits_and_dashes(name: str) -> None:
+def test_a_name_has_letters_digits_and_dashes(name: str) -> None:
     check_name(name)
     Adapter(name, DIGEST, "/adapters/sql").check()
 
@@ -31,7 +31,7 @@ def test_a_path_is_absolute_and_bounded(path: str) -> None:
 
 
 @pytest.mark.parametrize("digest", ["", DIGEST[1:], DIGEST.upper(), "g" * 64])
-def test_a_digest_is_of_sha_256(digest: str) -> None:
+def test_a_digest_that_is_not_of_sha_256_is_refused(digest: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Adapter("sql", digest, "/a").check()
     assert refused.value.field == "adapter.digest"

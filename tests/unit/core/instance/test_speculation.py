@@ -155,7 +155,7 @@ def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None
 
 @pytest.mark.req("S118")
 def test_proposals_follow_the_text_off_and_on_again() -> None:
-    """When proposals are off, one is tried now and then, or they would stay off for ever."""
+    """When proposals are off, one is tried now and then, or they would stay off forever."""
     adaptive, writing = adaptive_of(SMOLLM2_CPU, 1, 0.6), Writing(SMOLLM2_CPU, 1, 0.9)
     shares = []
     for writing.acceptance in (0.9, 0.0, 0.9):

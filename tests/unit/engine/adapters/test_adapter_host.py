@@ -1,4 +1,6 @@
-"""Adapters are copied, verified, loaded and unloaded beside the loop; each leg is told once."""
+"""Adapters are copied, verified, loaded and unloaded in the background, and each leg gets one
+answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls and their results in a conversation: what is refused, and what a template gets."""
+"""Tool calls and results in a conversation: the refused ones, and their form in a template."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_template_gets_arguments_as_objects_and_results_as_they_are() -> None:
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "not json", "null", '{"a": 1'])
 def test_arguments_that_are_not_an_object_become_an_empty_object(arguments: str) -> None:
-    """The model wrote these arguments, and the conversation must go on, as with plain vLLM."""
+    """The model wrote these arguments. As in plain vLLM, the conversation must continue."""
     assert rendered(asked(call(arguments)))[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
@@ -64,7 +64,7 @@ def test_reasoning_reaches_the_template_under_both_names(name: str) -> None:
     assert (found["reasoning"], found["reasoning_content"]) == ("hm", "hm")
 
 
-def test_an_agents_billing_line_is_no_part_of_the_prompt() -> None:
+def test_an_agents_billing_line_is_left_out_of_the_prompt() -> None:
     line = "x-anthropic-billing-header: cch=1;"
     (found,) = rendered({"role": "system", "content": f"{line}\nBe kind."})
     assert found["content"] == ["Be kind."]
@@ -106,7 +106,7 @@ def test_calls_and_results_that_do_not_fit_name_the_field(
 @pytest.mark.parametrize(
     "arguments", ['{"a": "\\u0000"}', '{"a": ' + "[" * 9999 + "]" * 9999 + "}"]
 )
-def test_arguments_that_would_harm_name_the_field(arguments: str) -> None:
+def test_harmful_arguments_name_the_field(arguments: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         rendered(asked(call(arguments)))
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
@@ -123,7 +123,7 @@ def test_arguments_hold_a_bounded_number_of_values() -> None:
 
 
 @pytest.mark.fault("F31")
-def test_the_most_that_may_be_sent_costs_little_more_than_the_text_of_its_length() -> None:
+def test_the_largest_arguments_cost_little_more_than_text_of_the_same_length() -> None:
     hostile = '{"a": "' + '\\"' * 400_000 + '", "b": [' + "[]," * 16_000 + "1]}"
     honest = json.dumps({"a": "word, " * (len(hostile) // 6)})
     bodies = [body_of(asked(call(text))) for text in (hostile, honest)]

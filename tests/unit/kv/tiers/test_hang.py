@@ -197,7 +197,7 @@ async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) ->
 
 @pytest.mark.fault("F33")
 def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
-    """Its block is a pipe without a writer: opening it takes for ever, as on a file server that is
+    """Its block is a pipe without a writer: opening it takes forever, as on a file server that is
     gone.
     """
     script = textwrap.dedent(

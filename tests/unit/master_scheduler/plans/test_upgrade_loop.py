@@ -1,5 +1,5 @@
-"""The shell of upgrades: records are written before they are acted on, the previous version is
-restored, canaries are applied and promoted.
+"""The shell of upgrades: it writes records before it acts on them, restores the previous version,
+and applies and promotes canaries.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_l
 
 
 @pytest.mark.req("S24")
-async def test_the_version_before_is_applied_again_unless_an_operator_was_faster(
+async def test_the_previous_version_is_restored_unless_an_operator_applied_another(
     site: Site,
 ) -> None:
     await site.apply(text("2"))
@@ -101,7 +101,7 @@ async def test_the_version_before_is_applied_again_unless_an_operator_was_faster
 @pytest.mark.req("S24")
 @pytest.mark.fault("F20", "F21")
 @pytest.mark.parametrize("is_kept", [False, True])
-async def test_a_version_that_cannot_be_restored_is_asked_for_once(
+async def test_a_version_that_cannot_be_restored_is_requested_only_once(
     site: Site, is_kept: bool
 ) -> None:
     """The bucket was wiped and holds only the current version, or an earlier release accepted a
@@ -130,8 +130,8 @@ async def test_a_version_that_cannot_be_restored_is_asked_for_once(
 @pytest.mark.req("S24")
 @pytest.mark.fault("F12")
 async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(site: Site) -> None:
-    """Two leaders overlap for a moment. A decision from the older record is made anew, and not
-    written over the later record.
+    """Two leaders overlap for a moment. The later record is kept, and a decision from the older one
+    is made again.
     """
     await site.apply(text("2"))
     await site.loop.round()
@@ -152,7 +152,7 @@ async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(s
 
 
 @pytest.mark.req("S24")
-async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) -> None:
+async def test_a_canary_without_a_change_is_refused(site: Site) -> None:
     async def apply(text: str, share: float) -> object:
         return await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text, canary_share=share))
 
@@ -174,7 +174,7 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
 
 
 @pytest.mark.req("S24")
-async def test_a_canary_that_is_being_turned_back_is_not_promoted(
+async def test_a_canary_that_is_being_rolled_back_is_not_promoted(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operator promotes the canary while the store writes that it is bad. The later write must

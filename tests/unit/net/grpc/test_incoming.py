@@ -1,4 +1,4 @@
-"""Incoming messages: their number is bounded, and none takes for ever."""
+"""Incoming messages: their number is bounded, and none takes forever."""
 
 from __future__ import annotations
 

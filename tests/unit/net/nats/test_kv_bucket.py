@@ -92,7 +92,7 @@ async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(nu
 
 @pytest.mark.fault("F20")
 async def test_a_watch_survives_a_bug_in_its_callback() -> None:
-    """If the watch ended, the process would go on for ever with its old view, since nothing awaits
+    """If the watch ended, the process would go on forever with its old view, since nothing awaits
     the task.
     """
     loaded = asyncio.Event()

@@ -136,7 +136,7 @@ class PullBook:
     def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
         if pull is None or pull.peer != event.peer or pull.landing.is_peer_lost:
-            # Inline bytes can be ignored. Other bytes would wait for ever for a receive.
+            # Inline bytes can be ignored. Other bytes would wait forever for a receive.
             return [] if event.is_inline else [AbortPeer(event.peer)]
         index = pull.landing.announce(event)
         if index is None:

@@ -58,7 +58,7 @@ class VllmSlots:
         self._loaded[digest] = request
 
     async def unload(self, digest: str) -> None:
-        """Raises what vLLM raises: then nobody knows what is in the slot."""
+        """Raises vLLM's error, after which the content of the slot is unknown."""
         del self._loaded[digest]
         await self._llm.remove_lora(slot_id(digest))
 

@@ -59,7 +59,7 @@ class CancelRequest:
 
 
 def failure_of(drawn: Drawn) -> Failed:
-    """What the host is told of a request that vLLM failed."""
+    """What the host learns about a request that vLLM failed."""
     if drawn.is_constraint_error:
         return constraint_failed(drawn.leg)
     return Failed(drawn.leg, EngineFailed.default_reason, "vLLM failed the request")

@@ -1,4 +1,4 @@
-"""What a worker reports while it computes, so that a long step is told from an engine that hangs.
+"""What a worker reports while it computes, so that a long step does not look like a hung engine.
 
 vLLM answers a ping only between two steps, so each layer of a step is a sign, too. On a CPU, where
 a step may take seconds, a layer is noted when it has been computed. On a GPU it has only been

@@ -109,14 +109,14 @@ def test_a_request_preempted_after_its_pull_computes_its_own_kv() -> None:
     assert core.num_external_tokens("b", 0) == 0
 
 
-def test_tokens_computed_here_although_they_were_to_be_pulled_are_counted() -> None:
+def test_tokens_that_are_computed_instead_of_pulled_are_counted() -> None:
     core = loading()
     core.allocated("b", BLOCKS, 9)
     core.scheduled("b", 4, 6, lambda: BLOCKS)
     assert core.take_plan().entered == [Entered(2, 5)]
 
 
-def test_a_load_that_never_started_gives_its_landing_back() -> None:
+def test_a_load_that_never_started_frees_its_landing() -> None:
     core = loading()
     core.finished("b")
     assert core.take_plan() == StepPlan(dropped_legs=[2])
@@ -132,7 +132,7 @@ def test_a_load_under_way_is_cancelled_when_its_request_ends() -> None:
     core.check_invariants()
 
 
-def test_requests_of_others_pass_untouched() -> None:
+def test_requests_without_a_hand_over_are_not_changed() -> None:
     core = planner()
     core.add("c", {"do_remote_decode": True}, 9)
     assert core.num_external_tokens("c", 0) == 0
