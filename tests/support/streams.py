@@ -19,6 +19,7 @@ class StreamOutcome:
     prompt: Sequence[int]
     started_at: float
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # if the request asks for them
     finish_reason: str | None = None
     is_done: bool = False  # saw [DONE]
     error: dict[str, Any] | None = None  # an error body or error event
@@ -101,4 +102,5 @@ async def _read_events(response: httpx.Response, outcome: StreamOutcome) -> None
         outcome.arrivals.append(now)
         for choice in event["choices"]:
             outcome.text += choice["text"]
+            outcome.token_ids += choice.get("token_ids", ())
             outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason

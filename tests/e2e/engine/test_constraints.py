@@ -29,7 +29,6 @@ from tests.e2e.engine.test_seeded_sampling import locally
 from tests.e2e.pair import Host, Pair, running
 
 pytestmark = [
-    pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
@@ -107,6 +106,20 @@ def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> d
     return wrong
 
 
+@pytest.mark.req("S37")
+async def test_a_choice_that_goes_on_elsewhere_is_still_one_of_them(
+    fusion: Host, model_dir: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    case = next(case for case in of_feature("choice") if case.temperature == 0)
+    tokens = await locally(fusion, case.prompt, case.sampling())
+    assert tokenizer.decode(tokens) in json.loads(FEATURES["choice"][1])
+    for num in range(1, len(tokens)):
+        sampling = replace(case.sampling(), max_tokens=NUM_TOKENS - num, num_drawn=num)
+        assert await locally(fusion, (*case.prompt, *tokens[:num]), sampling) == tokens[num:]
+
+
+@pytest.mark.nightly
 def test_each_answer_that_ends_is_of_its_form(expected: list[list[int]], model_dir: Path) -> None:
     """Otherwise the equality of answers would prove nothing."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -127,12 +140,14 @@ def test_each_answer_that_ends_is_of_its_form(expected: list[list[int]], model_d
     assert min(num_ended[name] for name in ("json", "regex", "grammar")) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S1", "S49")
 async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[list[int]]) -> None:
     got = await generate_all(pair.generate, CASES, num_concurrent=6)
     assert wrong_features(expected, got) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S48")
 async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
@@ -142,6 +157,7 @@ async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     assert wrong_features(expected, got) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S72")
 async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[list[int]]) -> None:
     got = await generate_all(lambda p, s: locally(fusion, p, s), CASES, 12)
@@ -166,6 +182,7 @@ def after_death(
     return replayed, rest, lambda s: replace(s, num_drawn=NUM_TOKENS - s.max_tokens)
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("num_drawn", [1, 2, 5, -1])
 async def test_an_answer_is_the_same_after_a_death_at_any_token(
@@ -179,6 +196,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S118")
 async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
     pair: Pair, model_dir: Path, expected: list[list[int]]
@@ -197,6 +215,7 @@ async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
         assert differences([expected[index] for index in greedy], got) == []
 
 
+@pytest.mark.nightly
 async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
@@ -214,6 +233,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 async def test_a_form_that_no_engine_can_keep_to_fails_without_a_retry(
     pair: Pair, name: str
