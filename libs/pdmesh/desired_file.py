@@ -16,6 +16,7 @@ import yaml
 
 from pdmesh.core.groups.desired import (
     DEFAULT_NAME,
+    SERVING_ROLES,
     Desired,
     Group,
     Scenario,
@@ -41,7 +42,7 @@ _MAX_DEFAULT_TEXT: Final = 4096  # characters
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _TRUE: Final = {"true": True, "false": False}
-_ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE, "fusion": Role.FUSION}
+_ROLES: Final = {role.value: role for role in SERVING_ROLES}
 
 T = TypeVar("T")
 
@@ -126,6 +127,7 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
             "prefill",
             "decode",
             "fusion",
+            "pooling",
             "count",
             "region",
             "failover",
@@ -137,6 +139,7 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
             prefill=_number(parts, "prefill"),
             decode=_number(parts, "decode"),
             fusion=_number(parts, "fusion"),
+            pooling=_number(parts, "pooling"),
             region=_name(parts, "region", ""),
             failover=tuple(name.name() for name in _items(parts.get("failover"))),
             spans_regions=parts["spans_regions"].flag() if "spans_regions" in parts else False,

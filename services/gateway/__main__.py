@@ -65,9 +65,9 @@ async def serve(settings: Settings, app: App) -> None:
     )
     proof = PathProof(gateway.fleet.paths, settings.instance_id)
     app.add_readiness("instances", gateway.fleet.can_serve)
-    app.add_readiness("path", lambda: proof.is_given or not gateway.fleet.can_serve())
+    app.add_readiness("path", lambda: proof.is_given or not gateway.fleet.serves_answers())
     app.add_readiness(
-        "parsers", lambda: gateway.parser_start.is_settled or not gateway.fleet.can_serve()
+        "parsers", lambda: gateway.parser_start.is_settled or not gateway.fleet.serves_answers()
     )
     await gateway.start()
     log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)

@@ -46,6 +46,7 @@ from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
+    ROLE_POOLING,
     ROLE_PREFILL,
     InstanceRecord,
     Role,
@@ -53,7 +54,7 @@ from pdmesh.v1.common_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_JUDGED_ROLES: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
+_JUDGED_ROLES: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING})
 _TICKS_PER_LEASE: Final = 6
 _VOID_AFTER_PERIODS: Final = 3
 _VITALS: Final = "vitals"

@@ -132,6 +132,20 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--fusion", action="store_true", help="start one instance for both phases instead of a pair"
     )
     add(
+        "--pooling",
+        type=values.count,
+        default=0,
+        metavar="N",
+        help="instances for embeddings, scores and reranking",
+    )
+    add(
+        "--pooling-model",
+        type=Path,
+        metavar="DIR",
+        help="the Hugging Face model directory of these (default: that of the others, under a name "
+        "that ends in -embed)",
+    )
+    add(
         "--blank",
         type=values.count,
         default=0,
@@ -503,7 +517,7 @@ def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         "build", parents=[common], help="make an artefact and print the path of its manifest"
     )
     build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
-    build.add_argument("--role", choices=["prefill", "decode", "fusion"], required=True)
+    build.add_argument("--role", choices=["prefill", "decode", "fusion", "pooling"], required=True)
     build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     build.add_argument(
         "--name", default="", help="the model's name for clients (default: the folder's name)"

@@ -1,4 +1,7 @@
-"""A short form of the numbers of instances by role in a group, such as `2P:1D` or `3F`."""
+"""A short form of the numbers of instances by role in a group, such as `2P:1D`, `3F` or `2E`.
+
+E stands for embeddings: the instances of the role pooling.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
     ROLE_FUSION,
+    ROLE_POOLING,
     ROLE_PREFILL,
     InstancePhase,
     Role,
 )
 
 
-def counts(prefill: int, decode: int, fusion: int) -> str:
+def counts(prefill: int, decode: int, fusion: int, pooling: int = 0) -> str:
     pair = f"{prefill}P:{decode}D" if prefill or decode else ""
-    return " ".join(part for part in (pair, f"{fusion}F" if fusion else "") if part) or "-"
+    alone = [f"{num}{letter}" for num, letter in ((fusion, "F"), (pooling, "E")) if num]
+    return " ".join(part for part in (pair, *alone) if part) or "-"
 
 
 def ready_counts(members: Iterable[tuple[Role.ValueType, InstancePhase.ValueType]]) -> str:
     roles = [role for role, phase in members if phase == INSTANCE_PHASE_READY]
-    return counts(*(roles.count(role) for role in (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)))
+    known = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING)
+    return counts(*(roles.count(role) for role in known))

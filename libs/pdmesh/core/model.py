@@ -11,6 +11,7 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     FUSION = "fusion"
+    POOLING = "pooling"
 
 
 class Stage(enum.IntEnum):

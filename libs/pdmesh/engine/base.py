@@ -2,10 +2,11 @@
 
 An engine never queues. The instance's admission core reserves a slot and the bytes before a job
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
-every job the engine emits exactly one terminal output: `Finished`, `Failed`, or a `Prefilled` that
-carries a ticket or a finish reason. An aborted job has no terminal output: after `abort` returns,
-only the end of its ranges is emitted for that leg (`TicketClosed`, `LandingFreed`). A terminal
-output that was emitted before the abort is still read: it means that no `TicketClosed` follows.
+every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`, or a
+`Prefilled` that carries a ticket or a finish reason. An aborted job has no terminal output: after
+`abort` returns, only the end of its ranges is emitted for that leg (`TicketClosed`,
+`LandingFreed`). A terminal output that was emitted before the abort is still read: it means that no
+`TicketClosed` follows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from array import array
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.adapters.fit import AdapterFacts
@@ -24,6 +25,7 @@ from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampli
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.errors import ConstraintUnsatisfiable
@@ -277,6 +279,35 @@ class LandingFreed:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolJob:
+    """Make vectors or scores of `inputs`. Answered by `Pooled` or `Failed`.
+
+    `first_lengths`: of pairs of texts, how many tokens of each input are the first one's.
+    `num_dimensions` 0: the model's own. `use_activation` None: the model's own way.
+    """
+
+    leg: int
+    request_id: str
+    task: PoolingTask
+    inputs: tuple[array[int], ...]
+    first_lengths: tuple[int, ...] = ()
+    num_dimensions: int = 0
+    use_activation: bool | None = None
+    cache_salt: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """`values`: little-endian float32, `num_values` of each input, in order."""
+
+    leg: int
+    values: bytes
+    num_values: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksChanged:
     """Blocks that one tier evicted and stored, as mesh hashes: clear, then remove, then store."""
 
@@ -316,6 +347,7 @@ Output = (
     | Failed
     | TicketClosed
     | LandingFreed
+    | Pooled
     | BlocksChanged
     | TiersReported
     | AdaptersChanged
@@ -342,6 +374,7 @@ class EngineInfo:
     )  # KV transport address of each rank
     partial_sampling: PartialSampling = NO_PARTIALS  # where it names beginnings of blocks
     max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
+    pooling: PoolingFacts | None = None  # of a pooling engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,3 +483,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class PoolingEngine(Protocol):
+    """An engine of the role pooling: it is an `Engine` that takes these jobs and no others."""
+
+    def pool(self, job: PoolJob) -> None: ...

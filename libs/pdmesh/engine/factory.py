@@ -11,10 +11,11 @@ from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.engine.base import Engine
-from pdmesh.engine.laws import LAWS
+from pdmesh.engine.laws import LAWS, Law
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
+from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
@@ -72,6 +73,10 @@ class EngineSettings:
     partial_sampling: PartialSampling = (
         NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
     )
+    is_pooling: bool = False  # it makes vectors or scores of whole texts
+    pooling_convert: str = "auto"  # vLLM: what a model that makes answers becomes
+    sim_pooling: str = "embed"
+    sim_dimensions: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,10 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
     If `find_holders` is None, peers are not asked for blocks.
     """
     match settings.engine:
+        case "sim" if settings.is_pooling:
+            return build_sim_pooling(settings)
+        case "vllm" if settings.is_pooling:
+            return _build_vllm_pooling(settings)
         case "sim":
             return build_sim(settings, lambda: _ucx(settings), find_holders)
         case "vllm":
@@ -106,8 +115,7 @@ def build_sim(
     make_transport: Callable[[], KvTransport],
     find_holders: FindHolders | None = None,
 ) -> BuiltEngine:
-    if settings.sim_law not in LAWS:
-        raise EngineFailed(f"unknown law {settings.sim_law!r}; choose from {', '.join(LAWS)}")
+    law = _law(settings)
     params = sim_params(settings)
     blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
     prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes
@@ -142,7 +150,7 @@ def build_sim(
         model_fingerprint=fingerprint,
         num_slots=settings.num_slots,
         params=params,
-        law=LAWS[settings.sim_law],
+        law=law,
         num_kv_blocks=settings.num_kv_blocks or (settings.num_slots + 1) * blocks_per_prompt,
         ticket_lease_s=settings.ticket_lease_s,
         tier_timeout_s=settings.tiers.timeout_s,
@@ -154,6 +162,28 @@ def build_sim(
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)
+
+
+def build_sim_pooling(settings: EngineSettings) -> BuiltEngine:
+    identity = f"sim/{settings.sim_pooling}/{settings.sim_dimensions}/{settings.sim_seed}"
+    config = SimPoolingConfig(
+        model=settings.model,
+        model_fingerprint=hashlib.blake2b(identity.encode(), digest_size=8).hexdigest(),
+        num_slots=settings.num_slots,
+        max_model_len=settings.max_model_len,
+        seed=settings.sim_seed,
+        num_dimensions=settings.sim_dimensions,
+        law=_law(settings),
+        scores_pairs=settings.sim_pooling == "classify",
+    )
+    return BuiltEngine(SimPoolingEngine(config), 0, 0)
+
+
+def _law(settings: EngineSettings) -> Law:
+    """Raises EngineFailed."""
+    if settings.sim_law not in LAWS:
+        raise EngineFailed(f"unknown law {settings.sim_law!r}; choose from {', '.join(LAWS)}")
+    return LAWS[settings.sim_law]
 
 
 def sim_params(settings: EngineSettings) -> SimParams:
@@ -220,3 +250,26 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         failpoints=settings.failpoint,
     )
     return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)
+
+
+def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
+    from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig
+    from pdmesh.engine.vllm.pooling.engine import VllmPoolingEngine
+
+    if settings.model_dir is None:
+        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+    config = VllmPoolingConfig(
+        instance_id=settings.instance_id,
+        incarnation=settings.incarnation,
+        model_dir=settings.model_dir,
+        model=settings.model,
+        dtype=settings.dtype,
+        convert=settings.pooling_convert,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        file_digests=settings.file_digests,
+        failpoints=settings.failpoint,
+    )
+    return BuiltEngine(VllmPoolingEngine(config), 0, 0)

@@ -63,6 +63,11 @@ class InstanceSettings(ServiceSettings):
     )
     max_loras: int = shared(4, ge=1, le=256, description="LoRA adapters loaded at once")
     max_lora_rank: int = shared(16, ge=1, le=512, description="Highest rank of a LoRA adapter")
+    pooling_convert: Literal["auto", "none", "embed", "classify"] = Field(
+        "auto",
+        description="vLLM: what an instance of the role pooling makes of a model that gives "
+        "answers; auto: what vLLM says of its architecture",
+    )
     group_id: str = shared("default", description="Group of this instance")
     scenario: str = shared("default", description="Scenario that its group serves")
     region: str = shared("", description="Region of this instance")
@@ -185,5 +190,11 @@ class InstanceSettings(ServiceSettings):
     )
     sim_fail_every: int = shared(
         0, ge=0, description="Sim: one prompt in this many fails, as in a bad release; 0: none"
+    )
+    sim_pooling: Literal["embed", "classify"] = shared(
+        "embed", description="Sim: what a pooling instance makes: vectors, or scores of pairs"
+    )
+    sim_dimensions: int = shared(
+        64, ge=1, le=4096, description="Sim: dimensions of a pooling instance's vectors"
     )
     failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")

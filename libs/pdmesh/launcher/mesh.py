@@ -255,7 +255,9 @@ class Mesh:
         Gateways are ready when an instance serves. If all instances are blank, none ever does.
         """
         spec = self.spec
-        serves = spec.groups_file or spec.num_prefill or spec.num_decode or spec.num_fusion
+        serves = spec.groups_file or any(
+            (spec.num_prefill, spec.num_decode, spec.num_fusion, spec.num_pooling)
+        )
         specs = self.supervisor.specs
         return [name for name, s in specs.items() if serves or s.tier is not StopOrder.GATEWAY]
 

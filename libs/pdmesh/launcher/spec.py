@@ -50,6 +50,8 @@ class MeshSpec:
     num_prefill: int = 1
     num_decode: int = 1
     num_fusion: int = 0
+    num_pooling: int = 0  # instances that make vectors or scores
+    pooling_model_dir: Path | None = None  # theirs; None: the model of the other instances
     num_blank: int = 0  # instances whose role the master assigns
     groups_file: Path | None = None  # the desired state, which is applied once a master leads
     num_gateways: int = 1
@@ -80,6 +82,8 @@ _OPTIONS: Final = {
     "--prefill": "num_prefill",
     "--decode": "num_decode",
     "--fusion": "num_fusion",
+    "--pooling": "num_pooling",
+    "--pooling-model": "pooling_model_dir",
     "--blank": "num_blank",
     "--groups": "groups_file",
     "--gateways": "num_gateways",
@@ -158,6 +162,8 @@ _TIERS: Final = {
     "gateway": StopOrder.GATEWAY,
 }
 
+# Of the name of a model that makes answers, where pooling instances make vectors with it.
+_POOLING_SUFFIX: Final = "-embed"
 _MODULES: Final = {
     "node-agent": ("pdmesh.services.health_monitor", "--node")
 }  # others: services.<service>
@@ -180,6 +186,7 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
             ("fusion", "prefill", spec.num_fusion),
             ("prefill", "prefill", spec.num_prefill),
             ("decode", "decode", spec.num_decode),
+            ("pooling", "instance", spec.num_pooling),
             ("instance", "instance", spec.num_blank),
         )
         for i in range(count)
@@ -204,7 +211,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         "OPS_FILE": str(ops_file),
         **({"REGION": region} if region else {}),
         **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
-        **(_instance_settings(kind, spec) if _TIERS[service] is StopOrder.INSTANCE else {}),
+        **(_instance_settings(kind, spec, wiring) if _TIERS[service] is StopOrder.INSTANCE else {}),
     }
     return ProcessSpec(
         name=name,
@@ -257,10 +264,16 @@ def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, 
     }
 
 
-def _instance_settings(kind: str, spec: MeshSpec) -> dict[str, str]:
+def _instance_settings(kind: str, spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     settings: dict[str, str] = {"ENGINE": spec.engine}
     if kind.startswith("fusion-"):
         settings["ROLE"] = "fusion"
+    if kind.startswith("pooling-"):
+        folder = spec.pooling_model_dir
+        common = spec.model_name or wiring.model_dir.name
+        settings["ROLE"] = "pooling"
+        settings["MODEL"] = folder.name if folder else f"{common}{_POOLING_SUFFIX}"
+        settings |= {"MODEL_DIR": str(folder)} if folder else {}
     if spec.dtype:
         settings["DTYPE"] = spec.dtype
     return settings

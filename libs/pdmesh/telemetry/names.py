@@ -47,6 +47,7 @@ SPAN_PLAN_MATCH: Final = "plan.match"  # the look-up of the blocks' holders, at 
 SPAN_PLAN_DECIDE: Final = "plan.decide"
 SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token, at the prefill (SERVER)
 SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start until the KV is usable, at the decode (CLIENT)
+SPAN_POOLING: Final = "pooling"  # of one batch of inputs, at the pooling instance (SERVER)
 SPAN_DECODE: Final = "decode"  # from Start to the last token, at the decode (SERVER)
 
 PROVIDER: Final = "pdmesh"

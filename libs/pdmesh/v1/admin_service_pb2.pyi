@@ -1175,6 +1175,7 @@ class GroupState(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    NUM_POOLING_WANTED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     scenario: _builtins.str
     num_prefill_wanted: _builtins.int
@@ -1185,6 +1186,7 @@ class GroupState(_message.Message):
     """gathering, forming, serving, changing, failed, leaving"""
     detail: _builtins.str
     """what it waits for, or why it failed"""
+    num_pooling_wanted: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]: ...
     @_builtins.property
@@ -1204,10 +1206,11 @@ class GroupState(_message.Message):
         detail: _builtins.str = ...,
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         regions: _abc.Iterable[_builtins.str] | None = ...,
+        num_pooling_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_prefill_wanted", b"num_prefill_wanted", "regions", b"regions", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_pooling_wanted", b"num_pooling_wanted", "num_prefill_wanted", b"num_prefill_wanted", "regions", b"regions", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_PREFILL: _Role.ValueType  # 2
     ROLE_DECODE: _Role.ValueType  # 3
     ROLE_FUSION: _Role.ValueType  # 4
+    ROLE_POOLING: _Role.ValueType  # 5
+    """vectors or scores of whole texts, no answers"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance does. A blank instance is ROLE_NONE until the master assigns it one."""
@@ -39,7 +41,31 @@ ROLE_NONE: Role.ValueType  # 1
 ROLE_PREFILL: Role.ValueType  # 2
 ROLE_DECODE: Role.ValueType  # 3
 ROLE_FUSION: Role.ValueType  # 4
+ROLE_POOLING: Role.ValueType  # 5
+"""vectors or scores of whole texts, no answers"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
+
+class _PoolingTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_TASK_UNSPECIFIED: _PoolingTask.ValueType  # 0
+    POOLING_TASK_EMBED: _PoolingTask.ValueType  # 1
+    """a vector"""
+    POOLING_TASK_CLASSIFY: _PoolingTask.ValueType  # 2
+    """a score for each class; of a cross-encoder, one for a pair of texts"""
+
+class PoolingTask(_PoolingTask, metaclass=_PoolingTaskEnumTypeWrapper):
+    """What a pooling model makes of a text, with the names of vLLM's tasks."""
+
+POOLING_TASK_UNSPECIFIED: PoolingTask.ValueType  # 0
+POOLING_TASK_EMBED: PoolingTask.ValueType  # 1
+"""a vector"""
+POOLING_TASK_CLASSIFY: PoolingTask.ValueType  # 2
+"""a score for each class; of a cross-encoder, one for a pair of texts"""
+Global___PoolingTask: _TypeAlias = PoolingTask  # noqa: Y015
 
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -136,6 +162,58 @@ INSTANCE_PHASE_DRAINED: InstancePhase.ValueType  # 8
 INSTANCE_PHASE_FAILED: InstancePhase.ValueType  # 9
 """could not follow its assignment"""
 Global___InstancePhase: _TypeAlias = InstancePhase  # noqa: Y015
+
+@_typing.final
+class PoolingFacts(_message.Message):
+    """What a pooling instance can make, and how it wants its inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    NUM_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    IS_MATRYOSHKA_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    IS_CROSS_ENCODER_FIELD_NUMBER: _builtins.int
+    NUM_CLASSES_FIELD_NUMBER: _builtins.int
+    IS_LOWER_CASE_FIELD_NUMBER: _builtins.int
+    JOINS_PAIRS_FIELD_NUMBER: _builtins.int
+    num_dimensions: _builtins.int
+    """of its vectors"""
+    is_matryoshka: _builtins.bool
+    """beginnings of its vectors are vectors, too"""
+    is_cross_encoder: _builtins.bool
+    """it scores pairs of texts: one class, or a single number"""
+    num_classes: _builtins.int
+    """of a classifier"""
+    is_lower_case: _builtins.bool
+    """it was trained on texts without capital letters"""
+    joins_pairs: _builtins.bool
+    """of a cross-encoder: a pair is one text, not two with a separator between them"""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[Global___PoolingTask.ValueType]: ...
+    @_builtins.property
+    def matryoshka_dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """so many dimensions only; empty: any number up to num_dimensions"""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___PoolingTask.ValueType] | None = ...,
+        num_dimensions: _builtins.int = ...,
+        is_matryoshka: _builtins.bool = ...,
+        matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
+        is_cross_encoder: _builtins.bool = ...,
+        num_classes: _builtins.int = ...,
+        is_lower_case: _builtins.bool = ...,
+        joins_pairs: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_cross_encoder", b"is_cross_encoder", "is_lower_case", b"is_lower_case", "is_matryoshka", b"is_matryoshka", "joins_pairs", b"joins_pairs", "matryoshka_dimensions", b"matryoshka_dimensions", "num_classes", b"num_classes", "num_dimensions", b"num_dimensions", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingFacts: _TypeAlias = PoolingFacts  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -660,6 +738,7 @@ class InstanceRecord(_message.Message):
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -755,6 +834,10 @@ class InstanceRecord(_message.Message):
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """digests of those that it holds now"""
 
+    @_builtins.property
+    def pooling(self) -> Global___PoolingFacts:
+        """of an instance of the role pooling"""
+
     def __init__(
         self,
         *,
@@ -803,10 +886,11 @@ class InstanceRecord(_message.Message):
         supports_constraints: _builtins.bool = ...,
         max_adapters: _builtins.int = ...,
         loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
+        pooling: Global___PoolingFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,7 @@ from pdmesh.services.gateway.http.format import OpenAiFormat
 from pdmesh.services.gateway.http.messages.errors import ANTHROPIC_ERRORS
 from pdmesh.services.gateway.http.messages.paths import PREFIX, MessagesPaths
 from pdmesh.services.gateway.http.openapi import document
+from pdmesh.services.gateway.http.pooling.paths import PoolingPaths
 from pdmesh.services.gateway.http.responses.paths import ResponsesPaths
 from pdmesh.services.gateway.http.responses.store import ResponseStore
 from pdmesh.services.gateway.http.routes import (
@@ -106,6 +107,7 @@ class HttpApp:
         return [
             *MessagesPaths(self._frontend, self._intake).routes(),
             *self._responses.routes(),
+            *PoolingPaths(self._frontend, self._intake).routes(),
             HttpRoute(
                 "POST",
                 "/v1/chat/completions",
@@ -284,7 +286,9 @@ class HttpApp:
 
     async def _model(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
-        name = self._frontend.model_name(exchange.path_parameters["model"])
+        asked = exchange.path_parameters["model"]
+        is_pooling = self._frontend.shared.fleet.is_pooling_model(asked)
+        name = asked if is_pooling else self._frontend.model_name(asked)
         check_model(tenant, name)
         model = next((m for m in self._frontend.shared.fleet.models() if m.name == name), None)
         if model is None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdmesh.services.gateway.http.pooling.schema import SCORED, ScoreRequest
 from pdmesh.services.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
@@ -54,6 +55,7 @@ _FUNCTION: Final[Json] = {
     "properties": {"type": {"const": "function"}, "function": _SOME},
 }
 _NAMED: Final[Json] = {"properties": {"name": {"minLength": 1, "maxLength": 256}}}
+_SCORED_FIELDS: Final = sorted({name for pair in SCORED for name in pair})
 RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
     ChatMessage: _MESSAGE,
     ContentPart: {
@@ -66,6 +68,17 @@ RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
         "allOf": [
             _FUNCTION,
             {"required": ["id"], "properties": {"id": {"minLength": 1, "maxLength": 256}}},
+        ]
+    },
+    ScoreRequest: {
+        "oneOf": [
+            {
+                "required": [*pair],
+                "properties": {
+                    name: _SOME if name in pair else {"type": "null"} for name in _SCORED_FIELDS
+                },
+            }
+            for pair in SCORED
         ]
     },
     TokenizeRequest: {

@@ -178,7 +178,7 @@ async def tokenized(
 
     Raises MeshError.
     """
-    model = await frontend.served_model(request.model, permit.tenant)
+    model = await frontend.any_model(request.model, permit.tenant)
     has_special = request.add_special_tokens
     if request.messages is None:
         has_special = has_special is not False
@@ -194,7 +194,7 @@ async def tokenized(
 async def detokenized(request: DetokenizeRequest, frontend: Frontend, permit: Permit) -> str:
     """The text of the tokens, including special ones. Raises MeshError."""
     await charged(permit, lambda: permit.charge(len(request.tokens)))
-    model = await frontend.served_model(request.model, permit.tenant)
+    model = await frontend.any_model(request.model, permit.tenant)
     tokenizer = model.tokenizer
     ids = checked_ids(request.tokens, tokenizer.vocab_size, model.context_length, "tokens")
     text = await tokenizer.decode_prompt(ids)

@@ -20,6 +20,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
     check_messages,
 )
 from pdmesh.services.gateway.openai.json_body import decoded
+from pdmesh.services.gateway.openai.neutral import check_neutral
 from pdmesh.services.gateway.openai.tools import (
     NESTED_IN_TOOLS,
     NamedTool,
@@ -264,7 +265,7 @@ def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[objec
         CompletionRequest: _NEUTRAL_COMPLETION,
         TokenizeRequest: _NEUTRAL_TOKENIZE,
     }
-    return found.get(struct, {})
+    return found.get(struct) or getattr(struct, "UNSUPPORTED", {})
 
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
@@ -322,7 +323,7 @@ def check_tokenize(request: TokenizeRequest) -> None:
     """Raises InvalidRequest with the field."""
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
-    _check_neutral(request, _NEUTRAL_TOKENIZE)
+    check_neutral(request, _NEUTRAL_TOKENIZE)
     if request.messages is not None:
         check_messages(request.messages)
         _check_end(request)
@@ -388,19 +389,6 @@ def checked_ids(
     return ids
 
 
-def _is_same(value: object, other: object) -> bool:
-    """Whether two values are equal in JSON, in which false does not equal 0."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _check_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    for field, values in neutral.items():
-        value = getattr(request, field)
-        if value is not None and not any(_is_same(value, each) for each in values):
-            message = f"{field} is not supported"
-            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
-
-
 def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
     """Of the prompt, which is within the final message or after it."""
     if request.continue_final_message and request.add_generation_prompt is not False:
@@ -409,7 +397,7 @@ def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
 
 
 def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    _check_neutral(request, neutral)
+    check_neutral(request, neutral)
     max_tokens = None if is_echo_alone(request) else request.max_tokens
     check_sampling(max_tokens=max_tokens, temperature=request.temperature, top_p=request.top_p)
     in_range("prompt_logprobs", request.prompt_logprobs, 0, 20)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
 from opentelemetry.trace import Span
 
@@ -39,6 +39,7 @@ from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
 from pdmesh.services.gateway.request.spec import CallSpec, ServedModel
+from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
@@ -162,6 +163,12 @@ class Call:
             generation.cancel(error)
 
 
+class Endable(Protocol):
+    """An open call of any kind."""
+
+    def cancel(self, error: MeshError | None = None) -> None: ...
+
+
 def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
@@ -182,11 +189,11 @@ class Frontend:
         self.shared = shared
         self._scenario_rules = scenario_rules
         self.is_draining = False
-        self._observer = observer
+        self.observer = observer
         self._default_max_tokens = default_max_tokens
         self._max_calls = max_calls
         self._pacer = Pacer(chunk_interval_s)
-        self._calls: dict[Call, None] = {}
+        self._calls: dict[Endable, None] = {}
         self._is_idle = asyncio.Event()
 
     @property
@@ -209,6 +216,29 @@ class Frontend:
             base, fleet.text_of(base), lambda: fleet.text_sources(base)
         )
         return ServedModel(name, tokenizer, context_length)
+
+    async def pooling_model(
+        self, asked: str, tenant: Tenant, scenario: str = ""
+    ) -> tuple[PoolingModel, ServedModel]:
+        """The pooling model that a request of this tenant names, and its tokenizer.
+
+        Raises MeshError.
+        """
+        fleet = self.shared.fleet.pooling
+        model = fleet.model(asked, scenario)
+        check_model(tenant, model.name)
+        tokenizer = await self.shared.tokenizers.get(
+            model.name,
+            fleet.book.text_of(model.name),
+            lambda: fleet.book.text_sources(model.name),
+        )
+        return model, ServedModel(model.name, tokenizer, model.max_model_len)
+
+    async def any_model(self, asked: str, tenant: Tenant) -> ServedModel:
+        """The model of any kind that a request names, for its tokenizer. Raises MeshError."""
+        if self.shared.fleet.is_pooling_model(asked):
+            return (await self.pooling_model(asked, tenant))[1]
+        return await self.served_model(asked, tenant)
 
     def check_open(self) -> None:
         """Raises Draining or Overloaded, before the work of reading and encoding (S97)."""
@@ -242,7 +272,7 @@ class Frontend:
         if self.shared.poison:
             self._refuse_poison(prompts)
         permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
-        span = self._observer.start_span(spec, traceparent)
+        span = self.observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer, permit)
         on_tokens: Callable[[], None] = unheard if is_quiet else call.on_tokens
         for prompt_index, prompt in enumerate(prompts):
@@ -254,7 +284,7 @@ class Frontend:
                 )
                 call.generations.append(generation)
         self._calls[call] = None  # from here on it must be closed
-        self._observer.on_accepted(spec)
+        self.observer.on_accepted()
         for generation in call.generations:
             generation.start()
         return call
@@ -288,6 +318,16 @@ class Frontend:
         _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
         return replace(spec, scenario=found)
 
+    def take_in(self, call: Endable) -> None:
+        """A call of another kind begins: it counts here, and ends with the gateway."""
+        self._calls[call] = None
+        self.observer.on_accepted()
+
+    def let_go(self, call: Endable) -> None:
+        """It has ended. Idempotent."""
+        if self._calls.pop(call, _ABSENT) is not _ABSENT and not self._calls:
+            self._is_idle.set()
+
     def close(self, call: Call, error: MeshError | None = None) -> None:
         """Free what still runs and report the call, once.
 
@@ -300,7 +340,7 @@ class Frontend:
         call.cancel(error)
         call.permit.settle(call.num_used_tokens)
         self._judge(call)
-        self._observer.on_closed(_report(call))
+        self.observer.on_closed(_report(call))
         for generation in call.generations:
             generation.detach()
 

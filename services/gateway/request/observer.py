@@ -75,6 +75,19 @@ class CallReport:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class CallFacts:
+    """A closed call for vectors or scores."""
+
+    request_id: str
+    operation: str
+    model: str
+    outcome: str
+    reason: str
+    num_tokens: int
+    e2e_s: float
+
+
 class Observer:
     def __init__(self, gateway_id: str, publisher: Publisher | None) -> None:
         self._subject = subjects.request_finished(gateway_id)
@@ -103,7 +116,7 @@ class Observer:
         name = names.SPAN_CALL.format(operation=spec.operation, model=spec.model)
         return traces.start_root(name, traceparent)
 
-    def on_accepted(self, spec: CallSpec) -> None:
+    def on_accepted(self) -> None:
         self.num_accepted += 1
         _accepted.add(1)
 
@@ -163,11 +176,9 @@ class Observer:
     def _publish(self, report: CallReport, times: _Times) -> None:
         if self._publisher is None:
             return
-        if len(self._events) >= _MAX_EVENTS:
-            _dropped.add(1)
-            return
         event = RequestFinished(
             request_id=report.request_id,
+            operation=report.spec.operation,
             trace_id=_trace_id(report.span),
             model=report.spec.model,
             scenario=report.spec.scenario or "default",
@@ -188,6 +199,57 @@ class Observer:
             kv_transfer_ms=times.kv_transfer_s * 1000,
             decode_queue_ms=times.decode_queue_s * 1000,
         )
+        self._add(event)
+
+    def on_pooled(self, facts: CallFacts, event: RequestFinished, span: Span) -> None:
+        """A call for vectors or scores was closed. `event` needs its trace's id only."""
+        self.num_ended[facts.outcome] += 1
+        kind = {
+            names.ATTR_OPERATION: facts.operation,
+            names.ATTR_PROVIDER: names.PROVIDER,
+            names.ATTR_REQUEST_MODEL: facts.model,
+        }
+        failure = {names.ATTR_ERROR_TYPE: facts.reason} if facts.outcome == "failed" else {}
+        _requests.add(1, {names.ATTR_OUTCOME: facts.outcome, names.ATTR_REASON: facts.reason})
+        _duration.record(facts.e2e_s, kind | failure)
+        _tokens.add(facts.num_tokens, {"direction": "input"})
+        _rejections.record(event.num_rejections)
+        if event.num_migrations:
+            _migrations.add(event.num_migrations)
+        event.trace_id = _trace_id(span)
+        log.info(
+            "request.finished",
+            request_id=facts.request_id,
+            trace_id=event.trace_id,
+            operation=facts.operation,
+            model=facts.model,
+            outcome=facts.outcome,
+            reason=facts.reason,
+            num_prompt_tokens=facts.num_tokens,
+            num_cached_tokens=event.usage.num_cached_tokens,
+            num_rejections=event.num_rejections,
+            num_migrations=event.num_migrations,
+            pooling_id=event.pooling_id,
+            queue_ms=round(event.queue_ms, 3),
+            e2e_ms=round(event.e2e_ms, 3),
+        )
+        self._add(event)
+        for name, value in kind.items():
+            span.set_attribute(name, value)
+        span.set_attribute(names.ATTR_INPUT_TOKENS, facts.num_tokens)
+        span.set_attribute(names.ATTR_REQUEST_ID, facts.request_id)
+        span.set_attribute(names.ATTR_OUTCOME, facts.outcome)
+        if failure:
+            span.set_attribute(names.ATTR_ERROR_TYPE, facts.reason)
+            span.set_status(StatusCode.ERROR)
+        span.end()
+
+    def _add(self, event: RequestFinished) -> None:
+        if self._publisher is None:
+            return
+        if len(self._events) >= _MAX_EVENTS:
+            _dropped.add(1)
+            return
         self._events.append(event)
         self._has_events.set()
 

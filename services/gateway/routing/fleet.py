@@ -6,26 +6,27 @@ not mean that the instances are dead (F18).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
 from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
-from pdmesh.errors import ModelNotFound, NoInstance, shortened
+from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
 from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel, AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
+from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
+from pdmesh.services.gateway.routing.pooling_fleet import PoolingFleet
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
+    ROLE_POOLING,
     ROLE_PREFILL,
     InstanceRecord,
     ModelText,
@@ -63,21 +64,9 @@ def _local(record: InstanceRecord) -> LocalInstance:
     )
 
 
-def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
-    texts = {r.text.digest: r.text for r in records if r.text.digest}
-    if len(texts) < 2:
-        return next(iter(texts.values()), None)
-    num = Counter(r.text.vocabulary for r in records)
-    return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))
-
-
 def gateway_name(instance_id: str, incarnation: int) -> str:
     """The name of one incarnation of a gateway."""
     return f"{instance_id}/{incarnation}"
-
-
-def _offer(record: InstanceRecord) -> Offer:
-    return Offer(record.model, record.scenario)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +131,9 @@ class FleetView:
         self._ranking = LocalRanking(region, gateway_id)
         self._mesh, self._view = mesh, mesh.records
         self._clock = clock
-        self._catalogue = ModelCatalogue(model)
+        self._book = ModelBook(model)
+        self.pooling = PoolingFleet(mesh.out_of_service, self._book, clock, region, gateway_id)
         self._connected_at = clock()
-        # The last instance seen of each known model.
-        self._references: dict[str, InstanceRecord] = {}
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()
         self._view.on_change(self._on_change)
@@ -164,15 +152,8 @@ class FleetView:
         )
         serving = (*self._prefills, *self._decodes, *self._fusions)
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
-        self._by_model: dict[str, list[InstanceRecord]] = {}
-        for record in (*self._prefills, *self._fusions, *self._decodes):
-            if record.model:
-                self._by_model.setdefault(record.model, []).append(record)
-        self._texts = {model: _common_text(of) for model, of in self._by_model.items()}
-        self._references |= {model: of[-1] for model, of in self._by_model.items()}
-        self._catalogue.see({_offer(r) for r in serving if r.model}, self._clock())
-        for model in [m for m in self._references if self._catalogue.since(m) is None]:
-            del self._references[model]
+        self._book.see((*self._prefills, *self._fusions, *self._decodes), self._clock())
+        self.pooling.see(self._with_role(ROLE_POOLING))
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -204,6 +185,7 @@ class FleetView:
         out = self._mesh.out_of_service
         serving = (*self._prefills, *self._fusions, *self._decodes)
         able = {r.model for r in serving if not (r.is_draining or out.is_out(r.instance_id))}
+        able |= self.pooling.models()
         names = [*sorted(able), *(n for n in self._mesh.adapters.names() if self._is_able(n, able))]
         return [entry for m in names if (entry := self.known_model(m)) is not None]
 
@@ -214,9 +196,9 @@ class FleetView:
     def adapted(self, name: str) -> AdaptedModel | None:
         """The adapter that a name stands for now; None for a model's own name and unknown names."""
         found = self._mesh.adapters.find(name)
-        if found is None or self._catalogue.since(name) is not None:
+        if found is None or self._book.catalogue.since(name) is not None:
             return None
-        return found if self._catalogue.since(found.model) is not None else None
+        return found if self._book.catalogue.since(found.model) is not None else None
 
     def base_model(self, name: str) -> str:
         """The model that instances serve under this name."""
@@ -226,82 +208,86 @@ class FleetView:
     def known_model(self, model: str) -> KnownModel | None:
         """The model as it is, or was before its instances were lost; None if it is not known."""
         base = self.base_model(model)
-        since, reference = self._catalogue.since(base), self.reference(base)
+        book = self._book if self._book.catalogue.since(base) is not None else self.pooling.book
+        since, reference = book.catalogue.since(base), book.reference(base)
         if since is None or reference is None:
             return None
         parent = None if base == model else base
         return KnownModel(model, self._clock() - since, reference.max_model_len, parent)
 
+    def is_pooling_model(self, name: str) -> bool:
+        """Whether the name is that of a pooling model, and of no model that makes answers."""
+        is_other = self._book.catalogue.since(name) is not None or self.adapted(name) is not None
+        return self.pooling.has(name) and not is_other
+
     def model_name(self, asked: str, scenario: str = "") -> str:
         """The model that `asked` means; a model without instances is known for a while.
 
-        Raises ModelNotFound, NoInstance.
+        Raises ModelNotFound, NoInstance, and InvalidRequest for a pooling model.
         """
-        found = self._catalogue.resolve(asked, scenario, self._clock())
+        found = self._book.catalogue.resolve(asked, scenario, self._clock())
         if found is not None:
             return found
         if self.adapted(asked) is not None:
             return asked
         if asked in {"", DEFAULT_MODEL}:
             raise NoInstance("no instance serves any model now")
-        raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
+        shown = repr(shortened(asked))
+        if self.is_pooling_model(asked):
+            message = f"the model {shown} is a pooling model: it makes no answers"
+            raise InvalidRequest(message, reason="WRONG_TASK", field="model")
+        raise ModelNotFound(f"the model {shown} does not exist", field="model")
 
     def text_of(self, model: str) -> ModelText | None:
         """The model's tokenizer files; None if its instances have none.
 
         During an upgrade instances may differ: then the files of the most common vocabulary.
         """
-        if model in self._texts:
-            return self._texts[model]
-        reference = self._references.get(model)
-        return reference.text if reference is not None and reference.text.digest else None
+        return self._book.text_of(model)
 
     def text_sources(self, model: str) -> list[str]:
         """The addresses of the instances with the files that `text_of` returns."""
-        text = self.text_of(model)
-        return [
-            r.grpc_address
-            for r in self._by_model.get(model, ())
-            if text is not None and r.text.digest == text.digest
-        ]
+        return self._book.text_sources(model)
 
     def served_texts(self) -> list[tuple[str, str]]:
         """The models that have instances, by name, each with the digest of its files of text."""
-        return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
+        return self._book.texts()
 
     def reference(self, model: str) -> InstanceRecord | None:
         """An instance that represents the model, with its context length and block size.
 
         If all instances are gone, it is the last one that was seen.
         """
-        model = self.base_model(model)
-        served_by = self._by_model.get(model)
-        return served_by[0] if served_by else self._references.get(model)
+        return self._book.reference(self.base_model(model))
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """The fields of `LogitShaping` that not every instance of the model supports."""
         model = self.base_model(model)
-        served_by = self._by_model.get(model, ())
+        served_by = self._book.serving(model)
         return frozenset(f for r in served_by for f in r.unsupported_shaping)
 
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model support constraints."""
-        return all(r.supports_constraints for r in self._by_model.get(self.base_model(model), ()))
+        return all(r.supports_constraints for r in self._book.serving(self.base_model(model)))
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves the model for this scenario, or did so lately."""
-        return self._catalogue.knows(model, scenario, self._clock())
+        return self._book.catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
         """Whether instances serve the model, but none does or lately did for this scenario."""
-        return bool(self._by_model.get(model)) and not self.has_served(model, scenario)
+        return bool(self._book.serving(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:
         """The scenario of a request that names this model and no scenario."""
-        return self._catalogue.scenario_of(model, self._clock())
+        return self._book.catalogue.scenario_of(model, self._clock())
 
     def can_serve(self) -> bool:
-        """Whether there is any instance. If one role is missing, the other does both phases."""
+        """Whether there is any instance of any role."""
+        return self.serves_answers() or not self.pooling.is_empty
+
+    def serves_answers(self) -> bool:
+        """Whether answers can be made. If one role is missing, the other does both phases."""
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:

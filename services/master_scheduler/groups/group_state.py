@@ -59,5 +59,6 @@ def _wanted(group: WantedGroup | None) -> dict[str, Any]:
         "num_prefill_wanted": group.counts[Role.PREFILL],
         "num_decode_wanted": group.counts[Role.DECODE],
         "num_fusion_wanted": group.counts[Role.FUSION],
+        "num_pooling_wanted": group.counts[Role.POOLING],
         "revision": group.revision,
     }

@@ -27,6 +27,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
     ROLE_NONE,
+    ROLE_POOLING,
     ROLE_PREFILL,
     InstanceRecord,
 )
@@ -36,6 +37,7 @@ _ROLES: Final = {
     ROLE_PREFILL: Role.PREFILL,
     ROLE_DECODE: Role.DECODE,
     ROLE_FUSION: Role.FUSION,
+    ROLE_POOLING: Role.POOLING,
 }
 _LOADED: Final = (
     INSTANCE_PHASE_LOADED,

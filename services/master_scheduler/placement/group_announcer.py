@@ -46,5 +46,6 @@ class GroupAnnouncer:
                         prefill_ids=change.prefill_ids,
                         decode_ids=change.decode_ids,
                         fusion_ids=change.fusion_ids,
+                        pooling_ids=change.pooling_ids,
                     ),
                 )

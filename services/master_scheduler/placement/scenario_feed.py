@@ -47,6 +47,8 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
     outcome: str = ""
     reason: str = ""
     prefill_id: str = ""
+    pooling_id: str = ""
+    operation: str = ""
     usage: _Usage = msgspec.field(default_factory=_Usage)
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -56,6 +58,7 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
 
 
 _decoder = msgspec.json.Decoder(RequestFinishedJson)
+_POOLING: Final = frozenset({"embeddings", "score", "rerank"})
 
 
 def is_by_client(reason: str) -> bool:
@@ -93,6 +96,10 @@ class ScenarioFeed:
             event = _decoder.decode(message.data)
         except msgspec.MsgspecError as exc:
             log.warning("scenario.bad_event", error=str(exc))
+            return
+        if event.operation in _POOLING:  # such a call has no phases, and no first token
+            if event.outcome == "completed":
+                self._on_completed(event)
             return
         if event.outcome == "completed":
             finished = finished_of(event)

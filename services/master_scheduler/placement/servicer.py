@@ -151,7 +151,12 @@ class SchedulerServicer:
 
     def _group(self, group: GroupChanged) -> pb.Group:
         fleet: Fleet = self._placement.fleet
-        members = (*group.prefill_ids, *group.decode_ids, *group.fusion_ids)
+        members = (
+            *group.prefill_ids,
+            *group.decode_ids,
+            *group.fusion_ids,
+            *group.pooling_ids,
+        )
         return pb.Group(
             group_id=group.group_id,
             scenario=group.scenario,

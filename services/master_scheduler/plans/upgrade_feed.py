@@ -55,14 +55,16 @@ class UpgradeFeed:
     def answered(self, event: RequestFinishedJson) -> None:
         """A completed request.
 
-        It counts for its prefill's group and revision; its decode has the same.
+        It counts for its prefill's group and revision; its decode has the same. A pooling call's
+        T_p is all of its time.
         """
-        group_revision = self._group_revision(event.prefill_id)
+        group_revision = self._group_revision(event.prefill_id or event.pooling_id)
         if group_revision is None:
             return
         num_after = event.usage.num_completion_tokens - 1
         decode_s = max(0.0, event.e2e_ms - event.ttft_ms) / 1e3
-        t_p_s = max(0.0, event.ttft_ms - event.queue_ms) / 1e3
+        computed_at_ms = event.e2e_ms if event.pooling_id else event.ttft_ms
+        t_p_s = max(0.0, computed_at_ms - event.queue_ms) / 1e3
         self._tell(
             RequestAnswered(group_revision, t_p_s, decode_s / num_after if num_after > 0 else None)
         )

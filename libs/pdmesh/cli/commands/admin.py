@@ -215,7 +215,12 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
     groups = [
         (
             group.group_id, group.scenario, group.state,
-            counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
+            counts(
+                group.num_prefill_wanted,
+                group.num_decode_wanted,
+                group.num_fusion_wanted,
+                group.num_pooling_wanted,
+            ),
             ready_counts((m.role, m.phase) for m in group.members), group.revision,
             ", ".join(group.regions), group.detail,
         )

@@ -157,7 +157,12 @@ async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
             group.group_id,
             group.scenario,
             group.state,
-            counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
+            counts(
+                group.num_prefill_wanted,
+                group.num_decode_wanted,
+                group.num_fusion_wanted,
+                group.num_pooling_wanted,
+            ),
             ready_counts((m.role, m.phase) for m in group.members),
         )
         for group in states.groups

@@ -100,6 +100,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_prefill=default if options.prefill is None else options.prefill,
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
+        num_pooling=options.pooling,
+        pooling_model_dir=_pooling_model_dir(options),
         num_blank=options.blank,
         groups_file=groups_file,
         regions=_regions(options, desired.regions),
@@ -198,18 +200,29 @@ def _model_dir(options: argparse.Namespace) -> Path | None:
     if options.engine == "vllm":
         _require_vllm()
     if options.model is not None:
-        directory: Path = options.model.absolute()
-        if not (directory / "config.json").is_file():
-            raise CommandFailed(
-                f"{directory} is not a Hugging Face model directory (no config.json)"
-            )
-        return directory
+        return _checked_dir(options.model)
     if options.engine == "sim":
         return None
     try:
         return smollm2.ensure(smollm2.DEFAULT_DIR, report=_say).absolute()
     except smollm2.CannotPrepare as exc:
         raise CommandFailed(str(exc)) from exc
+
+
+def _pooling_model_dir(options: argparse.Namespace) -> Path | None:
+    """None: the model of the other instances."""
+    if options.pooling_model is None:
+        return None
+    if not options.pooling:
+        raise CommandFailed("--pooling-model needs --pooling N: how many instances run it")
+    return _checked_dir(options.pooling_model)
+
+
+def _checked_dir(given: Path) -> Path:
+    directory = given.absolute()
+    if not (directory / "config.json").is_file():
+        raise CommandFailed(f"{directory} is not a Hugging Face model directory (no config.json)")
+    return directory
 
 
 def _require_vllm() -> None:
@@ -333,6 +346,7 @@ def _summary(spec: MeshSpec) -> str:
         "prefill": spec.num_prefill,
         "decode": spec.num_decode,
         "fusion": spec.num_fusion,
+        "pooling": spec.num_pooling,
         "blank": spec.num_blank,
     }
     instances = (

@@ -25,6 +25,7 @@ class GroupChanged:
     prefill_ids: tuple[str, ...] = ()
     decode_ids: tuple[str, ...] = ()
     fusion_ids: tuple[str, ...] = ()
+    pooling_ids: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,5 +69,11 @@ def _group(group_id: str, members: list[Instance]) -> GroupChanged:
 
     first = min(members, key=lambda member: member.identity.instance_id).identity
     return GroupChanged(
-        group_id, first.scenario, first.model, ids(Role.PREFILL), ids(Role.DECODE), ids(Role.FUSION)
+        group_id,
+        first.scenario,
+        first.model,
+        ids(Role.PREFILL),
+        ids(Role.DECODE),
+        ids(Role.FUSION),
+        ids(Role.POOLING),
     )

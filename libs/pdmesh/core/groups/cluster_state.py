@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from pdmesh.core.groups.desired import SERVING_ROLES, Desired, revision_of
+from pdmesh.core.groups.desired import SERVING_ROLES, Desired, revision_of, wanted_by_role
 from pdmesh.core.groups.revisions import (
     NO_UPGRADES,
     Upgrades,
@@ -104,9 +104,7 @@ def wanted_of(
         )
     floors: dict[tuple[str, Role], int] = {}
     for scenario, own in desired.groups_by_scenario().items():
-        fusion = sum(group.fusion for group in own.values())
-        for role in (Role.PREFILL, Role.DECODE):
-            wanted = sum(group.num(role) for group in own.values()) + fusion
+        for role, wanted in wanted_by_role(own.values()).items():
             least = 1 if desired.allows_single(scenario) else MIN_PER_SCENARIO
             floors[scenario, role] = min(least, wanted)
     return WantedGroups(groups, floors, num_lent)

@@ -19,7 +19,7 @@ from pdmesh.core.moves.move import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
 from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
-SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
+SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING)
 CANARY_PREFIX: Final = "canary-"  # of the groups that an upgrade adds to a scenario
 _REVISION_HEX: Final = 12
 # Fields that a file writes in another way.
@@ -78,12 +78,16 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Instances that hand KV to each other and to no instance outside (S13)."""
+    """Instances that hand KV to each other and to no instance outside (S13).
+
+    A group of pooling instances has no others: they run a model that makes no answers.
+    """
 
     scenario: str = DEFAULT_NAME
     prefill: int = 0
     decode: int = 0
     fusion: int = 0
+    pooling: int = 0
     region: str = ""  # empty: any region that has room
     failover: tuple[str, ...] = ()  # regions for it while its own has no room
     spans_regions: bool = False  # its KV may go from one region to another
@@ -95,13 +99,16 @@ class Group:
         return (self.region, *self.failover) if self.region else ()
 
     def num(self, role: Role) -> int:
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.FUSION: self.fusion}[
-            role
-        ]
+        return {
+            Role.PREFILL: self.prefill,
+            Role.DECODE: self.decode,
+            Role.FUSION: self.fusion,
+            Role.POOLING: self.pooling,
+        }[role]
 
     @property
     def size(self) -> int:
-        return self.prefill + self.decode + self.fusion
+        return self.prefill + self.decode + self.fusion + self.pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +180,13 @@ def problems(desired: Desired) -> Iterator[Problem]:
         if not desired.allows_single(scenario_name):
             yield from _single_points(scenario_name, own)
             yield from _single_region(scenario_name, own, regions)
+        yield from _mixed_scenario(scenario_name, own)
     for i, schedule in enumerate(desired.schedules):
         if schedule.scenario not in by_scenario:
             message = f"no group serves scenario {schedule.scenario}"
+            yield Problem(f"schedules[{i}].scenario", message)
+        elif any(group.pooling for group in by_scenario[schedule.scenario].values()):
+            message = f"the groups of scenario {schedule.scenario} are pooling ones, never lent"
             yield Problem(f"schedules[{i}].scenario", message)
 
 
@@ -193,7 +204,11 @@ def _problems_of_group(
             f"{path}.{lacking}", f"a group with {group.prefill}P:{group.decode}D cannot serve"
         )
     elif group.size == 0:
-        yield Problem(path, "the group has no instances: give prefill and decode, or fusion")
+        yield Problem(
+            path, "the group has no instances: give prefill and decode, or fusion, or pooling"
+        )
+    elif group.pooling and group.size > group.pooling:
+        yield Problem(f"{path}.pooling", "a group of pooling instances has no others")
 
 
 def _problems_of_place(path: str, group: Group, regions: Collection[str]) -> Iterator[Problem]:
@@ -228,11 +243,32 @@ def _single_region(
         )
 
 
+def wanted_by_role(groups: Collection[Group]) -> dict[Role, int]:
+    """How many instances of a scenario can do each role's work; a fusion instance does both
+    phases.
+    """
+    if pooling := sum(group.pooling for group in groups):
+        return {Role.POOLING: pooling}
+    fusion = sum(group.fusion for group in groups)
+    return {
+        role: sum(group.num(role) for group in groups) + fusion
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+
+
+def _mixed_scenario(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
+    """The groups of a scenario run one model: it makes answers, or vectors and scores."""
+    of_pooling = [name for name, group in own.items() if group.pooling]
+    if of_pooling and len(of_pooling) < len(own):
+        yield Problem(
+            f"groups.{of_pooling[0]}.pooling",
+            f"scenario {scenario} also has groups of other roles: give this one its own scenario",
+        )
+
+
 def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
     """S31: the loss of one instance must not be the loss of the scenario."""
-    fusion = sum(group.fusion for group in own.values())
-    for role in (Role.PREFILL, Role.DECODE):
-        wanted = sum(group.num(role) for group in own.values()) + fusion
+    for role, wanted in wanted_by_role(own.values()).items():
         if wanted < MIN_PER_SCENARIO:
             yield Problem(
                 f"groups.{next(iter(own))}",

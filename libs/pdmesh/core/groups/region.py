@@ -66,7 +66,8 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
 
 def _serves(members: Iterable[GroupMember]) -> bool:
     roles = {m.role for m in members if m.is_ready}
-    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
+    alone = {Role.FUSION, Role.POOLING}
+    return not alone.isdisjoint(roles) or {Role.PREFILL, Role.DECODE} <= roles
 
 
 @dataclass(slots=True)

@@ -104,6 +104,7 @@ def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
         prefill=num(Role.PREFILL),
         decode=num(Role.DECODE),
         fusion=num(Role.FUSION),
+        pooling=num(Role.POOLING),
         racks=tuple(racks),
     )
 

@@ -197,6 +197,7 @@ class Round:
             is_pair = bool(cell[Role.PREFILL] and cell[Role.DECODE])
             for role in (Role.PREFILL, Role.DECODE):
                 total[role] += cell[Role.FUSION] + (cell[role] if is_pair else 0)
+            total[Role.POOLING] += cell[Role.POOLING]
         return total
 
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
@@ -206,7 +207,7 @@ class Round:
         role_spec = member.assignment.role_spec
         before = self.capacity(role_spec.scenario)
         after = self.capacity(role_spec.scenario, without=member.instance_id)
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.PREFILL, Role.DECODE, Role.POOLING):
             floor = self.observed.wanted.floor(role_spec.scenario, role)
             if after[role] < floor and after[role] < before[role]:
                 return (

@@ -24,6 +24,7 @@ class Work(Enum):
     PREFILL = auto()  # compute a prompt and stage its KV for another instance
     DECODE = auto()  # pull staged KV and go on
     LOCAL = auto()  # do both here (fusion)
+    POOL = auto()  # make vectors or scores of inputs; nothing of it is kept
 
 
 class RefusalReason(Enum):
@@ -65,7 +66,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here."""
+    """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here.
+
+    Of inputs to pool, `num_prompt_tokens` is that of the longest.
+    """
 
     leg: int
     work: Work
@@ -104,6 +108,7 @@ class _Held:
 
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 1, 1000
+_WITH_RANGE = frozenset({Work.PREFILL, Work.DECODE})
 
 
 @dataclass(slots=True)
@@ -166,7 +171,7 @@ class Admission:
         ):
             return refused
         held = _Held(ask.work, now, None, num_blocks, ask.work is Work.DECODE, ask.adapter)
-        if ask.work is not Work.LOCAL:
+        if ask.work in _WITH_RANGE:
             held.range = self._arena(ask.work).reserve(self._kv_bytes(ask))
             if held.range is None:
                 return self._later(RefusalReason.NO_STAGING, "arena full")
@@ -250,7 +255,7 @@ class Admission:
             return Refused(
                 RefusalReason.TOO_LONG, detail="longer than the context or the KV memory"
             )
-        if ask.work is not Work.LOCAL and self._kv_bytes(ask) > self._arena(ask.work).size:
+        if ask.work in _WITH_RANGE and self._kv_bytes(ask) > self._arena(ask.work).size:
             return Refused(RefusalReason.TOO_LONG, detail="larger than the arena")
         return None
 
@@ -277,10 +282,14 @@ class Admission:
     @staticmethod
     def _least_len(ask: Ask) -> int:
         """The prompt and the fewest useful tokens: token 1, and one more for a decode."""
+        if ask.work is Work.POOL:
+            return ask.num_prompt_tokens
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
 
     def _blocks_for(self, ask: Ask) -> int:
         """KV blocks for the prompt and, unless it only prefills, for its longest answer."""
+        if ask.work is Work.POOL:
+            return 0  # its engine holds KV for one step at most, and sees to that itself
         num_tokens = ask.num_prompt_tokens
         if ask.work is not Work.PREFILL:
             output = ask.max_tokens + (ask.work is Work.DECODE)

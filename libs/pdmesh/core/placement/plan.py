@@ -383,7 +383,8 @@ def _serves(instance: Instance, query: Query) -> bool:
 
 def _has_model(instance: Instance, model: str) -> bool:
     identity = instance.identity
-    return identity.role is not Role.NONE and model in ("", DEFAULT_MODEL, identity.model)
+    is_of_phase = identity.role not in (Role.NONE, Role.POOLING)
+    return is_of_phase and model in ("", DEFAULT_MODEL, identity.model)
 
 
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
@@ -37,6 +37,25 @@ def installed_device() -> str:
         return "cpu" if "+cpu" in version("torch") else "cuda"
     except PackageNotFoundError:
         return "cpu"  # the start reports what is missing
+
+
+class Placed(Protocol):
+    """Where an engine of any role runs, and what it takes there."""
+
+    @property
+    def instance_id(self) -> str: ...
+    @property
+    def model_dir(self) -> Path: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def effective_dtype(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +115,7 @@ class VllmConfig:
         return self.device == "cpu"
 
 
-def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str]:
+def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
     """The environment that vLLM needs before it is imported; values that are set already are kept.
 
     It makes vLLM offline and silent: no download, no usage report, and no request in a log.

@@ -539,6 +539,7 @@ class GroupChanged(_message.Message):
     PREFILL_IDS_FIELD_NUMBER: _builtins.int
     DECODE_IDS_FIELD_NUMBER: _builtins.int
     FUSION_IDS_FIELD_NUMBER: _builtins.int
+    POOLING_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     scenario: _builtins.str
     @_builtins.property
@@ -549,6 +550,8 @@ class GroupChanged(_message.Message):
     def decode_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def fusion_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def pooling_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -558,10 +561,11 @@ class GroupChanged(_message.Message):
         prefill_ids: _abc.Iterable[_builtins.str] | None = ...,
         decode_ids: _abc.Iterable[_builtins.str] | None = ...,
         fusion_ids: _abc.Iterable[_builtins.str] | None = ...,
+        pooling_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ids", b"decode_ids", "fusion_ids", b"fusion_ids", "group_id", b"group_id", "header", b"header", "prefill_ids", b"prefill_ids", "scenario", b"scenario"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ids", b"decode_ids", "fusion_ids", b"fusion_ids", "group_id", b"group_id", "header", b"header", "pooling_ids", b"pooling_ids", "prefill_ids", b"prefill_ids", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -591,7 +595,7 @@ class GroupStep(_message.Message):
     instance_incarnation: _builtins.int
     assignment_id: _builtins.int
     role: _builtins.str
-    """prefill, decode, fusion"""
+    """prefill, decode, fusion, pooling"""
     replaces: _builtins.str
     """the instance whose place it takes"""
     detail: _builtins.str
@@ -689,6 +693,8 @@ class RequestFinished(_message.Message):
     E2E_MS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_MS_FIELD_NUMBER: _builtins.int
     DECODE_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    POOLING_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     model: _builtins.str
@@ -708,6 +714,10 @@ class RequestFinished(_message.Message):
     kv_transfer_ms: _builtins.float
     decode_queue_ms: _builtins.float
     """from token 1 until a decode took it, while its prefill's slot stays taken"""
+    operation: _builtins.str
+    """chat, text_completion, embeddings, score, rerank"""
+    pooling_id: _builtins.str
+    """the instance that made the first vectors or scores of a pooling call"""
     @_builtins.property
     def header(self) -> Global___Header: ...
     @_builtins.property
@@ -732,10 +742,12 @@ class RequestFinished(_message.Message):
         e2e_ms: _builtins.float = ...,
         kv_transfer_ms: _builtins.float = ...,
         decode_queue_ms: _builtins.float = ...,
+        operation: _builtins.str = ...,
+        pooling_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "outcome", b"outcome", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "operation", b"operation", "outcome", b"outcome", "pooling_id", b"pooling_id", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,7 +47,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
-    role: Literal["prefill", "decode", "fusion"]
+    role: Literal["prefill", "decode", "fusion", "pooling"]
     model: str = Field(min_length=1)  # the name clients use
     revision: str = Field(pattern=r"^[0-9a-f]{16}$")
     config: dict[str, str] = Field(default_factory=dict)  # settings of the instance, by name
@@ -173,7 +173,7 @@ def _write_through(path: Path) -> None:
 
 def build(
     model_dir: Path,
-    role: Literal["prefill", "decode", "fusion"],
+    role: Literal["prefill", "decode", "fusion", "pooling"],
     out: Path,
     *,
     model: str = "",

@@ -14,13 +14,20 @@ from pdmesh.core.model import (
 )
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import groups_pb2
-from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_NONE, ROLE_PREFILL
+from pdmesh.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_NONE,
+    ROLE_POOLING,
+    ROLE_PREFILL,
+)
 
 ROLES: Final = {
     ROLE_NONE: Role.NONE,
     ROLE_PREFILL: Role.PREFILL,
     ROLE_DECODE: Role.DECODE,
     ROLE_FUSION: Role.FUSION,
+    ROLE_POOLING: Role.POOLING,
 }
 TO_PROTO: Final = {role: number for number, role in ROLES.items()}
 

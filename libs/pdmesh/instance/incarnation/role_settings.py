@@ -28,8 +28,9 @@ WORKS: Final = {
     Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
+    Role.POOLING: frozenset({Work.POOL}),
 }
-_SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8}
+_SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8, Role.POOLING: 16}
 OPTIONS: Final = frozenset(
     {
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots",
@@ -40,6 +41,7 @@ OPTIONS: Final = frozenset(
         "sim_token_bytes", "sim_seed",
         "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance",
         "speculative_token_cost", "enable_lora", "max_loras", "max_lora_rank",
+        "pooling_convert", "sim_pooling", "sim_dimensions",
     }
 )  # fmt: skip
 
@@ -68,6 +70,8 @@ def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) 
         changes["model"] = role_spec.model
     if role_spec.model_dir:
         changes["model_dir"] = role_spec.model_dir
+    if role_spec.role is Role.POOLING:  # it has no KV to keep
+        changes |= {"kv_host_pool_bytes": 0, "kv_file_store_dir": None}
     if not (settings.num_slots or changes.get("num_slots")):
         changes["num_slots"] = _SLOTS[role_spec.role]
     try:
@@ -116,6 +120,10 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
             settings.speculative_token_cost,
         ),
         max_adapters=settings.max_loras if settings.enable_lora else 0,
+        is_pooling=role is Role.POOLING,
+        pooling_convert=settings.pooling_convert,
+        sim_pooling=settings.sim_pooling,
+        sim_dimensions=settings.sim_dimensions,
         max_adapter_rank=settings.max_lora_rank,
         failpoint=settings.failpoint,
         tiers=tiers_of(settings),

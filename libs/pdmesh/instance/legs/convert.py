@@ -11,13 +11,23 @@ from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
+from pdmesh.core.pooling.batches import MAX_BATCH_INPUTS
+from pdmesh.core.pooling.facts import PoolingTask
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import MAX_LOGPROB_IDS, UNSHAPED, LogitShaping
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
-from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
+from pdmesh.engine.base import (
+    Failed,
+    FinishReason,
+    Pooled,
+    Prefilled,
+    Sampling,
+    Ticket,
+    TokenLogprob,
+)
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import common_pb2, instance_service_pb2
-from pdmesh.v1.instance_service_pb2 import Prefill, RejectReason, SessionEvent, Start
+from pdmesh.v1.instance_service_pb2 import Pool, Prefill, RejectReason, SessionEvent, Start
 
 _FINISH = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -25,6 +35,10 @@ _FINISH = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _ANY_TOKEN = 1 << 32
+_TASKS = {
+    common_pb2.POOLING_TASK_EMBED: PoolingTask.EMBED,
+    common_pb2.POOLING_TASK_CLASSIFY: PoolingTask.CLASSIFY,
+}
 _REJECT = {r: RejectReason.Value(f"REJECT_REASON_{r.name}") for r in RefusalReason}
 
 
@@ -86,10 +100,10 @@ def thinking_budget_from_proto(m: common_pb2.ThinkingBudget) -> ThinkingBudget:
     return ThinkingBudget(m.num_tokens, ThinkingMarks(tuple(m.begin), tuple(m.end)))
 
 
-def prompt_from_bytes(data: bytes) -> array[int]:
+def prompt_from_bytes(data: bytes, field: str = "prompt_token_ids") -> array[int]:
     """Raises InvalidRequest if it is not a whole, positive number of uint32."""
     if not data or len(data) % 4:
-        raise InvalidRequest("not a list of uint32", field="prompt_token_ids")
+        raise InvalidRequest("not a list of uint32", field=field)
     return tokens_from_bytes(data)
 
 
@@ -121,6 +135,37 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
         raise InvalidRequest(text, field="sampling.num_drawn")
     adapter = adapter_from_proto(m.adapter) if m.HasField("adapter") else None
     return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAsked:
+    task: PoolingTask
+    inputs: tuple[array[int], ...]
+    first_lengths: tuple[int, ...]
+
+
+def pool_from_proto(m: Pool) -> PoolAsked:
+    """Raises InvalidRequest with the field's name."""
+    task = _TASKS.get(m.task)
+    if task is None:
+        raise InvalidRequest("not a task that is known here", field="task")
+    if not 1 <= len(m.inputs) <= MAX_BATCH_INPUTS:
+        raise InvalidRequest(f"1 to {MAX_BATCH_INPUTS} inputs", field="inputs")
+    inputs = tuple(prompt_from_bytes(data, "inputs") for data in m.inputs)
+    firsts = tuple(m.first_lengths)
+    if firsts and len(firsts) != len(inputs):
+        raise InvalidRequest("not one for each input", field="first_lengths")
+    if any(first > len(tokens) for first, tokens in zip(firsts, inputs, strict=False)):
+        raise InvalidRequest("longer than its input", field="first_lengths")
+    return PoolAsked(task, inputs, firsts)
+
+
+def pooled(key: int, output: Pooled) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.pooled.values = output.values
+    event.pooled.num_values = output.num_values
+    event.pooled.num_cached_tokens = output.num_cached_tokens
+    return event
 
 
 def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:

@@ -179,10 +179,8 @@ class InstanceHost:
         life = self._life
         for command in commands:
             match command.WhichOneof("command"):
-                case "prefill":
-                    life.begin(outbox, command.prefill)
-                case "start":
-                    life.begin(outbox, command.start)
+                case "prefill" | "start" | "pool" as kind:
+                    life.begin(outbox, getattr(command, kind))
                 case "join":
                     if leg := life.table.find(outbox, command.join.key):
                         life.join(leg, command.join.first_token_id)

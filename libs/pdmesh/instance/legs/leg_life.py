@@ -17,6 +17,7 @@ from pdmesh.core.deadlines import TRANSFER_STALL_S, TRANSFER_TIMEOUT_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import (
     Admission,
+    Admitted,
     Ask,
     RefusalReason,
     Refused,
@@ -24,7 +25,16 @@ from pdmesh.core.instance.admission import (
 )
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
-from pdmesh.engine.base import ArenaRange, DecodeJob, Engine, Failed, PrefillJob, hands_on
+from pdmesh.engine.base import (
+    ArenaRange,
+    DecodeJob,
+    Engine,
+    Failed,
+    PoolingEngine,
+    PoolJob,
+    PrefillJob,
+    hands_on,
+)
 from pdmesh.errors import AdapterUnusable, ConstraintUnsatisfiable, InvalidRequest, KvTransferFailed
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
@@ -35,6 +45,7 @@ from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
     KV_STAGE_PULLING,
     KV_TRANSFER_PER_LAYER,
+    Pool,
     Prefill,
     Start,
 )
@@ -79,7 +90,7 @@ class LegLife:
 
     # -- the beginning ----------------------------------------------------------------------------
 
-    def begin(self, outbox: Outbox, m: Prefill | Start) -> None:
+    def begin(self, outbox: Outbox, m: Prefill | Start | Pool) -> None:
         """Accept the leg and give it to the engine, or say why not.
 
         Raises InvalidRequest for a key in use.
@@ -87,11 +98,64 @@ class LegLife:
         if self.table.find(outbox, m.key) is not None:
             raise InvalidRequest("a key is never reused", field="commands")
         try:
-            parsed = convert.parse(m, self.admission.capacity)
+            if isinstance(m, Pool):
+                self._begin_pool(outbox, m)
+            else:
+                self._begin_answer(outbox, m)
         except InvalidRequest as exc:
             failure = Failed(0, exc.reason, exc.message, is_retryable=False)
             outbox.add_event(convert.failed(m.key, failure))
+
+    def _begin_pool(self, outbox: Outbox, m: Pool) -> None:
+        """Raises InvalidRequest."""
+        asked = convert.pool_from_proto(m)
+        ask = Ask(
+            leg=self._last_leg + 1,
+            work=Work.POOL,
+            num_prompt_tokens=max(map(len, asked.inputs)),
+            max_tokens=0,
+            remaining_s=m.remaining_ms / 1000,
+            model=m.model,
+        )
+        if self._admitted(outbox, m.key, ask) is None:
             return
+        self.book.admitted(ask.leg, m.request_id, 0, self._clock())
+        num_tokens = sum(map(len, asked.inputs))
+        trace_id = m.traceparent[3:35]
+        leg = Leg(ask.leg, outbox, m.key, Work.POOL, m.request_id, num_tokens, trace_id)
+        leg.began_at = self._clock()
+        leg.span = spans.start(names.SPAN_POOLING, m.traceparent, m.request_id, m.attempt)
+        self.table.add(leg)
+        outbox.add_accepted(leg.key)
+        assert isinstance(self._engine, PoolingEngine), "admission refuses such legs elsewhere"
+        self._engine.pool(
+            PoolJob(
+                leg=leg.number,
+                request_id=m.request_id,
+                task=asked.task,
+                inputs=asked.inputs,
+                first_lengths=asked.first_lengths,
+                num_dimensions=m.num_dimensions,
+                use_activation=m.use_activation if m.HasField("use_activation") else None,
+                cache_salt=m.cache_salt,
+                traceparent=m.traceparent,
+            )
+        )
+
+    def _admitted(self, outbox: Outbox, key: int, ask: Ask) -> Admitted | None:
+        """None if it was refused, which the gateway hears."""
+        decision = self.admission.admit(ask, self._clock())
+        if isinstance(decision, Refused):
+            self._refuse(outbox, key, decision)
+            return None
+        self._last_leg = ask.leg
+        instruments.admissions.add(1, instruments.ACCEPTED)
+        self.vitals.num_accepted += 1
+        return decision
+
+    def _begin_answer(self, outbox: Outbox, m: Prefill | Start) -> None:
+        """Raises InvalidRequest."""
+        parsed = convert.parse(m, self.admission.capacity)
         work, source = _work_of(m), _source_of(m)
         if self.sources.ejects(source):
             detail = "KV from there was corrupt too often"
@@ -107,15 +171,11 @@ class LegLife:
             model=m.model,
             adapter=parsed.adapter.digest if parsed.adapter is not None else "",
         )
-        decision = self.admission.admit(ask, self._clock())
-        if isinstance(decision, Refused):
-            self._refuse(outbox, m.key, decision)
+        decision = self._admitted(outbox, m.key, ask)
+        if decision is None:
             return
-        self._last_leg = ask.leg
         num_computed_here = 0 if work is Work.DECODE else ask.num_prompt_tokens
         self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
-        instruments.admissions.add(1, instruments.ACCEPTED)
-        self.vitals.num_accepted += 1
         num_tokens = ask.num_prompt_tokens + ask.max_tokens
         trace_id = m.traceparent[3:35]
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id, num_tokens, trace_id, source=source)

@@ -26,6 +26,7 @@ from pdmesh.v1.instance_service_pb2 import (
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
 _ACCEPTED: Final = Accepted()
 _EVENT_WEIGHT: Final = 8  # an event takes about as much memory as this many tokens
+_BYTES_PER_WEIGHT: Final = 256  # of vectors: what waits fits one message between services
 
 
 @dataclass(slots=True)
@@ -37,10 +38,12 @@ class _Unsent:
     load: Load | None = None
     progress: Progress | None = None
     due_at: float = math.inf
+    num_value_bytes: int = 0  # of vectors and scores
 
     @property
     def weight(self) -> int:
-        return len(self.keys) + _EVENT_WEIGHT * (len(self.accepted) + len(self.events))
+        events = _EVENT_WEIGHT * (len(self.accepted) + len(self.events))
+        return len(self.keys) + events + self.num_value_bytes // _BYTES_PER_WEIGHT
 
     def hold_back(self, now: float) -> dict[int, float]:
         """Take out the acceptances that are too new to be sent."""
@@ -96,6 +99,11 @@ class Outbox:
         self._unsent.accepted.pop(event.key, None)
         self._unsent.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
+
+    def add_values(self, event: SessionEvent) -> None:
+        """Add vectors or scores, which may be large."""
+        self._unsent.num_value_bytes += len(event.pooled.values)
+        self.add_event(event)
 
     def add_sign(self, event: SessionEvent) -> None:
         """Add an event that is not urgent, without leaving out the acceptance.

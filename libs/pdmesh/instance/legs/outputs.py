@@ -20,6 +20,7 @@ from pdmesh.engine.base import (
     KvReceived,
     LandingFreed,
     Output,
+    Pooled,
     Prefilled,
     TicketClosed,
     TicketOpened,
@@ -133,6 +134,12 @@ class Outputs:
         leg.outbox.add_event(convert.finished(leg.key, output.finish_reason))
         self._life.close(leg, "finished")
 
+    def _on_pooled(self, output: Pooled) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        leg.outbox.add_values(convert.pooled(leg.key, output))
+        self._life.close(leg, "finished")
+
     def _on_failed(self, output: Failed) -> None:
         if (leg := self._legs.get(output.leg)) is None:
             self._life.ended_unheard(output.leg)
@@ -182,6 +189,7 @@ _HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
     KvArrived: Outputs._on_kv_arrived,
     KvReceived: Outputs._on_kv_received,
     Finished: Outputs._on_finished,
+    Pooled: Outputs._on_pooled,
     Failed: Outputs._on_failed,
     TicketClosed: Outputs._on_ticket_closed,
     LandingFreed: Outputs._on_landing_freed,

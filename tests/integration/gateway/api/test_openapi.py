@@ -16,6 +16,7 @@ from pdmesh.services.gateway.http.routes import HttpRoute, Operation, plain_path
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.pooling_instances import pooling_instance
 from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -45,6 +46,24 @@ SAMPLES: dict[str, list[Any]] = {
     "post_v1_messages_count_tokens": [{"model": "tiny", "messages": HELLO}],
     "post_tokenize": [{"model": "tiny", "prompt": "abc"}, {"model": "tiny", "messages": HELLO}],
     "post_detokenize": [{"model": "tiny", "tokens": [5, 6]}, {"model": "tiny", "tokens": []}],
+    "post_v1_embeddings": [
+        {"model": "vectors", "input": ["a", "b"]},
+        {"model": "vectors", "input": [5, 6], "encoding_format": "base64", "dimensions": 2},
+    ],
+    **{
+        name: [
+            {"model": "vectors", "text_1": "a", "text_2": ["b", "c"]},
+            {"model": "vectors", "queries": ["a"], "documents": "b"},
+        ]
+        for name in ("post_score", "post_v1_score")
+    },
+    **{
+        name: [
+            {"model": "vectors", "query": "a", "documents": ["b", {"text": "c"}]},
+            {"model": "vectors", "query": "a", "documents": ["b"], "return_documents": False},
+        ]
+        for name in ("post_rerank", "post_v1_rerank", "post_v2_rerank")
+    },
     "get_v1_models": ["/v1/models"],
     "get_v1_models_by_model": ["/v1/models/tiny"],
     "get_health_live": ["/health/live"],
@@ -55,10 +74,16 @@ SAMPLES: dict[str, list[Any]] = {
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
-    """A prefill and a decode that give log probabilities, and a store of responses."""
+    """A prefill and a decode that give log probabilities, a pooling instance, and a store of
+    responses.
+    """
     valkey = servers.valkey(tmp_path)
     await valkey.start()
-    async with gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh:
+    async with (
+        gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh,
+        pooling_instance("pooling-0") as pooling,
+    ):
+        mesh.register(pooling.record)
         for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
             await mesh.add(FakeInstance(role, name, supports_logprobs=True))
         yield mesh
@@ -191,7 +216,7 @@ async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.As
 # The greatest values also depend on the model, its context, and other fields.
 _OF_THE_MODEL = {
     "max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens",
-    "thinking_token_budget",
+    "thinking_token_budget", "dimensions", "max_tokens_per_query", "max_tokens_per_doc",
 }  # fmt: skip
 
 
@@ -210,6 +235,8 @@ def bounds_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
     [
         ("/v1/chat/completions", "ChatCompletionRequest", {"messages": HELLO}, 15),
         ("/v1/completions", "CompletionRequest", {"prompt": "abc", "echo": True}, 14),
+        ("/v1/embeddings", "EmbeddingsRequest", {"model": "vectors", "input": "abc"}, 2),
+        ("/rerank", "RerankRequest", {"model": "vectors", "query": "a", "documents": ["b"]}, 4),
     ],
 )
 async def test_every_bound_in_it_is_the_one_that_is_checked(
@@ -225,7 +252,8 @@ async def test_every_bound_in_it_is_the_one_that_is_checked(
         wrong = [high + 1, low - 1 if is_low else low]
         right = [low] if is_low else []
         right += [] if name in _OF_THE_MODEL else [high]
-        body = {"model": "tiny", "max_tokens": 2, **given}
+        body = {"model": "tiny", **given}
+        body |= {} if body["model"] == "vectors" else {"max_tokens": 2}
         body |= {"logprobs": True} if name == "top_logprobs" else {}
         for value in wrong:
             answer = await http.post(path, json=body | {name: value})

@@ -17,6 +17,7 @@ import pytest
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.pooling_instances import pooling_instance
 from tests.support.sites import servers
 
 CHECKS = (
@@ -35,7 +36,11 @@ SEED = 20261123
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
     valkey = servers.valkey(tmp_path)
     await valkey.start()
-    async with gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh:
+    async with (
+        gateway_mesh(tmp_path, 0, 0, redis_url=valkey.url) as mesh,
+        pooling_instance("pooling-0") as pooling,
+    ):
+        mesh.register(pooling.record)
         for role, name in ((ROLE_PREFILL, "prefill-0"), (ROLE_DECODE, "decode-0")):
             await mesh.add(FakeInstance(role, name, supports_logprobs=True))
         yield mesh

@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from pdmesh.engine.vllm.child import cpu_features
-from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.config import Placed
 from pdmesh.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
@@ -21,7 +21,7 @@ def weight_bytes(model_dir: Path) -> int:
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
-def needed_bytes(config: VllmConfig, weights: int) -> int:
+def needed_bytes(config: Placed, weights: int) -> int:
     """Roughly how much memory a CPU worker takes.
 
     Arenas do not count: their memory is committed as it is used.
@@ -38,7 +38,7 @@ def available_bytes(meminfo: str) -> int | None:
     return None
 
 
-def check_memory(config: VllmConfig) -> None:
+def check_memory(config: Placed) -> None:
     """Raises EngineFailed if a CPU worker cannot fit. vLLM itself checks a GPU's memory."""
     if config.device != "cpu":
         return
@@ -56,7 +56,7 @@ def check_memory(config: VllmConfig) -> None:
         )
 
 
-def check_processor(config: VllmConfig) -> None:
+def check_processor(config: Placed) -> None:
     """Raises EngineFailed for what this processor cannot do; logs what it does slowly.
 
     vLLM itself checks a GPU.

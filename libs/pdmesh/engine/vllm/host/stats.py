@@ -10,6 +10,7 @@ class SchedulerView:
 
     def __init__(self) -> None:
         self.kv_cache_usage = 0.0
+        self.num_steps = 0
         self.num_running = 0
         self.num_waiting = 0
         self.num_preempted = 0
@@ -33,6 +34,7 @@ class SchedulerView:
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """Any: SchedulerStats and IterationStats, which vLLM does not call stable."""
+        self.num_steps += 1
         if scheduler is not None:
             self.kv_cache_usage = scheduler.kv_cache_usage
             self.num_running = scheduler.num_running_reqs

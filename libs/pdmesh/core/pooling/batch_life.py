@@ -1,0 +1,310 @@
+"""Decides where one batch of inputs goes, and what follows when an instance refuses it or is lost.
+
+Nothing of a batch is kept anywhere: its loss costs what was computed, and the batch runs once more
+on another instance (minimum-cost recovery of a stateless call). A batch that instances die of is
+not tried a third time (F38). It waits only for a slot, for at
+most `ttft_s`. An accepted batch has no bound of its own but the deadline: an engine that hangs ends
+its instance, and a frozen instance breaks its session.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.model import PeerId, Tick
+from pdmesh.core.request.events import RequestLimits
+from pdmesh.core.request.poison import Victim
+from pdmesh.errors import (
+    DeadlineExceeded,
+    InstanceLost,
+    InvalidRequest,
+    MeshError,
+    NoInstance,
+    Overloaded,
+    PoisonRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The batch may be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The instances that may take it, best first."""
+
+    instances: Sequence[PeerId]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """The instance asked last is gone, or cannot be reached now."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAccepted:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRejected:
+    """`is_final`: this instance will not take it later, either."""
+
+    key: int
+    is_final: bool = False
+    is_too_long: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    key: int
+    error: MeshError
+    is_retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLost:
+    """The session broke. `may_retry`: the gateway's budget of retries is not used up."""
+
+    key: int
+    may_retry: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceFreed:
+    """Its turn in the waiting room has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEvicted:
+    """The waiting room has no room for it."""
+
+
+Event = (
+    Begun
+    | Ranked
+    | Unsent
+    | BatchAccepted
+    | BatchRejected
+    | Answered
+    | BatchFailed
+    | BatchLost
+    | PlaceFreed
+    | BatchEvicted
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Tell which instances may take it, by `Ranked`."""
+
+    excluded: frozenset[PeerId]
+
+
+@dataclass(frozen=True, slots=True)
+class SendBatch:
+    """Send it; `key` names the attempt in all that is heard of it."""
+
+    instance: PeerId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give the last attempt up: the instance has not answered in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForPlace:
+    """Join the waiting room for these instances; if they are none, only time ends the wait."""
+
+    instances: tuple[PeerId, ...]
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBatchUp:
+    error: MeshError
+
+
+Effect = Rank | SendBatch | Abort | WaitForPlace | Done | GiveBatchUp
+
+
+_MOST_RETRY_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class BatchLife:
+    """The only way to change state is `handle`. `began_at`: of the call.
+
+    Call `handle(Tick())` at `wake_at`.
+    """
+
+    limits: RequestLimits
+    began_at: float
+    num_rejections: int = 0
+    num_losses: int = 0
+    victims: list[Victim] = field(default_factory=list)  # instances lost while they had it
+    wake_at: float = math.inf
+    is_over: bool = False
+    attempt: int = 0
+    _key: int = 0  # of the attempt that is heard
+    _asked: PeerId | None = None
+    _is_accepted: bool = False
+    _is_waiting: bool = False
+    _num_waits: int = 0
+    _wait_by: float = math.inf
+    _queue: list[PeerId] = field(default_factory=list)
+    _busy: list[PeerId] = field(default_factory=list)
+    _excluded: set[PeerId] = field(default_factory=set)
+
+    def sent(self, key: int) -> None:
+        """The attempt that `SendBatch` wanted has this key."""
+        self._key = key
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.is_over:
+            return []
+        if isinstance(event, BatchAccepted | BatchRejected | Answered | BatchFailed | BatchLost):
+            return self._heard(event, now) if self._is_heard(event.key) else []
+        match event:
+            case Begun():
+                self._wait_by = now + self.limits.ttft_s
+                return [self._rank()]
+            case Ranked(instances):
+                self._queue = list(instances[: self.limits.max_candidates])
+                self._busy = []
+                return self._next(now)
+            case Unsent():
+                self._forget_asked()
+                return self._next(now)
+            case PlaceFreed() if self._is_waiting:
+                return [self._rank()]
+            case BatchEvicted() if self._is_waiting:
+                return self._give_up(Overloaded("too many requests are waiting"))
+            case Tick():
+                return self._tick(now)
+        return []
+
+    def _is_heard(self, key: int) -> bool:
+        return self._asked is not None and key == self._key
+
+    def _heard(
+        self, event: BatchAccepted | BatchRejected | Answered | BatchFailed | BatchLost, now: float
+    ) -> list[Effect]:
+        assert self._asked is not None
+        match event:
+            case BatchAccepted():
+                self._is_accepted = True
+                self.wake_at = self.began_at + self.limits.deadline_s
+                return []
+            case BatchRejected():
+                self.num_rejections += 1
+                return self._rejected(event, now)
+            case Answered():
+                self.is_over = True
+                return [Done()]
+            case BatchFailed(_, error, False):
+                return self._give_up(error)
+            case BatchFailed():
+                self._exclude()
+                return self._again(event.error, now)
+            case BatchLost():
+                self.victims.append((self._asked.instance_id, self._asked.incarnation))
+                self._exclude()
+                if len(self.victims) >= self.limits.max_deaths:
+                    return self._give_up(PoisonRequest("instances died while they computed this"))
+                lost = InstanceLost("the instances that computed this request were lost")
+                return self._again(lost, now) if event.may_retry else self._give_up(lost)
+
+    def _rejected(self, event: BatchRejected, now: float) -> list[Effect]:
+        assert self._asked is not None
+        if event.is_too_long:
+            error = InvalidRequest("an input is longer than the model's context", field="input")
+            return self._give_up(error)
+        if event.is_final:
+            self._exclude()
+        else:
+            self._busy.append(self._asked)
+            self._forget_asked()
+        return self._next(now)
+
+    def _again(self, error: MeshError, now: float) -> list[Effect]:
+        self.num_losses += 1
+        self._wait_by = now + self.limits.ttft_s
+        if self.num_losses > self.limits.max_migrations:
+            return self._give_up(error)
+        return [self._rank()]
+
+    def _rank(self) -> Rank:
+        self._is_waiting = False
+        self._forget_asked()
+        return Rank(frozenset(self._excluded))
+
+    def _next(self, now: float) -> list[Effect]:
+        """SendBatch the next instance; when none is left, wait for one."""
+        if self._queue:
+            self._asked = self._queue.pop(0)
+            self.attempt += 1
+            self._is_accepted = False
+            self.wake_at = now + self.limits.answer_s
+            return [SendBatch(self._asked, self.attempt)]
+        if now >= self._wait_by:
+            return self._out_of_time()
+        if not self._busy:
+            self._excluded.clear()  # there is no other: they may be well again
+        self._is_waiting = True
+        wait_s = min(_MOST_RETRY_S, self.limits.retry_s * 2.0 ** min(self._num_waits, 16))
+        self._num_waits += 1
+        self.wake_at = min(self._wait_by, now + wait_s)
+        return [WaitForPlace(tuple(self._busy), self._wait_by)]
+
+    def _tick(self, now: float) -> list[Effect]:
+        if now < self.wake_at:
+            return []
+        if now >= self.began_at + self.limits.deadline_s:
+            aborts: list[Effect] = [Abort()] if self._asked is not None else []
+            return [*aborts, *self._give_up(DeadlineExceeded("the request took too long"))]
+        if self._is_waiting:
+            return self._out_of_time() if now >= self._wait_by else [self._rank()]
+        if self._asked is not None and not self._is_accepted:
+            self._exclude()
+            return [Abort(), *self._next(now)]
+        return []
+
+    def _out_of_time(self) -> list[Effect]:
+        if self.num_rejections:
+            return self._give_up(Overloaded("no instance had a free slot in time"))
+        return self._give_up(NoInstance("no instance serves this model now"))
+
+    def _exclude(self) -> None:
+        if self._asked is not None:
+            self._excluded.add(self._asked)
+        self._forget_asked()
+
+    def _forget_asked(self) -> None:
+        self._asked, self._is_accepted = None, False
+
+    def _give_up(self, error: MeshError) -> list[Effect]:
+        self.is_over = True
+        return [GiveBatchUp(error)]
+
+    def check_invariants(self) -> None:
+        assert not (self._is_waiting and self._asked is not None)
+        assert self._asked not in self._excluded
+        assert self.num_losses <= self.limits.max_migrations + 1

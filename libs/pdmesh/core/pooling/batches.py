@@ -1,0 +1,24 @@
+"""Decides which inputs of a call go to an instance together: few enough to move soon, enough to
+fill a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+MAX_BATCH_INPUTS: Final = 32
+MAX_BATCH_TOKENS: Final = 16_384  # unless a single input has more
+
+
+def batches(lengths: Sequence[int]) -> Iterator[range]:
+    """The inputs' places, in order. `lengths`: the tokens of each."""
+    start = num_tokens = 0
+    for place, length in enumerate(lengths):
+        is_full = place - start >= MAX_BATCH_INPUTS or num_tokens + length > MAX_BATCH_TOKENS
+        if place > start and is_full:
+            yield range(start, place)
+            start, num_tokens = place, 0
+        num_tokens += length
+    if start < len(lengths):
+        yield range(start, len(lengths))

@@ -1,0 +1,44 @@
+"""What the engines of the role pooling answer to calls about KV and adapters: they have none.
+
+Admission refuses such jobs before they reach an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.engine.base import DecodeJob, KvPeer, PrefillJob
+from pdmesh.errors import AdapterUnusable, KvTransferFailed
+
+
+class NoKv:
+    """The part of `Engine` that a pooling engine has in common with every other."""
+
+    def prefill(self, job: PrefillJob) -> None:
+        raise AssertionError("admission refuses prompts here")
+
+    def decode(self, job: DecodeJob) -> None:
+        raise AssertionError("admission refuses decodes here")
+
+    def join(self, leg: int, first_token: int) -> None:
+        """No leg awaits a token."""
+
+    def release(self, ticket_id: str) -> None:
+        """No ticket is known."""
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
+        raise KvTransferFailed("a pooling instance pulls no KV")
+
+    def forget_peer(self, peer: KvPeer) -> None:
+        """There is no connection."""
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """There are no tiers."""
+
+    async def inspect_adapter(self, path: str) -> AdapterFacts:
+        raise AdapterUnusable("a pooling instance takes no adapters")
+
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        """There are none."""

@@ -1,0 +1,205 @@
+"""The sim's pooling engine: vectors and scores that are a function of the tokens, time by a law.
+
+A text's vector is the normalised sum of the vectors of its tokens and of their pairs, which a hash
+of the model's seed gives: texts with tokens in common are near each other. The score of a pair of
+texts is the cosine of their vectors, in 0 to 1. One loop computes one input after the other, as a
+device does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh import failpoints
+from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
+from pdmesh.engine.base import EngineInfo, EngineStats, Output, Pooled, PoolJob
+from pdmesh.engine.laws import Law
+from pdmesh.engine.no_kv import NoKv
+from pdmesh.errors import EngineFailed
+from pdmesh.net.tasks import watched
+
+_SIGN_S: Final = 0.1  # how often a long computation gives a sign
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK: Final = 512  # tokens whose vectors are made at once
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SimPoolingConfig:
+    model: str
+    model_fingerprint: str
+    num_slots: int
+    max_model_len: int
+    seed: int
+    num_dimensions: int
+    law: Law
+    scores_pairs: bool = False  # it is a cross-encoder; otherwise it makes vectors
+
+
+class SimPoolingEngine(NoKv):
+    """See `pdmesh.engine.base.PoolingEngine`."""
+
+    def __init__(self, config: SimPoolingConfig) -> None:
+        self._config = config
+        self._jobs: dict[int, PoolJob] = {}
+        self._num_signs = self._num_tokens = 0
+        self._work, self._has_output = asyncio.Event(), asyncio.Event()
+        self._outputs: list[Output] = []
+        self._pings: list[asyncio.Future[None]] = []
+        self._loop: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def facts(self) -> PoolingFacts:
+        if self._config.scores_pairs:
+            classify = frozenset({PoolingTask.CLASSIFY})
+            return PoolingFacts(classify, is_cross_encoder=True, num_classes=1)
+        embed = frozenset({PoolingTask.EMBED})
+        return PoolingFacts(embed, self._config.num_dimensions, is_matryoshka=True)
+
+    async def start(self) -> EngineInfo:
+        self._loop = watched(self._run(), "sim-pooling", self._die)
+        config = self._config
+        return EngineInfo(
+            engine="sim",
+            model=config.model,
+            model_fingerprint=config.model_fingerprint,
+            block_size=1,
+            num_kv_blocks=0,
+            kv_bytes_per_token=0,
+            max_model_len=config.max_model_len,
+            pooling=self.facts,
+        )
+
+    async def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.wait([self._loop], timeout=1.0)
+
+    def pool(self, job: PoolJob) -> None:
+        failpoints.hit("pool.accepted")
+        self._jobs[job.leg] = job
+        self._work.set()
+
+    def abort(self, leg: int) -> None:
+        self._jobs.pop(leg, None)
+        self._outputs = [o for o in self._outputs if not _is_of(o, leg)]
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        while True:
+            await self._has_output.wait()
+            if self._error is not None:
+                raise EngineFailed("the sim engine died") from self._error
+            batch, self._outputs = self._outputs, []
+            self._has_output.clear()
+            yield batch
+
+    async def ping(self) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pings.append(answer)
+        self._work.set()
+        await answer
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._jobs), num_signs=self._num_signs, num_tokens=self._num_tokens
+        )
+
+    # -- one job ----------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            if failpoints.hit("engine.step") == "hang":
+                await asyncio.Event().wait()
+            self._answer_pings()
+            leg = next(iter(self._jobs), None)
+            if leg is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._compute(self._jobs[leg])
+
+    async def _compute(self, job: PoolJob) -> None:
+        values: list[bytes] = []
+        for place, tokens in enumerate(job.inputs):
+            await self._wait_out(self._config.law.prefill_s(len(tokens)))
+            failpoints.hit("pool.computing")
+            self._answer_pings()
+            if job.leg not in self._jobs:
+                return  # it was aborted
+            self._num_tokens += len(tokens)
+            values.append(self._values(job, place).astype("<f4").tobytes())
+        del self._jobs[job.leg]
+        data = b"".join(values)
+        self._outputs.append(Pooled(job.leg, data, len(data) // (4 * len(job.inputs))))
+        self._has_output.set()
+
+    def _values(self, job: PoolJob, place: int) -> Vector:
+        tokens, seed = job.inputs[place], self._config.seed
+        num = self._config.num_dimensions
+        if job.task is PoolingTask.CLASSIFY:
+            cut = job.first_lengths[place] if job.first_lengths else len(tokens) // 2
+            first, second = vector(tokens[:cut], num, seed), vector(tokens[cut:], num, seed)
+            logit = 8.0 * float(first @ second)
+            return np.array([logit if job.use_activation is False else 1 / (1 + math.exp(-logit))])
+        made = vector(tokens, num, seed)[: job.num_dimensions or num]
+        return made if job.use_activation is False else normalised(made)
+
+    async def _wait_out(self, duration: float) -> None:
+        num_parts = max(1, math.ceil(duration / _SIGN_S))
+        for _ in range(num_parts):
+            await asyncio.sleep(duration / num_parts)
+            self._num_signs += 1
+
+    def _answer_pings(self) -> None:
+        for answer in self._pings:
+            if not answer.done():
+                answer.set_result(None)
+        self._pings.clear()
+
+    def _die(self, error: BaseException) -> None:
+        self._error = error
+        self._has_output.set()
+
+
+def _is_of(output: Output, leg: int) -> bool:
+    return isinstance(output, Pooled) and output.leg == leg
+
+
+def normalised(values: Vector) -> Vector:
+    length = float(np.linalg.norm(values))
+    return values / length if length else values
+
+
+def vector(tokens: array[int], num_dimensions: int, seed: int) -> Vector:
+    """The normalised vector of a text."""
+    ids = np.asarray(tokens, dtype=np.uint64)
+    pairs = (ids[:-1] << np.uint64(32)) | ids[1:] if len(ids) > 1 else ids[:0]
+    total = np.zeros(num_dimensions)
+    for keys, weight in ((ids, 1.0), (pairs | np.uint64(1 << 63), 0.5)):
+        for start in range(0, len(keys), _CHUNK):
+            total += weight * _hashed(keys[start : start + _CHUNK], num_dimensions, seed).sum(0)
+    return normalised(total)
+
+
+def _hashed(keys: npt.NDArray[np.uint64], num_dimensions: int, seed: int) -> Vector:
+    """Numbers in -1 to 1, a row for each key: splitmix64 of the key, the place and the seed."""
+    with np.errstate(over="ignore"):
+        start = keys * _STEP + np.uint64(seed) * _MIX[0]
+        places = (np.arange(num_dimensions, dtype=np.uint64) + np.uint64(1)) * _STEP
+        state = start[:, None] + places[None, :]
+        state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+        state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+        state ^= state >> np.uint64(31)
+    numbers: Vector = state.astype(np.float64) / 2.0**63 - 1.0
+    return numbers

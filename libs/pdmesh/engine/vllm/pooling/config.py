@@ -1,0 +1,80 @@
+"""The configuration of a pooling vLLM, and how it becomes vLLM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, MEMORY_SHARE, installed_device
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPoolingConfig:
+    """One engine of one instance. `max_model_len`: at most; the model may take less."""
+
+    instance_id: str
+    incarnation: int
+    model_dir: Path
+    model: str  # the name it answers to
+    device: str = field(default_factory=installed_device)  # cpu or cuda
+    dtype: str = ""  # empty: float32 on a CPU, the model's on a GPU
+    kv_cache_dtype: str = "auto"
+    convert: str = "auto"  # what a model that makes answers becomes: embed or classify
+    tensor_parallel_size: int = 1
+    kv_cache_bytes: int = 512 << 20
+    max_model_len: int = 4096
+    max_num_batched_tokens: int = 0  # per step; 0: chosen by the device
+    # SHA-256 of the model's files by name, if they were verified before the engine is built.
+    file_digests: Mapping[str, str] = field(default_factory=dict)
+    failpoints: str = ""
+
+    @property
+    def effective_dtype(self) -> str:
+        return self.dtype or ("float32" if self.device == "cpu" else "auto")
+
+    def step_tokens(self, max_model_len: int, *, is_chunked: bool) -> int:
+        """Tokens computed per step at most; 0: vLLM's choice.
+
+        A model whose inputs cannot be computed in parts needs steps as long as its longest input.
+        """
+        asked = self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else 0)
+        return max(asked, max_model_len) if asked and not is_chunked else asked
+
+
+def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types), without those that
+    `fitted` adds.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(config.model_dir),
+        "served_model_name": [config.model],
+        "runner": "pooling",
+        "convert": config.convert,
+        "skip_tokenizer_init": True,
+        "dtype": config.effective_dtype,
+        "enforce_eager": config.device == "cpu",  # a compiled start takes minutes there
+        "gpu_memory_utilization": MEMORY_SHARE,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+    }
+    if config.tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+def fitted(config: VllmPoolingConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the longest input that the model and the settings allow. Blocks.
+
+    Raises ValueError, OSError and others of vLLM's.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    model = AsyncEngineArgs(**arguments).create_model_config()
+    max_model_len = min(config.max_model_len, model.max_model_len)
+    step_tokens = config.step_tokens(max_model_len, is_chunked=model.is_chunked_prefill_supported)
+    steps = {"max_num_batched_tokens": step_tokens} if step_tokens else {}
+    return {**arguments, "max_model_len": max_model_len, **steps}

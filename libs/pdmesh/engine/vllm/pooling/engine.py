@@ -1,0 +1,221 @@
+"""The vLLM engine of a pooling instance: `PoolingEngine` over AsyncLLM.
+
+Each input of a job is one vLLM request; vLLM batches them with those of other jobs. Liveness is
+vLLM's own: its engine process answers pings between two steps, and each step is a sign of work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.core.pooling.facts import PoolingTask
+from pdmesh.engine.base import EngineInfo, EngineStats, Failed, Output, Pooled, PoolJob
+from pdmesh.engine.no_kv import NoKv
+from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
+from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
+from pdmesh.engine.vllm.config import environment
+from pdmesh.engine.vllm.host.outputs import OutputQueue
+from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
+from pdmesh.engine.vllm.model.fingerprint import computation_digest
+from pdmesh.engine.vllm.model.model_files import read_model
+from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig, fitted, pooling_arguments
+from pdmesh.engine.vllm.pooling.description import facts_of, takes_token_types
+from pdmesh.errors import EngineFailed
+from pdmesh.net.tasks import end, watched
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT_S = 600.0
+
+
+class VllmPoolingEngine(NoKv):
+    """See `pdmesh.engine.base.PoolingEngine`. There is one per process; start it only once."""
+
+    def __init__(self, config: VllmPoolingConfig) -> None:
+        self._config = config
+        self._digests = FileDigests(default_cache_dir())
+        self._process = LlmProcess()
+        self._llm: AsyncLLM | None = None
+        self._view = SchedulerView()
+        self._queue = OutputQueue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._num_tokens = 0
+        self._takes_types = False
+        self._is_stopping = False
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        log.info("vllm.starting", model=self._config.model, dtype=self._config.effective_dtype)
+        try:
+            return await self._start(time.monotonic())
+        except (EngineFailed, asyncio.CancelledError):
+            await self.stop()
+            raise
+
+    async def _start(self, started: float) -> EngineInfo:
+        config = self._config
+        files = await asyncio.to_thread(
+            read_model, config.model_dir, self._digests, config.file_digests
+        )
+        check_processor(config)
+        check_memory(config)
+        os.environ.update(environment(config, os.environ))
+        version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
+        arguments = await asyncio.to_thread(_fitted, config)
+        llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
+        await asyncio.to_thread(files.check_unchanged, self._digests)
+        self._llm = llm
+        model = llm.vllm_config.model_config
+        facts = facts_of(model, await llm.get_supported_tasks())
+        self._takes_types = takes_token_types(model)
+        fingerprint = computation_digest(files.digest, config.effective_dtype, version)
+        log.info(
+            "vllm.ready",
+            seconds=round(time.monotonic() - started, 1),
+            tasks=sorted(task.value for task in facts.tasks),
+            max_model_len=model.max_model_len,
+        )
+        return EngineInfo(
+            engine="vllm",
+            model=config.model,
+            model_fingerprint=fingerprint,
+            block_size=1,
+            num_kv_blocks=0,
+            kv_bytes_per_token=0,
+            max_model_len=model.max_model_len,
+            num_ranks=config.tensor_parallel_size,
+            pooling=facts,
+        )
+
+    async def stop(self) -> None:
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        self._digests.stop()
+        await end(self._tasks.values())
+        await self._process.stop()
+        log.info("vllm.stopped")
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def pool(self, job: PoolJob) -> None:
+        failpoints.hit("pool.accepted")
+        name = f"pool-{job.leg}"
+        task = watched(self._compute(job), name, lambda error: self._task_died(name, error))
+        self._tasks[job.leg] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job.leg, None))
+
+    def abort(self, leg: int) -> None:
+        self._queue.drop(leg)
+        if (task := self._tasks.get(leg)) is not None:
+            task.cancel()  # vLLM aborts the request of a cancelled reader
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        async for batch in self._queue.batches():
+            yield batch
+
+    async def ping(self) -> None:
+        """Ask the engine's process, which answers between two steps."""
+        if not await self._process.is_alive():
+            self._die("vLLM's engine process died; see its log")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._tasks),
+            num_signs=self._view.num_steps,
+            num_tokens=self._num_tokens,
+            extra=self._view.numbers(),
+        )
+
+    # -- one job ----------------------------------------------------------------------------------
+
+    async def _compute(self, job: PoolJob) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        readers = [
+            asyncio.create_task(self._input(job, place), name=f"pool-{job.leg}-{place}")
+            for place in range(len(job.inputs))
+        ]
+        try:
+            found = await asyncio.gather(*readers)
+        except EngineDeadError:
+            self._die("vLLM's engine process died; see its log")
+            return
+        except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
+            log.warning("vllm.request.failed", leg=job.leg, error=error.__class__.__name__)
+            message = f"vLLM refused the request: {error.__class__.__name__}"
+            self._queue.put([Failed(job.leg, EngineFailed.default_reason, message)])
+            return
+        finally:
+            await end(readers)
+        self._num_tokens += sum(map(len, job.inputs))
+        num_cached = sum(cached for _, cached in found)
+        data = b"".join(values for values, _ in found)
+        num_values = len(data) // (4 * len(found))
+        self._queue.put([Pooled(job.leg, data, num_values, num_cached)])
+
+    async def _input(self, job: PoolJob, place: int) -> tuple[bytes, int]:
+        """The values of one input, and how many of its tokens were cached."""
+        from vllm.inputs import tokens_input
+
+        assert self._llm is not None, "start() has returned"
+        prompt = tokens_input(list(job.inputs[place]), cache_salt=job.cache_salt or None)
+        name = f"{self._config.instance_id}-{job.leg}-{place}"
+        params = pooling_params(job, place, takes_types=self._takes_types)
+        async for output in self._llm.encode(prompt, params, name):
+            failpoints.hit("pool.computing")
+            if output.error is not None:
+                raise EngineFailed("vLLM failed the request")
+            values = output.outputs.data.float().cpu().contiguous().numpy().astype("<f4")
+            return values.tobytes(), output.num_cached_tokens
+        raise EngineFailed("vLLM gave no output")
+
+    def _task_died(self, name: str, error: BaseException) -> None:
+        log.error("vllm.task.failed", task=name, exc_info=error)
+        self._die(f"{name} failed: {error.__class__.__name__}")
+
+    def _die(self, message: str) -> None:
+        if self._is_stopping or self._queue.has_failed:
+            return
+        log.error("vllm.died", cause=message)
+        self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
+
+
+def pooling_params(job: PoolJob, place: int, *, takes_types: bool) -> Any:
+    """vLLM's PoolingParams (Any: imported late)."""
+    from vllm import PoolingParams
+
+    extra = None
+    has_second = bool(job.first_lengths) and job.first_lengths[place] < len(job.inputs[place])
+    if takes_types and has_second:
+        extra = {"compressed_token_type_ids": job.first_lengths[place]}
+    is_cut = job.task is PoolingTask.EMBED and job.num_dimensions
+    return PoolingParams(
+        task=job.task.value,
+        dimensions=job.num_dimensions if is_cut else None,
+        use_activation=job.use_activation,
+        extra_kwargs=extra,
+    )
+
+
+def _fitted(config: VllmPoolingConfig) -> dict[str, Any]:
+    """Blocks. Raises EngineFailed with vLLM's own cause."""
+    try:
+        return fitted(config, pooling_arguments(config))
+    except (RuntimeError, ValueError, OSError, TypeError) as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        message = f"vLLM did not start ({error.__class__.__name__}: {text})"
+        raise EngineFailed(message, reason="ENGINE_START") from error

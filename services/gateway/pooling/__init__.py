@@ -1,0 +1,1 @@
+"""Calls for vectors and scores: split into batches, sent to pooling instances, put together."""

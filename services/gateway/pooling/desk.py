@@ -1,0 +1,160 @@
+"""Runs calls for vectors and scores: charges the tenant, sends the batches, reports the call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.kv.prefix.block_hash import tenant_root, tokens_to_bytes
+from pdmesh.core.pooling.batches import batches
+from pdmesh.core.request.poison import Victim
+from pdmesh.errors import InvalidRequest, MeshError, PoisonRequest, ScenarioNotFound
+from pdmesh.net.tasks import end
+from pdmesh.services.gateway.access.access_control import Permit, charged
+from pdmesh.services.gateway.pooling.batch import BatchIdentity, PoolingBatch
+from pdmesh.services.gateway.pooling.report import PoolingReport, report_call, start_span
+from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
+from pdmesh.services.gateway.request.frontend import Frontend
+from pdmesh.telemetry import traces
+from pdmesh.v1.instance_service_pb2 import Pooled
+
+MAX_VALUES: Final = 1 << 23  # numbers of one answer: 32 MiB
+_WIDTH: Final = 8  # batches of one call that are out at once: it cannot take every slot
+
+
+class CallerGone(Exception):
+    """The client has gone."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call that `Frontend` can end."""
+
+    ended: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def cancel(self, error: MeshError | None = None) -> None:
+        """`error`: what the client is told; without it, the client has gone."""
+        if not self.ended.done():
+            self.ended.set_exception(error or CallerGone())
+
+
+class PoolingDesk:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend, self._shared = frontend, frontend.shared
+
+    async def answer(
+        self,
+        spec: PoolingSpec,
+        permit: Permit,
+        request_id: str,
+        traceparent: str,
+        watch: Callable[[Callable[[], None]], None],
+    ) -> PoolingAnswer:
+        """Raises MeshError, and CallerGone once `watch` has told that the client is gone."""
+        self._frontend.check_open()
+        spec = self._with_scenario(spec)
+        num_values = len(spec.inputs) * spec.num_values
+        if num_values > MAX_VALUES:
+            message = f"the answer would have {num_values} numbers, and may have {MAX_VALUES}"
+            raise InvalidRequest(f"{message}: send fewer inputs at once", field="input")
+        digest = self._digest(spec)
+        if self._shared.poison.is_poison(digest, time.monotonic()):
+            raise PoisonRequest("instances died recently while they worked on these inputs")
+        await charged(permit, lambda: permit.charge(spec.num_tokens))
+        call = OpenCall()
+        report = PoolingReport(spec, request_id, start_span(spec, traceparent))
+        self._frontend.take_in(call)
+        watch(call.cancel)
+        done: list[PoolingBatch] = []
+        try:
+            answer = await self._all(spec, report, call, done)
+            report.outcome, report.reason = "completed", "stop"
+            report.num_cached_tokens = answer.num_cached_tokens
+            return answer
+        except CallerGone:
+            report.outcome, report.reason = "cancelled", "CLIENT_GONE"
+            raise
+        except MeshError as exc:
+            report.outcome, report.reason = "failed", exc.reason
+            raise
+        finally:
+            self._frontend.let_go(call)
+            was_answered = report.outcome == "completed"
+            permit.settle(spec.num_tokens if was_answered else 0)
+            self._judge(digest, done, was_answered=was_answered)
+            report_call(self._frontend.observer, report, done)
+
+    async def _all(
+        self, spec: PoolingSpec, report: PoolingReport, call: OpenCall, out: list[PoolingBatch]
+    ) -> PoolingAnswer:
+        gate = asyncio.Semaphore(_WIDTH)
+        traceparent = traces.traceparent(report.span)
+        salt = tenant_root(
+            self._shared.hash_secret, spec.tenant.name, spec.cache_salt, spec.model.fingerprint, ""
+        ).hex()
+
+        async def one(number: int, places: range) -> Pooled:
+            async with gate:
+                name = report.request_id if not number else f"{report.request_id}-{number}"
+                identity = BatchIdentity(name, traceparent, salt, report.started_at)
+                batch = PoolingBatch(self._shared, spec, places, identity)
+                out.append(batch)
+                self._shared.budget.earn()
+                return await batch.run()
+
+        places = batches([len(tokens) for tokens in spec.inputs])
+        tasks = [asyncio.create_task(one(number, each)) for number, each in enumerate(places)]
+        try:
+            found = await _results(tasks, call.ended)
+        finally:
+            await end(tasks)
+        num_cached = sum(each.num_cached_tokens for each in found)
+        return PoolingAnswer(
+            [each.values for each in found], spec.num_values, len(spec.inputs), num_cached
+        )
+
+    def _with_scenario(self, spec: PoolingSpec) -> PoolingSpec:
+        """Raises ScenarioNotFound."""
+        fleet = self._shared.fleet.pooling
+        if not spec.scenario:
+            return replace(spec, scenario=fleet.scenario_of(spec.model.name))
+        if fleet.is_served_elsewhere(spec.model.name, spec.scenario):
+            message = f"{spec.model.name} is not served for this scenario"
+            raise ScenarioNotFound(message, field="scenario")
+        return spec
+
+    def _digest(self, spec: PoolingSpec) -> bytes:
+        """A name for this tenant's inputs that reveals nothing of them."""
+        key = hmac.digest(self._shared.hash_secret, spec.tenant.name.encode(), "sha256")
+        state = hashlib.blake2b(digest_size=16, key=key, person=b"pool")
+        for tokens in spec.inputs:
+            state.update(len(tokens).to_bytes(4, "little") + tokens_to_bytes(tokens))
+        return state.digest()
+
+    def _judge(self, digest: bytes, done: Sequence[PoolingBatch], *, was_answered: bool) -> None:
+        poison = self._shared.poison
+        if was_answered:
+            poison.clear(digest)
+            return
+        victims: list[Victim] = [victim for batch in done for victim in batch.life.victims]
+        if victims:
+            poison.add(digest, victims, time.monotonic())
+
+
+async def _results(
+    tasks: Sequence[asyncio.Task[Pooled]], ended: asyncio.Future[None]
+) -> list[Pooled]:
+    """All results, or what the first failure or the call's end raises."""
+    pending: set[asyncio.Future[Pooled] | asyncio.Future[None]] = {*tasks, ended}
+    while any(not task.done() for task in tasks):
+        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for each in finished:
+            each.result()
+    return [task.result() for task in tasks]

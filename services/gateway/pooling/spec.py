@@ -1,0 +1,59 @@
+"""What a client asked to have pooled, once validated, and what it gets."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.core.pooling.facts import PoolingTask
+from pdmesh.core.tenancy.limits import ANYONE, Tenant
+from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSpec:
+    """`first_lengths`: of pairs of texts, how many tokens of each input are the first one's.
+
+    `vocabulary`: of the tokens; empty: not known.
+    """
+
+    operation: str  # embeddings, score or rerank
+    model: PoolingModel
+    task: PoolingTask
+    inputs: tuple[array[int], ...] = ()
+    first_lengths: tuple[int, ...] = ()
+    num_dimensions: int = 0  # 0: the model's own
+    use_activation: bool | None = None
+    scenario: str = ""
+    cache_salt: str = ""
+    vocabulary: str = ""
+    tenant: Tenant = ANYONE
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+    @property
+    def num_values(self) -> int:
+        """Numbers that each input's answer has."""
+        return self.model.facts.num_values(self.task, self.num_dimensions)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingAnswer:
+    """`parts`: little-endian float32 of the batches, in order; `num_values` of each input."""
+
+    parts: Sequence[bytes]
+    num_values: int
+    num_inputs: int
+    num_cached_tokens: int = 0
+
+    def vectors(self) -> list[memoryview]:
+        """The bytes of each input's numbers."""
+        size = 4 * self.num_values
+        return [
+            memoryview(part)[at : at + size]
+            for part in self.parts
+            for at in range(0, len(part), size)
+        ]

@@ -1,0 +1,74 @@
+"""The models that instances of one kind serve now: by name, their tokenizers, what represents each.
+
+A gateway has one book of the models that make answers and one of those that make vectors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
+from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
+
+
+class ModelBook:
+    """`preferred` is what `default` means; empty: a model of the request's scenario."""
+
+    def __init__(self, preferred: str = "") -> None:
+        self.catalogue = ModelCatalogue(preferred)
+        self._references: dict[str, InstanceRecord] = {}  # the last one of each known model
+        self._by_model: dict[str, list[InstanceRecord]] = {}
+        self._texts: dict[str, ModelText | None] = {}
+
+    def see(self, records: Iterable[InstanceRecord], now: float) -> None:
+        """`records` are all that take requests now; the first of a model represents it."""
+        self._by_model = {}
+        for record in records:
+            if record.model:
+                self._by_model.setdefault(record.model, []).append(record)
+        self._texts = {model: _common_text(of) for model, of in self._by_model.items()}
+        self._references |= {model: of[-1] for model, of in self._by_model.items()}
+        offers = {Offer(r.model, r.scenario) for of in self._by_model.values() for r in of}
+        self.catalogue.see(offers, now)
+        for model in [m for m in self._references if self.catalogue.since(m) is None]:
+            del self._references[model]
+
+    def serving(self, model: str) -> Sequence[InstanceRecord]:
+        return self._by_model.get(model, ())
+
+    def reference(self, model: str) -> InstanceRecord | None:
+        """An instance that represents the model; the last one that was seen, if all are gone."""
+        served_by = self._by_model.get(model)
+        return served_by[0] if served_by else self._references.get(model)
+
+    def text_of(self, model: str) -> ModelText | None:
+        """Which files make tokens of text for it; None if its instances have none.
+
+        While its instances differ, as in an upgrade: those of the vocabulary that most have.
+        """
+        if model in self._texts:
+            return self._texts[model]
+        reference = self._references.get(model)
+        return reference.text if reference is not None and reference.text.digest else None
+
+    def texts(self) -> list[tuple[str, str]]:
+        """The models that have instances, by name, each with the digest of its files of text."""
+        return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
+
+    def text_sources(self, model: str) -> list[str]:
+        """The addresses of the instances that have the files that `text_of` names."""
+        text = self.text_of(model)
+        return [
+            r.grpc_address
+            for r in self.serving(model)
+            if text is not None and r.text.digest == text.digest
+        ]
+
+
+def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
+    texts = {r.text.digest: r.text for r in records if r.text.digest}
+    if len(texts) < 2:
+        return next(iter(texts.values()), None)
+    num = Counter(r.text.vocabulary for r in records)
+    return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))

@@ -1,0 +1,141 @@
+"""Pooling instances on real vLLM give the vectors and scores of plain vLLM, alone and after a
+death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.models import smollm2
+from tests.e2e.tiny_bert import write_tiny_bert
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+NEAR = 1e-5
+START_S = 400.0
+QUERY = "the capital of france?"
+TEXTS = ["the capital of france is paris.", "a", "berlin is a city", "abc " * 30]
+
+
+@contextmanager
+def plain(model: Path, convert: str, asked: dict[str, Any], folder: Path) -> Iterator[Path]:
+    """Plain vLLM at work, and the file that it will write."""
+    texts, numbers = folder / "texts.json", folder / "numbers.json"
+    texts.write_text(json.dumps(asked))
+    command = [sys.executable, "-m", "tests.e2e.plain_pooling", str(model), convert]
+    process = subprocess.Popen([*command, str(texts), str(numbers)])
+    try:
+        yield numbers
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def numbers_in(file: Path) -> dict[str, Any]:
+    async with asyncio.timeout(START_S):
+        while not file.exists():
+            await asyncio.sleep(0.2)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def spec(model: Path, num_pooling: int = 1, **env: str) -> MeshSpec:
+    return MeshSpec(
+        num_prefill=0,
+        num_decode=0,
+        num_pooling=num_pooling,
+        model_dir=model,
+        pooling_model_dir=model,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=START_S,
+        env=env,
+    )
+
+
+def near(got: list[float], wanted: list[float]) -> bool:
+    return got == pytest.approx(wanted, abs=NEAR)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+async def test_vectors_and_their_nearness_are_those_of_plain_vllm(
+    tmp_path: Path, kind: str
+) -> None:
+    """Of a model that makes answers, converted, and of an embedding model."""
+    if kind == "decoder":
+        model, convert = smollm2.DEFAULT_DIR.absolute(), "embed"
+    else:
+        model, convert = write_tiny_bert(tmp_path / "bert", scores_pairs=False), "auto"
+    asked = {"embed": TEXTS, "score": [QUERY, TEXTS]}
+    with plain(model, convert, asked, tmp_path) as file:
+        async with Mesh(spec(model), tmp_path / "mesh") as mesh:
+            async with openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none") as client:
+                answer = await client.embeddings.create(model=model.name, input=TEXTS)
+            async with httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as http:
+                body = {"model": model.name, "text_1": QUERY, "text_2": TEXTS}
+                scored = (await http.post("/score", json=body)).json()
+                long = await http.post(
+                    "/v1/embeddings", json={"model": model.name, "input": "a b " * 5000}
+                )
+            wanted = await numbers_in(file)
+    for got, vector in zip(answer.data, wanted["embed"], strict=True):
+        assert near(got.embedding, vector)
+    assert near([each["score"] for each in scored["data"]], wanted["score"])
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_cross_encoder_ranks_as_plain_vllm_scores(tmp_path: Path) -> None:
+    model = write_tiny_bert(tmp_path / "ranker", scores_pairs=True)
+    with plain(model, "auto", {"score": [QUERY, TEXTS]}, tmp_path) as file:
+        async with (
+            Mesh(spec(model), tmp_path / "mesh") as mesh,
+            httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as http,
+        ):
+            body = {"model": "ranker", "query": QUERY, "documents": TEXTS}
+            ranked = (await http.post("/rerank", json=body)).json()["results"]
+            refused = await http.post("/v1/embeddings", json={"model": "ranker", "input": "a"})
+            wanted = (await numbers_in(file))["score"]
+    got = sorted(ranked, key=lambda each: int(each["index"]))
+    assert near([each["relevance_score"] for each in got], wanted)
+    assert [each["index"] for each in ranked] == sorted(range(4), key=lambda i: -wanted[i])
+    assert refused.json()["error"]["code"] == "wrong_task"
+
+
+async def test_no_answer_is_lost_when_a_vllm_instance_is_killed(tmp_path: Path) -> None:
+    model = write_tiny_bert(tmp_path / "vectors", scores_pairs=False)
+    async with (
+        Mesh(spec(model, num_pooling=2), tmp_path / "mesh") as mesh,
+        openai.AsyncOpenAI(
+            base_url=f"{mesh.http_url}/v1", api_key="none", max_retries=0, timeout=120
+        ) as client,
+    ):
+
+        async def one(call: int) -> list[list[float]]:
+            texts = [f"{text} {call}" for text in TEXTS * 8]
+            answer = await client.embeddings.create(model="vectors", input=texts)
+            return [each.embedding for each in answer.data]
+
+        before = [await one(call) for call in range(4)]
+        calls = [asyncio.create_task(one(call % 4)) for call in range(24)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        mesh.kill("pooling-0")
+        for call, got in enumerate(await asyncio.gather(*calls)):
+            for vector, wanted in zip(got, before[call % 4], strict=True):
+                assert near(vector, wanted)

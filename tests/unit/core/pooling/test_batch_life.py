@@ -1,0 +1,241 @@
+"""What becomes of a batch: refused, lost, late or answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pdmesh.core.model import PeerId, Tick
+from pdmesh.core.pooling.batch_life import (
+    Abort,
+    Answered,
+    BatchAccepted,
+    BatchEvicted,
+    BatchFailed,
+    BatchLife,
+    BatchLost,
+    BatchRejected,
+    Begun,
+    Done,
+    Effect,
+    Event,
+    GiveBatchUp,
+    PlaceFreed,
+    Rank,
+    Ranked,
+    SendBatch,
+    Unsent,
+    WaitForPlace,
+)
+from pdmesh.core.request.events import RequestLimits
+from pdmesh.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InstanceLost,
+    InvalidRequest,
+    MeshError,
+    NoInstance,
+    Overloaded,
+    PoisonRequest,
+)
+
+A, B, C = (PeerId(name, 1) for name in "abc")
+LIMITS = RequestLimits(deadline_s=60, ttft_s=5, answer_s=1, retry_s=0.25, max_migrations=3)
+
+
+class Batch:
+    """A batch with a clock; keys count up."""
+
+    def __init__(self, *instances: PeerId, limits: RequestLimits = LIMITS) -> None:
+        self.life = BatchLife(limits, began_at=0.0)
+        self.instances: Sequence[PeerId] = instances
+        self.now, self.key = 0.0, 0
+        self.effects: list[Effect] = []
+        self.tell(Begun())
+
+    def tell(self, event: Event) -> list[Effect]:
+        """What it does about it; a ranking is answered at once."""
+        found: list[Effect] = []
+        left = self.life.handle(event, self.now)
+        while left:
+            effect = left.pop(0)
+            found.append(effect)
+            if isinstance(effect, Rank):
+                able = [i for i in self.instances if i not in effect.excluded]
+                left += self.life.handle(Ranked(able), self.now)
+            elif isinstance(effect, SendBatch):
+                self.key += 1
+                self.life.sent(self.key)
+            self.life.check_invariants()
+        self.effects += found
+        return found
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Ticks as its timer would, until so much time has passed."""
+        until, found = self.now + seconds, list[Effect]()
+        while not self.life.is_over and self.life.wake_at <= until:
+            self.now = max(self.now, self.life.wake_at)
+            found += self.tell(Tick())
+        self.now = until
+        return found
+
+    @property
+    def asked(self) -> list[PeerId]:
+        return [e.instance for e in self.effects if isinstance(e, SendBatch)]
+
+    @property
+    def error(self) -> MeshError | None:
+        return next((e.error for e in self.effects if isinstance(e, GiveBatchUp)), None)
+
+
+def test_an_answer_ends_it_also_without_an_acceptance_before() -> None:
+    batch = Batch(A, B)
+    assert batch.tell(Answered(1)) == [Done()]
+    assert batch.asked == [A]
+    assert batch.tell(BatchLost(1)) == []
+
+
+def test_a_busy_instance_is_followed_by_the_next() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchRejected(1))
+    assert batch.asked == [A, B]
+    assert batch.life.num_rejections == 1
+
+
+def test_when_all_are_busy_it_waits_for_a_slot_of_each_and_is_called() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchRejected(1))
+    assert batch.tell(BatchRejected(2)) == [WaitForPlace((A, B), 5.0)]
+    batch.now = 0.1
+    batch.tell(PlaceFreed())
+    assert batch.asked == [A, B, A]
+
+
+def test_a_wait_that_is_not_called_asks_again_ever_less_often_and_ends_in_time() -> None:
+    batch = Batch(A)
+    batch.tell(BatchRejected(1))
+    times: list[float] = []
+    while not batch.life.is_over:
+        batch.now = batch.life.wake_at
+        batch.tell(Tick())
+        if not batch.life.is_over:
+            times.append(batch.now)
+            batch.tell(BatchRejected(batch.key))
+    assert times == [0.25, 0.75, 1.75, 3.75]
+    assert batch.now == 5.0
+    assert isinstance(batch.error, Overloaded)
+
+
+def test_without_any_instance_it_waits_and_says_so() -> None:
+    batch = Batch()
+    assert batch.effects[-1] == WaitForPlace((), 5.0)
+    batch.wait(5.0)
+    assert isinstance(batch.error, NoInstance)
+
+
+def test_an_instance_that_comes_while_it_waits_is_asked() -> None:
+    batch = Batch()
+    batch.instances = (A,)
+    batch.wait(0.25)
+    assert batch.asked == [A]
+
+
+def test_a_full_waiting_room_refuses_it() -> None:
+    batch = Batch(A)
+    batch.tell(BatchRejected(1))
+    batch.tell(BatchEvicted())
+    assert isinstance(batch.error, Overloaded)
+
+
+def test_a_final_refusal_excludes_the_instance() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchRejected(1, is_final=True))
+    batch.tell(BatchRejected(2))
+    batch.now = 0.25
+    batch.tell(Tick())
+    assert batch.asked == [A, B, B]
+
+
+def test_an_input_that_is_too_long_is_the_clients_mistake() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchRejected(1, is_too_long=True))
+    assert isinstance(batch.error, InvalidRequest)
+
+
+def test_a_lost_instance_costs_a_run_on_another() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchAccepted(1))
+    batch.tell(BatchLost(1))
+    assert batch.asked == [A, B]
+    assert batch.life.victims == [("a", 1)]
+    assert batch.tell(Answered(2)) == [Done()]
+
+
+def test_inputs_that_two_instances_died_of_are_given_up() -> None:
+    batch = Batch(A, B, C)
+    batch.tell(BatchLost(1))
+    batch.tell(BatchLost(2))
+    assert isinstance(batch.error, PoisonRequest)
+    assert batch.asked == [A, B]
+
+
+def test_without_a_budget_for_retries_a_loss_is_an_error() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchLost(1, may_retry=False))
+    assert isinstance(batch.error, InstanceLost)
+
+
+def test_a_failure_goes_elsewhere_until_all_tries_are_used() -> None:
+    batch = Batch(A, B)
+    error = EngineFailed("no")
+    for key in range(1, LIMITS.max_migrations + 2):
+        batch.tell(BatchFailed(key, error, is_retryable=True))
+        while batch.key == key and not batch.life.is_over:
+            batch.now = batch.life.wake_at
+            batch.tell(Tick())
+    assert batch.error is error
+    assert len(batch.asked) == LIMITS.max_migrations + 1
+
+
+def test_a_failure_that_no_instance_would_mend_is_told_at_once() -> None:
+    batch = Batch(A, B)
+    error = InvalidRequest("no")
+    assert batch.tell(BatchFailed(1, error, is_retryable=False)) == [GiveBatchUp(error)]
+
+
+def test_an_instance_that_does_not_answer_is_given_up_for_another() -> None:
+    batch = Batch(A, B)
+    assert batch.wait(1.0)[:1] == [Abort()]
+    assert batch.asked == [A, B]
+    assert batch.tell(Answered(1)) == []
+    assert batch.tell(Answered(2)) == [Done()]
+
+
+def test_an_accepted_batch_has_time_until_the_deadline() -> None:
+    batch = Batch(A, B)
+    batch.tell(BatchAccepted(1))
+    assert batch.wait(59.0) == []
+    batch.wait(1.0)
+    assert isinstance(batch.error, DeadlineExceeded)
+    assert Abort() in batch.effects
+
+
+def test_an_instance_that_cannot_be_sent_to_is_passed_over() -> None:
+    batch = Batch(A, B)
+    batch.tell(Unsent())
+    assert batch.asked == [A, B]
+
+
+def test_if_all_others_are_gone_an_instance_that_failed_is_asked_again() -> None:
+    batch = Batch(A)
+    batch.tell(BatchFailed(1, EngineFailed("no"), is_retryable=True))
+    batch.wait(0.25)
+    assert batch.asked == [A, A]
+
+
+@pytest.mark.parametrize("event", [BatchAccepted(7), BatchRejected(7), Answered(7), BatchLost(7)])
+def test_news_of_another_attempt_changes_nothing(event: Event) -> None:
+    batch = Batch(A, B)
+    assert batch.tell(event) == []
+    assert batch.tell(Answered(1)) == [Done()]
