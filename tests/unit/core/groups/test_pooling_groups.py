@@ -1,0 +1,56 @@
+"""Groups of pooling instances: what the desired state may ask for, and what a scenario keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.groups.cluster_state import wanted_of
+from pdmesh.core.groups.desired import Desired, Group, Scenario, ScheduleLine, problems
+from pdmesh.core.model import Role
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest
+
+
+def desired(**groups: Group) -> Desired:
+    scenarios = {group.scenario: Scenario() for group in groups.values()}
+    return Desired(scenarios=scenarios, groups=groups)
+
+
+SEARCH = Group("search", pooling=2)
+
+
+def test_two_instances_of_a_scenario_are_fine() -> None:
+    assert list(problems(desired(a=SEARCH))) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "path"),
+    [
+        (desired(a=Group("search", pooling=1)), "groups.a"),
+        (desired(a=Group("search", pooling=2, fusion=1)), "groups.a.pooling"),
+        (desired(a=SEARCH, b=Group("search", prefill=2, decode=2)), "groups.a.pooling"),
+        (
+            replace(desired(a=SEARCH), schedules=(ScheduleLine("0 1 * * *", "search", "lend"),)),
+            "schedules[0].scenario",
+        ),
+    ],
+    ids=["one-instance", "mixed-group", "mixed-scenario", "schedule"],
+)
+def test_what_cannot_be_is_named(wrong: Desired, path: str) -> None:
+    assert path in [problem.path for problem in problems(wrong)]
+
+
+def test_the_scenario_keeps_two_of_them_and_needs_no_prefill() -> None:
+    wanted = wanted_of(desired(a=SEARCH, b=SEARCH), "kv")
+    assert wanted.floor("search", Role.POOLING) == 2
+    assert wanted.floor("search", Role.PREFILL) == 0
+    assert wanted.groups["a"].counts[Role.POOLING] == 2
+
+
+def test_a_file_may_ask_for_them() -> None:
+    text = "scenarios:\n  search: {}\ngroups:\n  a: {scenario: search, pooling: 3}\n"
+    assert read(text).groups["a"] == Group("search", pooling=3)
+    with pytest.raises(InvalidRequest, match="has no others"):
+        read(text.replace("pooling: 3", "pooling: 3, fusion: 1"))
