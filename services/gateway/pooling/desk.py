@@ -43,6 +43,7 @@ class OpenCall:
         """`error`: what the client is told; without it, the client has gone."""
         if not self.ended.done():
             self.ended.set_exception(error or CallerGone())
+            self.ended.exception()  # a call that has its answer by now does not read it
 
 
 class PoolingDesk:
@@ -115,6 +116,7 @@ class PoolingDesk:
             found = await _results(tasks, call.ended)
         finally:
             await end(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)  # one failure is told, not each
         num_cached = sum(each.num_cached_tokens for each in found)
         return PoolingAnswer(
             [each.values for each in found], spec.num_values, len(spec.inputs), num_cached
