@@ -16,7 +16,7 @@ LENGTHS = st.integers(1, 40)
 @given(LENGTHS, LENGTHS, st.integers(1, 90))
 def test_the_lengths_are_those_of_the_library(first: int, second: int, room: int) -> None:
     library = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    library.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    library.pre_tokenizer = WhitespaceSplit()
     library.enable_truncation(room, strategy="longest_first")
     encoding = library.encode("a " * first, "a " * second)
     types = encoding.type_ids
