@@ -1,14 +1,15 @@
-"""A day of a scenario in five minutes, on a mesh of real processes: tides, two changes of content,
-an upgrade, three faults (S64).
+"""A day of a scenario in five minutes, on a mesh of real processes (S64).
+
+The load has tides and two changes of content, and there are an upgrade and three faults.
 
     python -m loadtests.day --out loadtests/results/day-DATE
 
 Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on
-a CPU. One group is lent to training at night; longer prompts, and later longer answers, must change
-the ratio; all groups get a new release; a prefill and a decode are killed, and a device fails.
+a CPU. One group is lent to training at night. Longer prompts, and later longer answers, must change
+the ratio. All groups get a new release. A prefill and a decode are killed, and a device fails.
 Clients send at their own times, whatever happens to their requests. The record names everything
-that should have happened and did not; the exit code is then 1. `loadtests.sim.day` plays a longer
-day on a virtual clock.
+that should have happened and did not, and the exit code is then 1. `loadtests.sim.day` plays a
+longer day on a virtual clock.
 """
 
 from __future__ import annotations

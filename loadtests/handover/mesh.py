@@ -1,8 +1,8 @@
 """One mesh for all of our variants: a prefill and a decode that hand over whole or per layer, and
 one fusion instance that keeps its KV.
 
-A request's gateway (whole or per layer) and its scenario (`local` is the fusion instance's) select
-the variant.
+A request selects the variant by its gateway (whole or per layer) and its scenario (`local` for the
+fusion instance).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What one placement decision costs, in the core and through gRPC, by the number of workers
-(`make bench NAME=plan`).
+"""Measures the cost of one placement decision, in the core and through gRPC, by the number of
+workers (`make bench NAME=plan`).
 
 python -m loadtests.placement.plan --out loadtests/results/plan-2026-11-21
 """

@@ -1,4 +1,4 @@
-"""What users A to 4A got: a point for each number of users, the bars, and the figure."""
+"""The report of users A to 4A: a point for each number of users, the bars, and the figure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from loadtests.harness.results import quantile
 from loadtests.traffic.loops import Answer
 from loadtests.users.plan import CAPACITY_PER_S, ON_DEMAND, QUEUES
 
-_EDGE = 0.1  # of a run, at its beginning and at its end, that does not count
+_EDGE = 0.1  # the part of a run, at its beginning and its end, that does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`success_percent`: how many of the `num_requests` sent in the window had their first token
-    within the SLO. `accepted_per_s`: requests answered in the window.
+    """`success_percent`: the share of the window's `num_requests` whose first token met the SLO.
+
+    `accepted_per_s`: the rate of answered requests in the window.
     """
 
     variant: str
@@ -74,7 +75,9 @@ def table(points: Sequence[Point]) -> str:
 
 
 def bars(points: Sequence[Point]) -> str:
-    """For each bar (S62, S45) a line: what was found with the most users, and whether it is met."""
+    """A line for each bar (S62, S45): the result with the most users, and whether the bar is
+    met.
+    """
     most = max(p.num_users for p in points)
     at_most = {p.variant: p for p in points if p.num_users == most}
     ours, queues = at_most[ON_DEMAND.name], at_most[QUEUES.name]

@@ -34,7 +34,8 @@ from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, Tex
 
 # Where vLLM's reasoning parsers keep the token that ends the reasoning.
 _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
-_STREAMED: Final = "_streaming_count_valid"  # of a parser: it counts what it was streamed
+# An attribute of a parser: it has counted the streamed tokens.
+_STREAMED: Final = "_streaming_count_valid"
 _MARKS: Final = ("start_token_id", "end_token_id")
 _MAX_REQUESTS: Final = 8  # the latest ones; each has a few kilobytes, or more with long tools
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
@@ -116,7 +117,7 @@ class ModelParsers:
         raise BadParser("this model's reasoning has no token that ends it: no form can follow it")
 
     def marks(self) -> MarksFound:
-        """As vLLM finds them for its own setting of this parser. Raises BadParser."""
+        """The marks of the reasoning, as vLLM finds them for this parser. Raises BadParser."""
         kind: Any = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)
         reasoner = kind(self._tokenizer)
         found = [
@@ -206,10 +207,10 @@ class ChoiceParser:
         return "" if self._text.is_stopped else self._text.finish()
 
     def _num_reasoning_tokens(self) -> int:
-        """Those between the marks of the reasoning, as vLLM counts them in a whole answer.
+        """The tokens between the marks of the reasoning, as vLLM counts them in a whole answer.
 
-        In a stream vLLM leaves out tokens that add no text at once, such as a part of a character;
-        and where the prompt begins the reasoning, its older parsers count none.
+        In a stream, vLLM leaves out tokens that add no text at once, such as a part of a character.
+        If the prompt begins the reasoning, its older parsers count no tokens.
         """
         reasoner = self._parser.reasoning_parser
         if reasoner is None or reasoner.is_reasoning_end(self._prompt):

@@ -1,4 +1,4 @@
-"""The ramp of users goes up by half until a request fails, then back to the last good number."""
+"""The number of users grows by half until a request fails, and returns to the last good number."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
 
 
 def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
-    """How many instances are kept for borrowers of groups, by region; empty: in any region."""
+    """How many instances are kept for borrowers of groups, by region; an empty region means any."""
     lent: Counter[str] = Counter()
     for group_id, adjustment in valid(desired, adjustments).items():
         if adjustment.pool not in ("", OFF_POOL):

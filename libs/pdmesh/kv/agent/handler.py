@@ -1,4 +1,4 @@
-"""Dispatches what the transport reports: each message goes to the half that it is for.
+"""Dispatches the transport's reports: each message goes to the sender or to the receiver.
 
 A peer loses its connection if its bytes are not a message, or if handling its message fails: the
 messages of other peers wait behind it and must not suffer.

@@ -53,7 +53,9 @@ def test_it_continues_after_the_drawn_tokens(model: Path) -> None:
 
 
 def test_tokens_that_cannot_have_been_drawn_fail_the_request(model: Path) -> None:
-    """By its next token, so that the host learns that the constraint is the cause."""
+    """The request fails at its next token, so that the host learns that the constraint is the
+    cause.
+    """
     wrong = load_vocabulary(model, 0).tokenize_str("water")
     drawing = drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
     mask = torch.zeros((1, 4), dtype=torch.int32)
