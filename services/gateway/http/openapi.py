@@ -116,13 +116,17 @@ def _links(route: HttpRoute, routes: Sequence[HttpRoute]) -> Json:
 
 
 def _stream(operation: Operation, event: Json) -> Json:
+    """The schema of one event of the stream."""
+    data: Json = {
+        "type": "string", "contentMediaType": "application/json", "contentSchema": event,
+    }  # fmt: skip
     if operation.ends_in_done:
         return {
-            "type": "string",
-            "description": "Each event's data is JSON of contentSchema; the last is [DONE].",
-            "contentSchema": event,
+            "type": "object",
+            "description": "The data of the last event is [DONE].",
+            "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+            "required": ["data"],
         }
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
     return {
         "type": "object",
         "description": "Each event has the name of its data's type.",
