@@ -32,10 +32,9 @@ from tests.support.attack.abuse import (
     PATIENCE_S,
     PER_IP,
     RECEIVE_S,
-    ROUNDS,
     attack,
+    blocks_no_longer_than_ten_honest_ones,
     gauge,
-    held_by,
     honest_body,
     port_of,
     post,
@@ -233,19 +232,9 @@ async def test_a_malformed_request_gets_its_status_and_disturbs_no_other(mesh: M
 async def test_a_malformed_body_blocks_the_loop_no_longer_than_ten_honest_ones(
     mesh: Mesh, case: str
 ) -> None:
-    """Both are measured in the same seconds. If another process disturbed one round, the next is
-    free of it.
-    """
     body, _ = BAD_BODIES[case]
-    honest = honest_body(len(body))
-    honest_s, bad_s = [], []
-    for _ in range(ROUNDS):
-        honest_s.append(await held_by(mesh, post(honest, "/v1/chat/completions")))
-        bad_s.append(await held_by(mesh, post(body)))
-        print(f"held {honest_s[-1] * 1e3:.1f} ms by an honest one, {bad_s[-1] * 1e3:.1f} by this")
-        if min(bad_s) <= 10 * max(honest_s):  # a short hold is only seen by luck
-            return
-    pytest.fail(f"{len(body)} bytes: an honest request {honest_s}, this one {bad_s}")
+    honest = post(honest_body(len(body)), "/v1/chat/completions")
+    await blocks_no_longer_than_ten_honest_ones(mesh, post(body), honest)
 
 
 @pytest.mark.fault("F29", "F31")

@@ -8,9 +8,14 @@ from typing import Any, Final
 import pytest
 
 from pdmesh.launcher.mesh import Mesh
-from tests.support.attack.abuse import attack, held_by, honest_body, post, served_meanwhile
+from tests.support.attack.abuse import (
+    attack,
+    blocks_no_longer_than_ten_honest_ones,
+    honest_body,
+    post,
+    served_meanwhile,
+)
 
-ROUNDS: Final = 3
 CHAT: Final = "/v1/chat/completions"
 USER: Final = {"role": "user", "content": "hi"}
 
@@ -88,12 +93,6 @@ async def test_bad_tools_get_a_400_that_names_the_field_and_disturb_no_other(mes
 async def test_bad_tools_hold_the_loop_no_longer_than_ten_honest_requests(
     mesh: Mesh, case: str
 ) -> None:
-    """Both are measured in the same seconds, as for other bad bodies."""
     body, _ = BAD[case]
-    honest_s, bad_s = [], []
-    for _ in range(ROUNDS):
-        honest_s.append(await held_by(mesh, post(honest_body(len(body)), CHAT)))
-        bad_s.append(await held_by(mesh, post(body, CHAT)))
-        if min(bad_s) <= 10 * max(honest_s):
-            return
-    pytest.fail(f"{len(body)} bytes: an honest request {honest_s}, this one {bad_s}")
+    honest = post(honest_body(len(body)), CHAT)
+    await blocks_no_longer_than_ten_honest_ones(mesh, post(body, CHAT), honest)

@@ -13,6 +13,7 @@ from pdmesh.core.instance.admission import (
 )
 from pdmesh.core.instance.arena import ArenaRange
 
+WITH_RANGE = (Work.PREFILL, Work.DECODE)
 CAPACITY = Capacity(
     works=frozenset(Work),
     num_slots=4,
@@ -52,7 +53,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         decision = self.admission.admit(ask, self.now)
         assert self.admission.num_slots_used == used + isinstance(decision, Admitted)
         if isinstance(decision, Admitted):
-            assert (decision.range is None) == (work is Work.LOCAL)
+            assert (decision.range is None) == (work not in WITH_RANGE)
             self.ranges[self.last_leg] = (work, decision.range)
 
     @precondition(lambda self: self.ranges)
@@ -72,7 +73,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self.ended.add(leg)
             case "range_freed":
                 self.admission.range_freed(leg, self.now)
-                if work is not Work.LOCAL:
+                if work in WITH_RANGE:
                     self.freed.add(leg)
                 if work is Work.PREFILL:
                     self.ended.add(leg)
@@ -86,13 +87,13 @@ class AdmissionMachine(RuleBasedStateMachine):
         over = {
             leg
             for leg, (work, _) in self.ranges.items()
-            if leg in self.ended and (leg in self.freed or work is Work.LOCAL)
+            if leg in self.ended and (leg in self.freed or work not in WITH_RANGE)
         }
         assert self.admission.num_slots_used == len(self.ranges) - len(over)
 
     @invariant()
     def never_overlaps_ranges_that_are_in_use(self) -> None:
-        for kind in (Work.PREFILL, Work.DECODE):
+        for kind in WITH_RANGE:
             spans = sorted(
                 (r.offset, r.length)
                 for leg, (work, r) in self.ranges.items()

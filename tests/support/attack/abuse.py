@@ -153,6 +153,27 @@ async def longest_honest_hold_s(mesh: Mesh) -> float:
     return max([await held_by(mesh, request) for _ in range(2)])
 
 
+async def blocks_no_longer_than_ten_honest_ones(
+    mesh: Mesh, bad: bytes, honest: bytes, num_rounds: int = ROUNDS
+) -> None:
+    """Check how long a bad request blocks the gateway's loop.
+
+    Both are measured in the same seconds. If another process disturbed one round, the next is free
+    of it. A short hold is only seen by luck: if none of an honest request was seen, the longest
+    honest request stands for it.
+    """
+    honest_s, bad_s = [], []
+    for _ in range(num_rounds):
+        honest_s.append(await held_by(mesh, honest))
+        bad_s.append(await held_by(mesh, bad))
+        print(f"held {honest_s[-1] * 1e3:.1f} ms by an honest one, {bad_s[-1] * 1e3:.1f} by this")
+        if min(bad_s) <= 10 * max(honest_s):
+            return
+    if not any(honest_s) and min(bad_s) <= await longest_honest_hold_s(mesh):
+        return
+    pytest.fail(f"{len(bad)} bytes: an honest request {honest_s}, this one {bad_s}")
+
+
 def cpu_s(mesh: Mesh, process: str) -> float:
     """The CPU time of all threads of a process."""
     tasks = Path(f"/proc/{mesh.pid(process)}/task").iterdir()
