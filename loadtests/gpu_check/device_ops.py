@@ -1,5 +1,5 @@
 """Gather and RecvScatter against the copy bandwidth of where they run:
-`python -m loadtests.kv.device_ops [--host]`.
+`python -m loadtests.gpu_check.device_ops [--host]`.
 
 On a GPU, it compares one launch over all layers with a copy within the device. Then it compares the
 whole way into a page-locked arena with a plain copy of the same size, and reports how long the
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from loadtests.gpu_check.finding import Finding
 from pdmesh.core.kv.layout.head_blocks import head_blocks
 from pdmesh.kv.device.scatter import HostBlocks
 
@@ -75,6 +76,19 @@ def main() -> int:
     for case in CASES:
         print(*on_device(case), sep="\n")
     return 0
+
+
+def check() -> Finding:
+    """The rows as part of the whole check. There is no bar: the record is the result."""
+    heads = HEADER.split(",")
+    rows = [
+        dict(zip(heads, row.split(","), strict=True)) for case in CASES for row in on_device(case)
+    ]
+    claim = (
+        f"One launch over all layers against a copy of the same bytes; best of {ROUNDS}. "
+        "`arena`: the whole way into locked host memory or from it."
+    )
+    return Finding("Operators against copies", claim, True, rows)
 
 
 def id_lists(case: Case) -> dict[str, list[int]]:

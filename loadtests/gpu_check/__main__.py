@@ -1,0 +1,75 @@
+"""Run every section on this machine's GPU: `make gpu-check`, or `python -m loadtests.gpu_check`.
+
+It needs a GPU, torch, Triton and UCX, not vLLM; it takes a few minutes. The record goes to
+`--out FILE`. It ends with code 2 without a GPU, and with code 1 if a section does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import structlog
+
+from loadtests.gpu_check.finding import Finding
+
+log = structlog.get_logger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the record to this file (Markdown)")
+    arguments = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("no torch here, so no device to check", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing was checked", file=sys.stderr)
+        return 2
+    pages, findings = [head(torch.cuda.get_device_name(), torch.__version__)], list[Finding]()
+    print(pages[0], flush=True)
+    for section in sections():
+        found = carefully(section)
+        findings += found
+        for finding in found:
+            pages.append(finding.page())
+            print(pages[-1], flush=True)
+        if arguments.out:
+            arguments.out.write_text("\n".join(pages))
+    return int(any(finding.is_right is False for finding in findings))
+
+
+def head(device: str, torch_version: str) -> str:
+    now = datetime.now(UTC).isoformat(timespec="minutes")
+    return f"# The KV path on a GPU\n\n{device}, torch {torch_version}, {now}. `make gpu-check`.\n"
+
+
+def sections() -> list[Callable[[], Sequence[Finding]]]:
+    from loadtests.gpu_check import beside_model, device_ops, draws, exact, transfer
+
+    return [
+        lambda: [exact.check()],
+        lambda: [draws.check()],
+        beside_model.check,
+        lambda: [asyncio.run(transfer.check())],
+        lambda: [device_ops.check()],
+    ]
+
+
+def carefully(section: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+    """A section that breaks is one that does not hold; the others run."""
+    try:
+        return section()
+    except Exception as broken:
+        log.exception("gpu_check.section_broke")
+        return [Finding("A section broke", f"`{type(broken).__name__}: {broken}`", False)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""KV from the cache of one process into the cache of another, both on a GPU, over UCX.
+
+The way is that of a mesh: gather into the locked arena, stage, pull, verify, scatter. Plain copies
+of the same size, out and in, are measured beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from loadtests.gpu_check.finding import Finding, Row
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.layout.head_blocks import head_blocks
+from pdmesh.core.kv.transfer.ticket import Ticket
+from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
+from pdmesh.kv.agent.types import AgentIdentity
+from pdmesh.kv.device.copies import lock_pages
+from pdmesh.kv.transport.ucx import UcxTransport
+
+MODEL: Final = "gpu-check"
+NUM_LAYERS: Final = 32
+SHAPE: Final = (2, 1024, 16, 8, 128)  # 64 KiB a block of 16 tokens, as an 8B model has
+CASES: Final = (16, 64, 256, 512)  # blocks of a prompt
+ROUNDS: Final = 7
+_SEED: Final = {"sender": 1, "receiver": 2}
+
+
+def caches_of(role: str) -> list[torch.Tensor]:
+    """Both processes can make both: a generator on the device has one sequence for a seed."""
+    generator = torch.Generator(device="cuda")
+    generator.manual_seed(_SEED[role])
+    return [
+        torch.randint(
+            -(1 << 15), 1 << 15, SHAPE, dtype=torch.int16, device="cuda", generator=generator
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def ids_of(num_blocks: int, role: str) -> list[int]:
+    rng = np.random.default_rng(_SEED[role])
+    return list(map(int, rng.permutation(SHAPE[1])[:num_blocks]))
+
+
+def layout_of(num_blocks: int) -> KvLayout:
+    shape = SHAPE[3] * SHAPE[2] * SHAPE[4] * 2 * 2
+    return KvLayout(NUM_LAYERS, num_blocks, shape, MODEL, SHAPE[3])
+
+
+def paged(caches: list[torch.Tensor]) -> DeviceCaches:
+    return DeviceCaches(caches, head_blocks("kbnhc", SHAPE, caches[0].stride(), 2))
+
+
+async def send() -> None:
+    """Serve: for each line `blocks ticket`, gather and stage, then answer with the seconds."""
+    arena = ArenaRange(0, layout_of(max(CASES)).total_bytes)
+    memory = host_memory(arena.length, 0)
+    lock_pages(memory.staging.view(arena))
+    caches = paged(caches_of("sender"))
+    agent = KvAgent(
+        UcxTransport(), AgentIdentity("prefill-0", 1, MODEL), memory, on_event=lambda _: None
+    )
+    print(json.dumps({"address": await agent.start()}), flush=True)
+    while line := (await asyncio.to_thread(sys.stdin.readline)).split():
+        layout = layout_of(int(line[0]))
+        r = ArenaRange(0, layout.total_bytes)
+        began = time.perf_counter()
+        ended = threading.Event()
+        caches.gather(ids_of(layout.num_blocks, "sender"), agent.staging(r), ended.set)
+        await asyncio.to_thread(ended.wait)
+        gather_s = time.perf_counter() - began
+        agent.stage(line[1], 1, r, layout, 60.0)
+        print(json.dumps({"gather_s": gather_s}), flush=True)
+    await agent.close()
+
+
+async def check() -> Finding:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "loadtests.gpu_check.transfer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    arena = ArenaRange(0, layout_of(max(CASES)).total_bytes)
+    memory = host_memory(0, arena.length)
+    lock_pages(memory.landing.view(arena))
+    agent = KvAgent(
+        UcxTransport(), AgentIdentity("decode-0", 2, MODEL), memory, on_event=lambda _: None
+    )
+    try:
+        await agent.start()
+        receiver = _Receiver(agent, child)
+        await receiver.hear()
+        rows = [await receiver.case(num_blocks) for num_blocks in CASES]
+    finally:
+        await agent.close()
+        child.kill()
+        child.wait()
+    wrong = [row for row in rows if row["equal"] != "yes"]
+    claim = (
+        "Two processes, each with the cache of an 8B model's layers. Gather, pull (verified), "
+        f"scatter; every block compared on the device. Best of {ROUNDS}. The plain copies are the "
+        "same bytes from and to locked memory."
+    )
+    return Finding("KV over UCX from cache to cache", claim, not wrong, rows)
+
+
+class _Receiver:
+    def __init__(self, agent: KvAgent, child: subprocess.Popen[str]) -> None:
+        self._agent, self._child = agent, child
+        self._source, self._target = caches_of("sender"), caches_of("receiver")
+        self._caches = paged(self._target)
+        self._num_tickets = 0
+        self._address = ""
+
+    async def hear(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = await asyncio.to_thread(self._child.stdout.readline)
+        if not line:
+            raise RuntimeError("the sender ended")
+        said: dict[str, Any] = json.loads(line)
+        self._address = said.get("address", self._address)
+        return said
+
+    async def case(self, num_blocks: int) -> Row:
+        layout = layout_of(num_blocks)
+        rounds = [await self._round(layout) for _ in range(ROUNDS)]
+        gather_s, pull_s, scatter_s = min(rounds, key=sum)
+        total_s = gather_s + pull_s + scatter_s
+        plain_s = self._plain_copies_s(layout.total_bytes)
+        return {
+            "blocks": num_blocks,
+            "MiB": layout.total_bytes >> 20,
+            "gather, ms": f"{1e3 * gather_s:.2f}",
+            "pull, ms": f"{1e3 * pull_s:.2f}",
+            "scatter, ms": f"{1e3 * scatter_s:.2f}",
+            "GB/s in all": f"{layout.total_bytes / total_s / 1e9:.2f}",
+            "plain copies out and in, ms": f"{1e3 * plain_s:.2f}",
+            "equal": "yes" if self._is_equal(num_blocks) else "NO",
+        }
+
+    async def _round(self, layout: KvLayout) -> tuple[float, float, float]:
+        for cache in self._target:
+            cache.zero_()
+        torch.cuda.synchronize()
+        self._num_tickets += 1
+        ticket_id = f"t{self._num_tickets}"
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{layout.num_blocks} {ticket_id}\n")
+        self._child.stdin.flush()
+        gather_s = (await self.hear())["gather_s"]
+        ticket = Ticket(
+            ticket_id, "r", 1, "prefill-0", 1, MODEL, layout.num_blocks * 16, layout.total_bytes,
+            (self._address,), 60_000,
+        )  # fmt: skip
+        landing = ArenaRange(0, layout.total_bytes)
+        began = time.perf_counter()
+        await self._agent.pull(ticket, landing, deadline_s=60)
+        pulled = time.perf_counter()
+        ended = threading.Event()
+        ids = ids_of(layout.num_blocks, "receiver")
+        self._caches.scatter(self._agent.landing(landing), ids, ended.set)
+        await asyncio.to_thread(ended.wait)
+        return gather_s, pulled - began, time.perf_counter() - pulled
+
+    def _is_equal(self, num_blocks: int) -> bool:
+        source, target = ids_of(num_blocks, "sender"), ids_of(num_blocks, "receiver")
+        return all(
+            torch.equal(mine[:, target], theirs[:, source])
+            for mine, theirs in zip(self._target, self._source, strict=True)
+        )
+
+    def _plain_copies_s(self, num_bytes: int) -> float:
+        host = torch.from_numpy(self._agent.landing(ArenaRange(0, num_bytes)))
+        device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        times = []
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            host.copy_(device, non_blocking=True)
+            device.copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+
+if __name__ == "__main__":
+    asyncio.run(send())
