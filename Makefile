@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 # RESULTS is a folder where each suite leaves what its tests did.
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit kernels e2e chaos faults kill-matrix \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit kernels gpu-check e2e chaos faults kill-matrix \
         kv-faults compose-test check format fuzz bench proto proto-check docs coverage-results docs-check lock lock-images clean
 
 help: ## list the targets
@@ -69,6 +69,8 @@ unit: $(DONE)/dev ## only the fast tests
 	@$(PYTEST) tests/unit tests/property $(ARGS)
 kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU
 	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
+gpu-check: $(DONE)/dev ## check the KV path on this machine's GPU (needs torch and Triton, not vLLM)
+	@$(BIN)/python -m loadtests.gpu_check $(ARGS)
 
 .cache/triton: requirements/triton.txt # not in .venv, where torch and vLLM would find it and act as with a GPU
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $< && touch $@
@@ -104,7 +106,6 @@ format: $(DONE)/dev ## format, and fix what ruff can fix
 
 FUZZ_TARGETS ?= kv_wire http json grpc yaml
 fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## fuzz everything that a stranger may send with atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
-
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	@mkdir -p .cache/fuzz-corpus/$*
 	@echo "fuzz: $* for $(or $(FUZZ_S),60) s"
@@ -143,7 +144,6 @@ lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
 	@deploy/docker/lock-images deploy/docker/images.env
-
 clean: ## remove everything that make created, including the model and .venv
 	@$(MAKE) down
 	rm -rf $(VENV) .pdmesh .cache build dist *.egg-info libs/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

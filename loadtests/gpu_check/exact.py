@@ -38,15 +38,16 @@ def layouts(rng: np.random.Generator) -> list[HeadBlocks]:
     return found
 
 
-def check() -> Finding:
+def check(device: str = "cuda", num_rounds: int = 3) -> Finding:
+    """`device` is "cpu" in Triton's interpreter."""
     rng = np.random.default_rng(1)
-    wrong = [where for where in layouts(rng) for _ in range(3) if not _is_exact(where, rng)]
-    total = 3 * len(layouts(np.random.default_rng(1)))
-    claim = f"{total} gathers and scatters on random layouts; {len(wrong)} moved other bytes."
+    cases = layouts(rng) * num_rounds
+    wrong = [where for where in cases if not _is_exact(where, rng, device)]
+    claim = f"{len(cases)} gathers and scatters on random layouts; {len(wrong)} moved other bytes."
     return Finding("Operators", claim, not wrong)
 
 
-def _is_exact(where: HeadBlocks, rng: np.random.Generator) -> bool:
+def _is_exact(where: HeadBlocks, rng: np.random.Generator, device: str) -> bool:
     """One gather and one scatter, against runs of bytes copied on the host."""
     ids = rng.permutation(NUM_BLOCKS)[: int(rng.integers(1, 17))].tolist()
     layers = (1, 2) if rng.integers(2) else (0, NUM_LAYERS)
@@ -54,16 +55,16 @@ def _is_exact(where: HeadBlocks, rng: np.random.Generator) -> bool:
     heads = first, int(rng.integers(1, where.heads.count - first + 1))
     memory = _random_memory(where, rng)
     expected = _by_runs(memory, ids, where, layers, heads)
-    out = torch.zeros(len(expected), dtype=torch.uint8, device="cuda")
-    DeviceBlocks(_on_device(memory), where).gather(
-        torch.tensor(ids, device="cuda"), out, layers, heads
+    out = torch.zeros(len(expected), dtype=torch.uint8, device=device)
+    DeviceBlocks(_on_device(memory, device), where).gather(
+        torch.tensor(ids, device=device), out, layers, heads
     )
     if not np.array_equal(out.cpu().numpy(), expected):
         return False
     target, target_ids = _random_memory(where, rng), ids[::-1]
-    on_device = _on_device(target)
+    on_device = _on_device(target, device)
     DeviceBlocks(on_device, where).scatter(
-        out, torch.tensor(target_ids, device="cuda"), layers, heads
+        out, torch.tensor(target_ids, device=device), layers, heads
     )
     got = [cache.cpu().numpy() for cache in on_device]
     if not np.array_equal(_by_runs(got, target_ids, where, layers, heads), expected):
@@ -80,8 +81,8 @@ def _random_memory(where: HeadBlocks, rng: np.random.Generator) -> list[np.ndarr
     return [rng.integers(0, 256, size, np.uint8) for _ in range(NUM_LAYERS)]
 
 
-def _on_device(memory: list[np.ndarray]) -> list[torch.Tensor]:
-    return [torch.from_numpy(cache).cuda() for cache in memory]
+def _on_device(memory: list[np.ndarray], device: str) -> list[torch.Tensor]:
+    return [torch.tensor(cache, device=device) for cache in memory]
 
 
 def _by_runs(

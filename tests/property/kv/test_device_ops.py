@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +171,27 @@ def test_the_kernels_match_the_arithmetic(
     assert (got == expected).all()
     with pytest.raises(ValueError, match="need"):
         blocks.gather(index, out[:-1], layers, heads)
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON, reason="Triton is not installed: its interpreter runs these kernels"
+)
+@pytest.mark.req("S50")
+def test_the_check_for_a_gpu_finds_right_and_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make gpu-check` compares on the GPU what this compares in the interpreter."""
+    import torch
+
+    from loadtests.gpu_check import exact
+
+    assert exact.check("cpu", num_rounds=1).is_right
+    gather = DeviceBlocks.gather
+
+    def with_a_wrong_byte(self: DeviceBlocks, ids: Any, out: torch.Tensor, *spans: Any) -> None:
+        gather(self, ids, out, *spans)
+        out[-1] += 1
+
+    monkeypatch.setattr(DeviceBlocks, "gather", with_a_wrong_byte)
+    assert exact.check("cpu", num_rounds=1).is_right is False
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it compiles without a GPU")

@@ -1,0 +1,37 @@
+"""The check of the KV path on a GPU, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from loadtests.gpu_check import __main__ as gpu_check
+from loadtests.gpu_check.finding import Finding
+
+
+def test_without_a_gpu_it_says_so_and_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 2
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_a_section_that_breaks_does_not_hold() -> None:
+    def breaks() -> list[Finding]:
+        raise RuntimeError("out of memory")
+
+    (found,) = gpu_check.carefully(breaks)
+    assert found.is_right is False
+    assert "out of memory" in found.page()
+
+
+def test_a_record_shows_its_verdict_and_its_rows() -> None:
+    page = Finding("Operators", "Two cases.", True, [{"MiB": 4, "ms": "0.1"}]).page()
+    assert page.splitlines() == [
+        "## Operators: holds", "", "Two cases.", "", "| MiB | ms |", "|---|---|", "| 4 | 0.1 |",
+    ]  # fmt: skip
