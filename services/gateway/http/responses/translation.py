@@ -190,10 +190,8 @@ class _Conversation:
     def _add_reasoning(self, item: InputItem, where: str) -> None:
         if item.encrypted_content:
             raise unsupported(f"{where}.encrypted_content")
-        parts, within = item.summary or (), f"{where}.summary"
-        if isinstance(item.content, list) and item.content:
-            parts, within = item.content, f"{where}.content"
-        texts = [_text_of(part, f"{within}[{at}]") for at, part in enumerate(parts)]
+        own = _texts(item.content, f"{where}.content")
+        texts = own or _texts(item.summary, f"{where}.summary")
         message = self._assistant(where)
         if message.reasoning is not None:
             self.append(ChatMessage("assistant"), where)
@@ -215,8 +213,14 @@ def _content(
 ) -> str | list[ContentPart] | None:
     if content is None or isinstance(content, str):
         return content
-    texts = [_text_of(part, f"{where}[{at}]") for at, part in enumerate(content)]
+    texts = _texts(content, where)
     return texts[0] if len(texts) == 1 else [ContentPart("text", text) for text in texts]
+
+
+def _texts(content: str | Sequence[ItemPart] | None, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text_of(part, f"{where}[{at}]") for at, part in enumerate(content or ())]
 
 
 def _text_of(part: ItemPart, where: str) -> str:

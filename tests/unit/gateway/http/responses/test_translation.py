@@ -112,6 +112,13 @@ def test_a_form_of_vllms_own_is_that_of_a_chat() -> None:
     assert found.structured_outputs.regex == "a+"
 
 
+def test_a_thought_may_be_plain_text() -> None:
+    written = {"type": "reasoning", "content": "hm"}
+    assert list(map(plain, chat([USER, written, SAID]))) == list(
+        map(plain, chat([USER, THOUGHT, SAID]))
+    )
+
+
 def test_several_parts_stay_several() -> None:
     parts = [{"type": "input_text", "text": t} for t in "ab"]
     (message,) = chat([{"role": "user", "content": parts}])
