@@ -32,13 +32,15 @@ class Bench:
 
 BENCHES = {
     "replay": Bench(
-        "traffic.replay", "send a workload to a mesh, and a page on what came back", traces=True
+        "traffic.replay",
+        "send a workload to a mesh, and write a page about the answers",
+        traces=True,
     ),
     "until-failure": Bench(
         "traffic.until_failure", "more and more users until one answer misses its SLO"
     ),
-    "users": Bench("users", "users from A to 4A on twelve prefills, on demand and with queues"),
-    "chats": Bench("gateway.chats", "conversations: what each turn reuses of those before"),
+    "users": Bench("users", "A to 4A users on twelve prefills, on demand and with queues"),
+    "chats": Bench("gateway.chats", "conversations: what each turn reuses of earlier turns"),
     "leak": Bench(
         "faults.leak", "100,000 requests with disconnects and kills; nothing may be left (I4)"
     ),
@@ -47,30 +49,34 @@ BENCHES = {
     ),
     "overhead": Bench("gateway.overhead", "what the mesh adds over the bare engine"),
     "tiers": Bench(
-        "kv.tiers", "time to first token by where a prompt's blocks are", needs_vllm=True
+        "kv.tiers", "time to first token, by the tier that holds a prompt's blocks", needs_vllm=True
     ),
-    "retrieval": Bench(
-        "kv.retrieval", "what running decodes feel of KV coming in beside them (S52)"
+    "retrieval": Bench("kv.retrieval", "how much incoming KV slows running decodes (S52)"),
+    "handover": Bench(
+        "handover", "what the hand-over of KV costs a client on vLLM", needs_vllm=True
     ),
-    "handover": Bench("handover", "what handing KV over costs a client on vLLM", needs_vllm=True),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
     "recovery": Bench("faults.recovery", "how long each step of replacing an instance takes"),
-    "plan": Bench("placement.plan", "what one placement decision costs, by the number of workers"),
+    "plan": Bench("placement.plan", "the cost of one placement decision, by the number of workers"),
     "index": Bench("placement.index", "match time and memory of the index, by blocks and workers"),
     "staleness": Bench(
-        "placement.staleness", "how old what the master knows is, with 10 to 1,000 instances"
+        "placement.staleness", "how old the master's knowledge is, with 10 to 1,000 instances"
     ),
     "compare": Bench(
         "sim.compare", "placement policies side by side on a virtual clock", traces=True
     ),
     "compare-mesh": Bench(
-        "placement.compare", "the same on real meshes of sim instances", traces=True
+        "placement.compare",
+        "placement policies side by side on real meshes of sim instances",
+        traces=True,
     ),
     "ratio": Bench(
         "sim.ratio", "whether formula (1) and the loop find the best ratio", record=True
     ),
     "day": Bench("day", "a day of tides, an upgrade and faults on a mesh, in minutes", record=True),
-    "simulate-day": Bench("sim.day", "the same of two scenarios, on a virtual clock", record=True),
+    "simulate-day": Bench(
+        "sim.day", "such a day of two scenarios, on a virtual clock", record=True
+    ),
 }
 _RECORDS = {"simulate-day": "day-simulated"}
 

@@ -81,7 +81,7 @@ def read_text_files(folder: Path) -> TextFiles:
             names = [n for n in names if not _OTHER_VOCABULARY.fullmatch(n)]
         num_bytes = sum((folder / name).stat().st_size for name in names)
         if len(names) > _MAX_FILES or num_bytes > MAX_BYTES:
-            raise BadTextFiles(f"{folder} has {num_bytes:,} bytes in {len(names)} files of text")
+            raise BadTextFiles(f"{folder} has {num_bytes:,} bytes in {len(names)} tokenizer files")
         digests = {name: _sha256(folder / name) for name in names}
     except OSError as exc:
         raise BadTextFiles(f"{folder} cannot be read: {exc.strerror or exc}") from exc

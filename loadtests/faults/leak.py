@@ -5,9 +5,9 @@ back to zero (I4).
 
 Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as
 real processes, with host pools and a file store too small for the prompts. Some of the clients
-leave at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0
-and decode-0 live through all of it. What requests leave behind piles up in them, in the gateways,
-or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
+leave at random moments by FIN or RST. prefill-1 and decode-1 are killed again and again, while
+prefill-0 and decode-0 run from beginning to end. What requests leave behind piles up in these two,
+in the gateways, or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ T = TypeVar("T")
 _RST: Final = struct.pack("ii", 1, 0)
 _GIVE_UP_SHARE: Final = 0.4
 _CLIENT_TIMEOUT_S: Final = 60.0
-_QUIESCE_S: Final = 20.0  # ticket lease 10 s, registry lease 3 s, the answer to a killed peer
+# Covers a ticket lease (10 s), a registry lease (3 s) and the detection of a killed peer.
+_QUIESCE_S: Final = 20.0
 _SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
 _PROCESSES: Final = (*_SURVIVORS, "prefill-1", "decode-1")
 _INSTANCES: Final = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 _TIERS: Final = {
-    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks of the prompts' two thousand
+    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts have two thousand
     "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
 }
 _FILE_SLACK: Final = 8  # connections between processes that were replaced meanwhile

@@ -106,7 +106,7 @@ class Repair:
 
 
 def cases() -> list[Case]:
-    """All cases; the roles take turns."""
+    """All cases, alternating between prefill and decode."""
     processes = [Case(fault, role) for fault in ("SIGKILL", "SIGSTOP") for role in ROLES]
     levels = [level for level in Level if RESPONSES[level].action is not FaultAction.IGNORE]
     return [*processes, *(Case("device", role, int(level)) for level in levels for role in ROLES)]

@@ -1,10 +1,10 @@
-"""What a conversation reuses of its earlier turns: only whole blocks, or also the block in which it
-goes on (S103, S104).
+"""What a conversation reuses of its earlier turns: only full blocks, or also the partial block that
+it continues (S103, S104).
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-21
 
-Conversations go over a mesh of sim instances, turn by turn through the OpenAI endpoint, as with
-users: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
+Conversations run turn by turn through the OpenAI endpoint of a mesh of sim instances, as those of
+users do: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
 cached. The results are counts, not times, so a busy machine does not change them.
 """
 

@@ -1,8 +1,9 @@
 """The gateway's CPU per request and per token, of this tree and of another revision, in turn.
 
-Both trees have a mesh of sim instances that runs all the time. Each round asks the one and then the
-other, the first of them by turns, so that what else the machine does meets both. A request's cost
-is that of an answer of one token; a token's is what a longer, streamed answer costs beyond that.
+Both trees have a mesh of sim instances that runs all the time. Each round measures both, in
+alternating order, so that other load on the machine affects both alike. The cost of a request is
+that of an answer of one token. The cost of a token is what a longer, streamed answer costs beyond
+that, divided by its further tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Tree:
     def _cpu_us(
         self, window_s: float, max_tokens: int, *, is_streamed: bool
     ) -> tuple[float, float]:
-        """Of an answer, and how many tokens it had."""
+        """The CPU time of one answer in microseconds, and the number of its tokens."""
         url = urlsplit(self.url)
         assert url.hostname is not None
         assert url.port is not None
@@ -149,7 +150,7 @@ def running(tree: Path) -> Iterator[Tree]:
 
 
 def ratios(old: list[float], new: list[float]) -> Spread:
-    """Of each round by itself: what disturbed one side of a round is one value of many."""
+    """The ratio of each round by itself, so that a disturbance spoils only one value."""
     return Spread.of([after / before for before, after in zip(old, new, strict=True)])
 
 

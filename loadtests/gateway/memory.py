@@ -25,7 +25,7 @@ _NUM_SLICES: Final = 20
 _WARMUP_SHARE: Final = 0.4
 _SLICE_LIMIT_S: Final = 300.0
 _CONCURRENCY: Final = 32
-FLAT_BYTES_PER_REQUEST: Final = 64.0  # less than any object one could leak per request
+FLAT_BYTES_PER_REQUEST: Final = 64.0  # fewer bytes than any object that a request could leak
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Other serving stacks, measured on another, similar machine (2 cores, 2026-11-21), for
 orientation.
 
-They have instant backends and one C load generator; the least disturbed of several runs counts.
+Each had instant backends and one load generator in C; the least disturbed of several runs counts.
 Numbers from different runs on shared machines differ by tens of percent: compare orders of
 magnitude, not digits.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# Dynamo 1.6.1 P/D relative to the aiohttp passthrough, both from PEERS 8: what slows the whole
-# machine cancels out.
+# Dynamo 1.6.1 P/D relative to the aiohttp passthrough, both from PEERS 8. In such a ratio, load
+# that slows the whole machine cancels out.
 DYNAMO_REQUESTS: Final = 1.4 / 7.3
 DYNAMO_TTFT: Final = 3.8 / 0.31
 DYNAMO_TOKENS: Final = 61 / 168

@@ -47,7 +47,7 @@ class Bar:
     form: str  # of a number and its unit
     limit: float
     rounds: Sequence[float]
-    is_least: bool = True  # the limit is the least that is wanted, not the most
+    is_least: bool = True  # the limit is a minimum, not a maximum
 
     @property
     def measured(self) -> str:
@@ -126,7 +126,7 @@ def bars(run: Run) -> list[Bar]:
 
 
 def _best(run: Run, kind: Kind) -> list[float]:
-    """Requests/s at the high concurrency with the best median: it is not chosen anew per round."""
+    """Requests/s at the high concurrency with the best median over all rounds."""
     rates = [
         [cell.requests_per_s for cell in cells]
         for c in _BEST_CONCURRENCIES

@@ -31,7 +31,7 @@ _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _FIRST_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
 _TAIL_BYTES: Final = 2048  # holds the usage chunk and [DONE]
-_STUCK_S: Final = 5.0  # an answer this late when the run ends is reported
+_STUCK_S: Final = 5.0  # an answer that is open so long after the end of the run is reported
 _RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so that errors do not spin
 
 

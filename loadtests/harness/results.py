@@ -24,7 +24,7 @@ from loadtests.harness.generator import ROOT, Measured
 
 T = TypeVar("T")
 
-STALL_S: Final = (0.035, 0.060)  # where a delayed ACK shows: 40 ms and a bit
+STALL_S: Final = (0.035, 0.060)  # a delayed ACK takes a little more than 40 ms
 # When this program began, before it was busy itself.
 _BEGAN: Final = datetime.now(UTC).isoformat(timespec="minutes")
 _LOAD_BEFORE: Final = os.getloadavg()[0]

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[R]):
-    """A number of a run, which should be high or low; `form` is a format as for `format`."""
+    """A number of a run that should be high, or low; `form` is a format for `format()`."""
 
     name: str
     read: Callable[[R], float]

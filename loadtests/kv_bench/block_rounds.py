@@ -45,7 +45,7 @@ SMOLLM2: Final = Prompt(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transfer; for the wire, one payload of several that follow each other."""
+    """One transfer; for the wire, one of several payloads in a row."""
 
     round: int
     transport: str

@@ -8,11 +8,11 @@ one table with spread.
 
 Runs follow each other, each on its own mesh, seed by seed, so that all policies see the same
 minutes of the machine. Each run becomes a line in OUT.jsonl as soon as it is over, and is not
-repeated: an interrupted comparison goes on where it was.
+repeated: an interrupted comparison continues where it stopped.
 
 Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where
-nothing costs CPU. The mesh is slower by its own work and by the machine's other work. If that is
-more than the difference between policies, the table says nothing about the policies.
+nothing costs CPU. The mesh is slower, by its own work and by other work on the machine. If that
+costs more than the difference between policies, the table says nothing about the policies.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Case:
 
 
 # Eight prefills run at half to three quarters of their capacity, with caches that the prompts
-# overflow: with less load every policy keeps any SLO, with more load none does. Mooncake's prompts
-# have 280 tokens here on average: 120 ms by the law, plus some CPU. Its answers have 2 to 20
-# tokens, so their time per token is mostly the hand-over and a step of 40 ms; its bound only
-# catches what hangs. The other two are RTP-LLM's workloads (S131), compared with its scheduling
-# switched off.
+# overflow. With less load every policy would keep any SLO, and with more load none would.
+# Mooncake's prompts have 280 tokens here on average, which take 120 ms by the law, plus some CPU.
+# Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40
+# ms; the SLO on it only catches answers that hang. The first two cases are RTP-LLM's workloads
+# (S131), compared with RTP-LLM's scheduling switched off.
 CASES: Final = {
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
@@ -179,11 +179,13 @@ def main() -> None:
     parser.add_argument("--policies", help="separated by commas; default: all that a case asks for")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--replay", help="a case of your own: what loadtests.traffic.replay is told"
+        "--replay", help="a case of your own: the arguments of loadtests.traffic.replay"
     )
-    parser.add_argument("--max-runs", type=int, help="stop after so many, to go on another time")
     parser.add_argument(
-        "--within-min", type=float, default=math.inf, help="begin no run after so many minutes"
+        "--max-runs", type=int, help="stop after this many runs; the next call continues"
+    )
+    parser.add_argument(
+        "--within-min", type=float, default=math.inf, help="begin no run after this many minutes"
     )
     parser.add_argument(
         "--out", type=Path, help="keep runs in OUT.jsonl; write OUT.json and OUT.md"

@@ -69,7 +69,7 @@ class MemoryRow:
     bytes_per_block: float
     bytes_per_entry: float  # an entry: one block at one worker
     entries_per_s: float  # applied, in deltas of 64 blocks
-    removed_per_s: float  # entries of a worker that goes
+    removed_per_s: float  # entries of a worker that leaves
 
 
 class PerWorker:

@@ -45,7 +45,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRe
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 NUM_BLOCKS: Final = 128  # of 64 tokens each
-_PREFIXES: Final = 64  # in use; three prefills hold each, up to half of its length
+_PREFIXES: Final = 64  # prompts in use; three prefills hold each of them, up to half of its length
 
 
 def build(num_workers: int) -> tuple[Placement, PrefixIndex]:

@@ -44,7 +44,7 @@ from pdmesh.v1.instance_service_pb2 import Load
 LOAD_BAR_MS: Final = 20.0  # the paper's periods of polling
 BLOCKS_BAR_MS: Final = 50.0
 _POLLED: Final = "mesh.v1.bench.polled."
-_BEGIN_S: Final = 30.0  # until a thousand publishers are there
+_BEGIN_S: Final = 30.0  # until a thousand publishers are connected
 _LATE_S: Final = 2.0  # until the last changes have arrived
 
 

@@ -269,7 +269,9 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--trace-seeds", type=int, help="of all but default and kv_router, on a trace; default: all"
+        "--trace-seeds",
+        type=int,
+        help="seeds of policies other than default and kv_router, on a trace; default: all",
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")

@@ -100,7 +100,8 @@ class LiveMesh(VirtualMesh):
         self._slo = e2e_slo_s or {}
         self._sums: dict[str, _Sums] = {}
         self._busy_s: dict[str, float] = {}  # a prefill's compute, or a decode's full seconds
-        self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)  # last window's, its length
+        # Of the last window, with its length.
+        self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)
         self._window_began = 0.0
         self._names = itertools.count()
         self._numbers = itertools.count()
@@ -196,7 +197,7 @@ class LiveMesh(VirtualMesh):
     # --- what is seen of it -----------------------------------------------------------------------
 
     def states(self) -> dict[str, GroupShape]:
-        """The groups and their load in this window; while it is young, also in the last one."""
+        """The groups and their load in this window; early in it, the last window counts, too."""
         span = self.clock.now - self._window_began
         return {g.group_id: self._state(g, span) for _, g in sorted(self.groups.items())}
 

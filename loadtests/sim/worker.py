@@ -90,7 +90,7 @@ class Worker:
         self.pool = BlockPool(self.admission.capacity.num_blocks)
 
     def offer(self, job: Job) -> Admitted | Refused:
-        """Take the job now, or say why not. A decode waits for its KV, until `begin`."""
+        """Take the job now, or return why not. A decode waits for its KV until `begin`."""
         ask = Ask(job.leg, self.work, job.num_prompt, job.num_output, 1e9)
         answer = self.admission.admit(ask, self.clock.now)
         if isinstance(answer, Admitted) and self.work is not Work.DECODE:

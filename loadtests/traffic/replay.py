@@ -293,13 +293,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", choices=WORKLOADS, default="scenarios")
     parser.add_argument("--traces", type=Path, help="folder of the public traces")
-    parser.add_argument("--first", type=int, default=300, help="requests")
+    parser.add_argument("--first", type=int, default=300, help="the number of requests")
     parser.add_argument("--time", type=float, default=1.0, help="factor on the trace's times")
-    parser.add_argument("--lengths", type=float, default=1.0, help="factor on its lengths")
+    parser.add_argument("--lengths", type=float, default=1.0, help="factor on the trace's lengths")
     parser.add_argument("--jitter", action="store_true", help="spread Mooncake's 3 s ticks")
     parser.add_argument("--rate", type=float, default=10.0, help="requests/s of generated load")
     parser.add_argument(
-        "--poisson", type=float, help="so many requests/s at Poisson times, whatever the trace says"
+        "--poisson", type=float, help="requests/s at Poisson times, instead of the trace's times"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", help="a mesh that runs already")
@@ -310,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--gateways", type=int, default=1, help="processes that share one port")
-    parser.add_argument("--slots", type=int, default=2, help="of each prefill")
+    parser.add_argument("--slots", type=int, default=2, help="slots of each prefill")
     parser.add_argument(
         "--prefill-blocks",
         type=int,
@@ -321,7 +321,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tpot-slo-s", type=float, default=0.1)
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     parser.add_argument(
-        "--ceiling", action="store_true", help="what the generator itself can carry"
+        "--ceiling", action="store_true", help="measure only what the generator itself can carry"
     )
     return parser
 

@@ -208,9 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--duration-s", type=float, default=6.0, help="of each level")
+    parser.add_argument("--duration-s", type=float, default=6.0, help="duration of each level")
     parser.add_argument("--law", choices=sorted(LAWS), default="smollm2-cpu")
-    parser.add_argument("--first", type=int, default=len(SCENARIOS), help="so many scenarios")
+    parser.add_argument(
+        "--first", type=int, default=len(SCENARIOS), help="use only the first scenarios"
+    )
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
     scenarios = SCENARIOS[: options.first]

@@ -1,3 +1,1 @@
-"""Users from A to 4A on twelve prefills: on-demand forwarding compared with queues at the
-workers.
-"""
+"""A to 4A users on twelve prefills: on-demand forwarding compared with queues at the workers."""

@@ -1,4 +1,4 @@
-"""Users from A to 4A on a mesh of sim instances: on-demand forwarding compared with queues at the
+"""A to 4A users on a mesh of sim instances: on-demand forwarding compared with queues at the
 workers (S7, S45, S62, S65).
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
@@ -51,7 +51,7 @@ from loadtests.users.report import (
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
-_WARM_S: Final = 6.0  # with the most users, until every prefill holds every prefix
+_WARM_S: Final = 6.0  # with the most users: by then every prefill holds every prefix
 _PAUSE_S: Final = 1.0  # between two points, until requests that were cut off have ended
 
 

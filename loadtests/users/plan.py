@@ -1,4 +1,4 @@
-"""The prompts of users A to 4A, and their mesh (S7, S45, S62): prefixes of different lengths, and
+"""The prompts of A to 4A users, and their mesh (S7, S45, S62): prefixes of different lengths, and
 two ways to wait.
 
 It follows P/D-Serve's example of why queues fail (section 2.2.2): prompts of one scenario have

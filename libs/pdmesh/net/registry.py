@@ -50,7 +50,7 @@ class RecordLease(Protocol):
     async def update(self, record: InstanceRecord) -> None:
         """Replace the record, e.g. when draining.
 
-        If the store is away, it is written at the next renewal.
+        While the store is away, the record is not written; the next renewal writes it.
         """
         ...
 

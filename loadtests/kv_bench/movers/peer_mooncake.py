@@ -67,8 +67,8 @@ def target(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output. So answers go to a copy of standard output, and the
-    # library's lines to standard error.
+    # The library logs to standard output. Answers therefore go to a copy of standard output, and
+    # the library's lines to standard error.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if sys.argv[3:] == ["source"]:

@@ -1,9 +1,10 @@
 """Block-free transfer as in the product: agents on their own threads, gather on the engine's
 thread, scatter on the agent's.
 
-`whole` makes the paper's steps one after the other: gather, one range on the wire, scatter.
-`chunked` is what a whole-model hand-over does: the wire begins when all is staged, and scatter
-follows it chunk by chunk. With `layers`, each layer is announced as soon as it is gathered.
+`whole` takes the paper's steps one after the other: gather, one range on the wire, scatter.
+`chunked` is what a whole-model hand-over does: the transfer begins when all of the KV is staged,
+and the scatter follows it chunk by chunk. With `layers`, each layer is announced as soon as it is
+gathered.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class Times:
     gather_s: float = 0.0
     wire_s: float = 0.0
     scatter_s: float = 0.0
-    blocks_s: list[float] = field(default_factory=list)  # each block after the first, one by one
+    blocks_s: list[float] = field(default_factory=list)  # the time of each block after the first
 
 
 class TimedTransport(UcxTransport):
-    """Adds up how long at least one payload was on its way to us."""
+    """Adds up the time for which at least one payload was on its way to this process."""
 
     def __init__(self) -> None:
         super().__init__()

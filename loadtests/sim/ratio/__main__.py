@@ -1,10 +1,12 @@
 """All measurements of the ratio on the virtual clock: one command, one report with the spread over
 seeds.
 
-python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes
-on two cores python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of
-it python -m loadtests.sim.ratio --only faults --keep FILE.json --out OUT     # a part anew, the
-others as they were
+    # Everything: some ten minutes on two cores.
+    python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21
+    # Parts of it.
+    python -m loadtests.sim.ratio --only sweep,paper --seeds 1
+    # One part again; the other parts keep the results of FILE.json.
+    python -m loadtests.sim.ratio --only faults --keep FILE.json --out OUT
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     parser.add_argument(
-        "--keep", type=Path, help="FILE.json: what it has of other parts, unchanged"
+        "--keep", type=Path, help="take the results of other parts from this FILE.json"
     )
     options = parser.parse_args()
     parts = options.only.split(",")

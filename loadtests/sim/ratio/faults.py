@@ -2,10 +2,10 @@
 
 First comes the week of all machines, without requests. Devices fail by chance, and each takes its
 instance with it; a spare machine loads and stands in, and the broken machine becomes a spare when
-it is repaired. That says which groups lack what, and when. Then requests are played in each of
-these times, with the request core's own migration. They are also played in groups that lack
-nothing, as a sample of the rest of the week. The week's share of success combines both, weighted by
-time.
+it is repaired. The result is which groups lack which instances, and when. Then requests are
+simulated in each of these periods, with the request core's own migration. They are also simulated
+in groups that lack nothing, as a sample of the rest of the week. The week's share of success
+combines both, weighted by time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdmesh.core.model import Role
 
 NUM_DEVICES: Final = 10_000
 DEVICES_PER_INSTANCE: Final = 8
-RATES: Final = (1.0, 2.0)  # faults per week and 400 devices: both ends of what the paper says
+RATES: Final = (1.0, 2.0)  # faults per week and 400 devices: both ends of the paper's range
 WEEK_S: Final = 7 * 86_400.0
 SPLIT: Final = (3, 5)
 NUM_SPARES: Final = 18  # machines kept back, 1.4 % of all
@@ -135,7 +135,7 @@ def episodes(machines: Machines) -> list[Episode]:
 
 
 def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
-    """Losses whose times overlap make one."""
+    """Losses whose times overlap count as one period."""
 
     def end_of(loss: Loss) -> float:
         return loss.at_s + loss.spare_after_s + LOAD_S + _AFTER_S

@@ -1,7 +1,7 @@
-"""Makes an OpenAI request of a request of the gRPC API, whose fields have the same meaning.
+"""Translates requests of the gRPC API into OpenAI requests, whose fields have the same meaning.
 
-What differs in name is told by `NAMES`, for errors. JSON comes as text, within the bounds of a
-body.
+`NAMES` lists the fields whose names differ, so that errors name the field that the client sent.
+A field that holds JSON comes as text, within the bounds of an HTTP body.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def completion_of(request: pb.GenerateRequest) -> tuple[CompletionRequest, Field
         for index, further in enumerate(request.further_prompts):
             where = f"further_prompts[{index}]"
             if further.WhichOneof("kind") != kind:
-                raise InvalidRequest(f"{where} has no {kind}, as the first prompt has", field=where)
+                raise InvalidRequest(
+                    f"{where} must have {kind}, like the first prompt", field=where
+                )
             completion.prompt.append(_prompt(further, f"{where}.text"))
     if request.echo:
         completion.echo = True
@@ -215,7 +217,7 @@ def _set_other(
         case "structured_output":
             asked.structured_outputs = _form(params.structured_output)
         case _:
-            raise AssertionError(f"{field} has no meaning")
+            raise AssertionError(f"{field} is not translated")
 
 
 def _form(given: pb.StructuredOutput) -> StructuredOutputs:
@@ -249,7 +251,7 @@ def _message(message: pb.ChatMessage, where: str, names: dict[str, str]) -> Chat
     if message.content_parts:
         if message.content:
             field = f"{where}.content_parts"
-            raise InvalidRequest(f"{field} stand in place of content", field=field)
+            raise InvalidRequest(f"give either {field} or content, not both", field=field)
         found.content = _parts(message.content_parts, f"{where}.content_parts")
         names[f"{where}.content"] = f"{where}.content_parts"
     if message.tool_calls:

@@ -17,7 +17,7 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ErrorDetail(Answer):
-    """`message` is for people, `code` is stable, and `param` names the wrong field."""
+    """`message` is for people, `code` is stable, and `param` names the invalid field."""
 
     message: str
     type: Literal[

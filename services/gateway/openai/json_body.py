@@ -1,4 +1,4 @@
-"""Parses the JSON body of a request into its struct, within bounds, and names the wrong field.
+"""Parses the JSON body of a request into its struct, within bounds, and names an invalid field.
 
 A duplicate field, or a string with U+0000, is refused. An unknown field is refused, or it is left
 out and reported by name.

@@ -250,7 +250,7 @@ class FleetView:
         return self._book.text_sources(model)
 
     def served_texts(self) -> list[tuple[str, str]]:
-        """The models that have instances, by name, each with the digest of its files of text."""
+        """The models that have instances, by name, each with the digest of its tokenizer files."""
         return self._book.texts()
 
     def reference(self, model: str) -> InstanceRecord | None:

@@ -53,7 +53,7 @@ class ModelBook:
         return reference.text if reference is not None and reference.text.digest else None
 
     def texts(self) -> list[tuple[str, str]]:
-        """The models that have instances, by name, each with the digest of its files of text."""
+        """The models that have instances, by name, each with the digest of its tokenizer files."""
         return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
 
     def text_sources(self, model: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Runs upgrades while this master leads: looks at the groups, writes records and versions (S24).
 
-The registry's record says what each group should run. The group loop then acts on that record.
+The registry's record says what each group should run, and the group reconciler acts on that record.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class UpgradeLoop:
             await asyncio.sleep(_TICK_S)
 
     async def round(self) -> None:
-        """Look, decide and write, if this master leads and its group loop acts."""
-        # Every master does this: any of them may plan the next moment.
+        """Look, decide and write, if this master leads and its reconciler acts."""
+        # Followers need the shares, too: every master plans requests.
         self._on_shares(shares(self._view.upgrades.values()))
         async with self._deciding:
             await self._look()
@@ -109,7 +109,7 @@ class UpgradeLoop:
         if not is_leader or current is None or version is None or observed is None:
             return
         if (observed.epoch, observed.version) != (epoch, version.version):
-            return  # the group loop has not looked yet
+            return  # the reconciler has not looked yet
         if epoch != self._epoch:  # times of an earlier leadership have no meaning now
             self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
         asked, known = current

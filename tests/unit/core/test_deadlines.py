@@ -19,7 +19,7 @@ from pdmesh.services.gateway.settings import Settings as GatewaySettings
 
 
 @pytest.mark.fault("F8", "F23")
-def test_the_side_that_knows_most_reports_first() -> None:
+def test_the_side_that_knows_most_about_a_fault_reports_it_first() -> None:
     pull = d.TRANSFER_TIMEOUT_S
     nested = (
         d.SILENT_S,  # the link serves others
@@ -34,16 +34,20 @@ def test_the_side_that_knows_most_reports_first() -> None:
 
 
 def test_a_sender_keeps_the_bytes_for_as_long_as_a_receiver_may_want_them() -> None:
-    waits = 2 * d.TRANSFER_TIMEOUT_S  # it waits for its turn, and for the bytes
+    waits = 2 * d.TRANSFER_TIMEOUT_S  # a pull waits for its turn, and then for the bytes
     assert waits + d.STOP_S < d.TICKET_LEASE_S
-    assert d.TICKET_LEASE_S / d.RENEWALS_PER_LEASE < d.TRANSFER_TIMEOUT_S, "renewed in each wait"
+    assert d.TICKET_LEASE_S / d.RENEWALS_PER_LEASE < d.TRANSFER_TIMEOUT_S, (
+        "the lease is renewed in both waits"
+    )
     assert 10 * waits <= d.MAX_LEASES * d.TICKET_LEASE_S
 
 
-def test_news_comes_several_times_within_the_silence_that_it_prevents() -> None:
+def test_progress_is_reported_several_times_within_each_silence_bound() -> None:
     assert 3 * d.PROGRESS_EVERY_S < d.LEG_STALL_S
     assert d.HAD_KV_S < d.ANSWER_S < d.LEG_STALL_S
-    assert d.LEG_STALL_S < d.OUTBOX_STALL_S, "a gateway that is slow is cut after its legs are left"
+    assert d.LEG_STALL_S < d.OUTBOX_STALL_S, (
+        "the gateway leaves silent legs before it is cut off for being slow"
+    )
 
 
 def default(kind: Any, name: str) -> object:
@@ -72,5 +76,5 @@ def default(kind: Any, name: str) -> object:
         (VllmConfig, "lease_s", d.TICKET_LEASE_S),
     ],
 )
-def test_every_default_is_the_tables(kind: type, name: str, value: float) -> None:
+def test_every_default_comes_from_the_table(kind: type, name: str, value: float) -> None:
     assert default(kind, name) == value

@@ -48,10 +48,10 @@ def test_a_story_is_bounded_in_steps_and_in_length() -> None:
     lines = broken(machine)
     assert len(lines) == 16
     assert max(map(len, lines)) < 600
-    assert "hidden" not in "".join(lines), "fields that no log may show"
+    assert "hidden" not in "".join(lines), "the story hides fields that no log may show"
 
 
-def test_events_that_lead_to_nothing_push_out_no_news() -> None:
+def test_events_without_effects_push_out_no_others() -> None:
     machine = Machine()
     machine.handle(Said(3), 0.0)
     for now in range(100):
@@ -59,7 +59,7 @@ def test_events_that_lead_to_nothing_push_out_no_news() -> None:
     assert [line.split()[0] for line in broken(machine)] == ["0.000", "99.000", "9.000"]
 
 
-def test_an_expected_error_carries_none() -> None:
+def test_an_expected_error_carries_no_story() -> None:
     with pytest.raises(NoInstance) as raised:
         Machine().handle(Said(-1), 0.0)
     assert not hasattr(raised.value, "__notes__")

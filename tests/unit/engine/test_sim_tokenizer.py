@@ -22,7 +22,7 @@ def test_any_text_comes_back_from_its_tokens() -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_word_the_sim_draws_is_one_token_and_encodes_to_itself() -> None:
+def test_each_word_of_the_sim_is_one_token_and_encodes_to_itself() -> None:
     tokenizer, vocabulary = build_tokenizer(), build_vocabulary()
     for token in vocabulary.drawable:
         if token not in vocabulary.follow:
@@ -47,7 +47,7 @@ def test_long_output_is_text_and_splits_some_characters_over_two_tokens() -> Non
     assert sum(c.isascii() for c in text) > 0.8 * len(text)
 
 
-def test_the_folder_holds_what_a_loader_of_chat_models_wants(tmp_path: Path) -> None:
+def test_the_folder_holds_the_files_that_a_loader_of_chat_models_needs(tmp_path: Path) -> None:
     write_sim_model(tmp_path / "sim")
     loaded = Tokenizer.from_file(str(tmp_path / "sim" / "tokenizer.json"))
     assert loaded.encode("<|im_start|>user\nhi<|im_end|>").ids[0] == 1

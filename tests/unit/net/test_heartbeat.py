@@ -36,7 +36,7 @@ async def heard(lease_s: float, num_expected: int) -> list[InstanceHealth]:
 
 
 @pytest.mark.req("S18")
-async def test_the_first_report_waits_for_no_period_and_the_second_does() -> None:
+async def test_the_first_heartbeat_is_sent_at_once_and_the_second_after_a_period() -> None:
     beats = await heard(3 * 3600.0, 1)
     assert [(beat.service, beat.is_ready) for beat in beats] == [("prefill", True)]
 

@@ -39,7 +39,7 @@ async def test_stubborn_children_of_a_cancelled_parent_are_over_too() -> None:
     assert all(each.is_set() for each in ended)
 
 
-async def test_the_failure_of_one_ends_the_others_and_is_raised() -> None:
+async def test_the_failure_of_one_task_ends_the_others_and_is_raised() -> None:
     ended = asyncio.Event()
 
     async def fail() -> None:
@@ -66,7 +66,7 @@ async def test_a_task_cancelled_from_elsewhere_has_failed() -> None:
     assert ended.is_set()
 
 
-async def test_the_failure_of_a_watched_task_is_logged_once_but_its_end_is_not() -> None:
+async def test_the_failure_of_a_watched_task_is_logged_once_and_its_normal_end_is_not() -> None:
     told: list[str] = []
 
     async def fail() -> None:

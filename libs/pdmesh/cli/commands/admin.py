@@ -94,7 +94,7 @@ async def _diff(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, f"as version {response.version}"))
+    print(_changes_text(response.changes, f"version {response.version}"))
     return 1 if response.changes else 0
 
 
@@ -113,7 +113,7 @@ async def _apply(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, f"as version {response.version}"))
+    print(_changes_text(response.changes, f"version {response.version}"))
     follow = hint(options.state_dir, "groups")
     print(f"version {response.version} is the desired state; follow it with: {follow}")
     if missing := await _missing_instances(options, text):
@@ -151,7 +151,7 @@ async def _rollback(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, "as before"))
+    print(_changes_text(response.changes, "the version before"))
     print(f"version {response.version} has the content of version {response.restored_version}")
     return 0
 
@@ -279,9 +279,9 @@ def _lower(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 
 
-def _changes_text(changes: Iterable[pb.DesiredChange], when_none: str) -> str:
+def _changes_text(changes: Iterable[pb.DesiredChange], compared_with: str) -> str:
     lines = [_change_line(change) for change in changes]
-    return "\n".join(lines) if lines else f"nothing differs: {when_none}"
+    return "\n".join(lines) if lines else f"nothing differs from {compared_with}"
 
 
 def _change_line(change: pb.DesiredChange) -> str:

@@ -29,14 +29,14 @@ def placed(round_: Round, group: WantedGroup) -> WantedGroup:
 
 
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether it is in another region or rack than its group, or its KV may go elsewhere."""
+    """Whether it is outside its group's region or racks, or its KV is bound to another region."""
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
     return not is_in_place(member, group) or kept_in != _kept_in(seen, group.spans_regions)
 
 
 def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether it is in its group's region and racks: if it leaves, there is room for another."""
+    """Whether it is in its group's region and racks, so that its place counts as room there."""
     is_in_region = group.region in (None, member.seen.region)
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 

@@ -23,7 +23,8 @@ class ModelTextSource:
     async def pieces(self, digest: str) -> AsyncGenerator[GetModelTextResponse, None]:
         """Raises InvalidRequest, Overloaded, Unavailable.
 
-        A file may have changed since the engine was loaded: its reader compares digests.
+        A file may have changed since the engine was loaded, so the gateway compares the digest of
+        what it received.
         """
         text = self._text
         if text is None or text.digest != digest:
@@ -36,6 +37,6 @@ class ModelTextSource:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield GetModelTextResponse(name=piece[0], data=piece[1])
         except OSError as exc:
-            raise Unavailable(f"a file of text cannot be read: {exc.strerror}") from exc
+            raise Unavailable(f"a tokenizer file cannot be read: {exc.strerror}") from exc
         finally:
             self._num_readers -= 1

@@ -12,7 +12,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesErrorDetail(Answer):
-    """`message` is for people, and names the wrong field."""
+    """`message` is for people. If a field of the request is invalid, the message names it."""
 
     type: Literal[
         "invalid_request_error",

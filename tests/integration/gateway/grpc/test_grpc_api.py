@@ -197,8 +197,8 @@ async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Ch
 
 @pytest.mark.fault("F28")
 async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
-    """The client's window stays small, since gRPC's own estimate grows by megabytes, which a slow
-    machine takes long to fill.
+    """The client's flow-control window is fixed and small. If gRPC estimated it, it would grow by
+    megabytes, and a slow machine would take long to fill it.
     """
     window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:

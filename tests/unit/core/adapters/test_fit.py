@@ -24,12 +24,12 @@ def facts(shapes: Mapping[str, tuple[int, ...]] | None = None, **settings: objec
     return AdapterFacts("d", 1, SETTINGS | settings, found | dict(shapes or {}))
 
 
-def test_one_of_the_model_fits() -> None:
+def test_an_adapter_of_the_model_fits() -> None:
     assert misfit(facts(), 8, BASE) == ""
     assert facts().rank == 4
 
 
-def test_one_of_a_quantised_model_is_not_compared_with_it() -> None:
+def test_the_shapes_of_an_adapter_are_not_compared_with_a_quantised_model() -> None:
     assert misfit(facts({f"base_model.model.{Q}.lora_B.weight": (7, 4)}), 8, None) == ""
 
 
@@ -76,7 +76,7 @@ def test_settings_that_no_engine_honours_are_refused(settings: Any, said: str) -
         {"target_modules": "all-linear", "use_rslora": True},
     ],
 )
-def test_settings_that_change_nothing_here_are_taken(settings: Any) -> None:
+def test_supported_settings_are_accepted(settings: Any) -> None:
     assert misfit(facts(**settings), 8, BASE) == ""
 
 
@@ -104,10 +104,10 @@ def test_tensors_of_another_model_are_refused(shapes: Any, said: str) -> None:
     assert said in misfit(facts(shapes), 8, BASE)
 
 
-def test_a_rank_above_the_engines_is_refused() -> None:
+def test_a_rank_above_the_highest_of_the_engine_is_refused() -> None:
     assert "r is 4; the highest rank here is 2" in misfit(facts(), 2, BASE)
     assert "rank 4; the highest here is 2" in misfit(facts(r=2), 2, BASE)
 
 
-def test_one_without_tensors_is_refused() -> None:
+def test_an_adapter_without_tensors_is_refused() -> None:
     assert misfit(AdapterFacts("d", 1, SETTINGS, {}), 8, BASE) == "it has no tensors"

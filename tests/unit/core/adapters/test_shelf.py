@@ -1,4 +1,4 @@
-"""Adapters come to an engine's slots and leave them, and never under a leg that uses them."""
+"""Adapters are loaded into an engine's slots, and unloaded only when no leg uses them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_first_leg_has_its_adapter_loaded_and_later_ones_find_it() -> None:
     assert shelf.loaded == (A.digest,)
 
 
-def test_the_one_used_least_recently_makes_room() -> None:
+def test_the_least_recently_used_adapter_makes_room() -> None:
     shelf = AdapterShelf(2)
     loaded(shelf, A, B)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
@@ -54,7 +54,7 @@ def test_the_one_used_least_recently_makes_room() -> None:
     assert shelf.loaded == (A.digest, C.digest)
 
 
-def test_one_whose_files_are_bad_takes_no_others_slot() -> None:
+def test_an_adapter_with_bad_files_takes_no_slot_from_another() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, B, 0.0) == [FetchFiles(B)]
@@ -62,7 +62,7 @@ def test_one_whose_files_are_bad_takes_no_others_slot() -> None:
     assert shelf.loaded == (A.digest,)
 
 
-def test_one_in_use_is_never_unloaded() -> None:
+def test_an_adapter_in_use_is_never_unloaded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
@@ -86,7 +86,7 @@ def test_blocks_fetched_for_a_leg_that_left_are_discarded() -> None:
     shelf.check_invariants()
 
 
-def test_a_removed_one_is_unloaded_when_its_last_leg_has_left() -> None:
+def test_a_removed_adapter_is_unloaded_when_its_last_leg_has_left() -> None:
     shelf = AdapterShelf(2)
     loaded(shelf, A, B)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]
@@ -103,7 +103,7 @@ def test_nothing_is_unloaded_before_the_registered_adapters_are_known() -> None:
     assert shelf.keep([]) == [Unload(A.digest)]
 
 
-def test_a_leg_of_a_removed_one_is_served_still() -> None:
+def test_a_leg_with_a_removed_adapter_is_still_served() -> None:
     """Its gateway had not heard of the removal, or it was running."""
     shelf = AdapterShelf(1)
     shelf.keep([])
@@ -136,7 +136,7 @@ def test_a_failure_is_not_retried_for_a_while() -> None:
         assert shelf.wanted(leg, A, 4.9 + FAILED_S) == [CannotUse(leg, "rank")]
     elsewhere = replace(A, path="/elsewhere")
     assert shelf.wanted(500, elsewhere, 6.0) == [FetchFiles(elsewhere)], (
-        "another folder is another case"
+        "the failure counts for one folder"
     )
     shelf.failed(elsewhere, "gone", 6.0)
     assert shelf.wanted(501, A, 5.0 + FAILED_S) == [FetchFiles(A)]
@@ -146,7 +146,7 @@ def test_a_failure_is_not_retried_for_a_while() -> None:
     shelf.check_invariants()
 
 
-def test_the_failures_that_it_remembers_are_bounded() -> None:
+def test_the_number_of_remembered_failures_is_bounded() -> None:
     shelf = AdapterShelf(1)
     for number in range(1000):
         adapter = Adapter("x", f"{number:064x}", "/x")

@@ -1,4 +1,4 @@
-"""An adapter that few ask for gets a slot although others are asked for all the time."""
+"""An adapter that few requests name gets a slot although others are in use all the time."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def take(turns: AdapterTurns, adapter: str, now: float) -> bool:
     return True
 
 
-def test_any_number_of_legs_shares_a_slot_and_nothing_is_kept_back_without_need() -> None:
+def test_any_number_of_legs_share_a_slot_and_none_waits_while_no_adapter_does() -> None:
     turns = AdapterTurns(2)
     assert all(take(turns, adapter, now) for now, adapter in enumerate("abab" * 100))
     assert turns.why_not("", 0.0) == ""
     assert turns.legs == Counter(a=200, b=200)
 
 
-def test_one_without_a_slot_gets_that_of_the_one_that_had_it_longest() -> None:
+def test_a_waiting_adapter_gets_the_slot_that_was_held_longest() -> None:
     turns = AdapterTurns(2)
     assert take(turns, "a", 0.0)
     assert take(turns, "b", 1.0)
     assert turns.why_not("rare", 5.0) == "all adapter slots are in use"
     assert turns.why_not("a", 5.1) == "its slot is another's next"
-    assert take(turns, "b", 5.1), "one slot is enough for one that waits"
+    assert take(turns, "b", 5.1), "only one slot is kept for one waiting adapter"
     turns.left("a")
-    assert turns.why_not("a", 5.2), "it waits behind the other now"
+    assert turns.why_not("a", 5.2), "a waits behind rare now"
     assert take(turns, "rare", 5.3)
 
 
-def test_a_slot_is_its_adapters_for_a_turn_at_least() -> None:
+def test_an_adapter_keeps_its_slot_for_at_least_one_turn() -> None:
     turns = AdapterTurns(1)
     assert take(turns, "a", 0.0)
     assert turns.why_not("b", 0.1)
@@ -60,7 +60,7 @@ def test_waiting_requests_are_served_in_order() -> None:
     assert take(turns, "c", 3.0)
 
 
-def test_a_turn_that_is_no_longer_needed_is_over() -> None:
+def test_a_claim_on_a_slot_ends_when_it_is_not_repeated() -> None:
     turns = AdapterTurns(1)
     take(turns, "a", 0.0)
     assert turns.why_not("gone", 2.0)
@@ -87,7 +87,7 @@ def test_the_number_of_waiting_requests_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_of_many_gets_legs_however_busy_the_others_are(seed: int) -> None:
+def test_each_of_many_adapters_gets_legs_however_busy_the_others_are(seed: int) -> None:
     """Gateways ask again each 50 ms: many for a, b and c, and one at a time for the others."""
     rng, turns = random.Random(seed), AdapterTurns(2)
     running: list[tuple[float, str]] = []

@@ -34,8 +34,8 @@ def test_a_model_that_left_is_away_for_a_while_then_forgotten() -> None:
     models.see([A], 11 + FORGET_S)
     assert models.since("b") is None
     models.see([A, B], 12 + FORGET_S)
-    assert models.since("b") == 12 + FORGET_S, "it comes back as a new one"
-    assert models.resolve("a", "", 1e9) == "a", "one that is served is never forgotten"
+    assert models.since("b") == 12 + FORGET_S, "it came back as a new model"
+    assert models.resolve("a", "", 1e9) == "a", "a served model is never forgotten"
     models.check_invariants()
 
 
@@ -48,16 +48,18 @@ def test_default_is_the_model_of_the_scenario() -> None:
     assert catalogue().resolve("", "", 0.0) is None
 
 
-def test_default_is_one_that_is_served_rather_than_away() -> None:
+def test_default_is_a_served_model_rather_than_one_that_is_away() -> None:
     models = catalogue(A, Offer("c", "default"))
     assert models.resolve("", "", 1.0) == "a"
     models.see([Offer("c", "default")], 2.0)
     assert models.resolve("", "", 3.0) == "c"
     models.see([], 4.0)
-    assert models.resolve("", "", 5.0) == "a", "all are away: the name is as before"
+    assert models.resolve("", "", 5.0) == "a", (
+        "all models are away, so the name means what it meant before"
+    )
 
 
-def test_the_preferred_model_is_default_served_or_not() -> None:
+def test_the_preferred_model_is_the_default_whether_it_is_served_or_not() -> None:
     models = catalogue(A, B, preferred="b")
     assert models.resolve("default", "", 1.0) == "b"
     models.see([A], 2.0)

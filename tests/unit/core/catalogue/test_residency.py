@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pdmesh.core.catalogue.residency import Residency
 
 
-def test_the_least_recently_used_leaves() -> None:
+def test_the_least_recently_used_tokenizer_leaves() -> None:
     residency = Residency(max_bytes=10)
     assert residency.loaded("a", 4) == residency.loaded("b", 4) == []
     residency.used("a")
@@ -18,7 +18,7 @@ def test_the_least_recently_used_leaves() -> None:
     residency.check_invariants()
 
 
-def test_one_that_is_larger_than_the_bound_stays_alone() -> None:
+def test_a_tokenizer_larger_than_the_bound_stays_alone() -> None:
     residency = Residency(max_bytes=10)
     residency.loaded("a", 4)
     assert residency.loaded("huge", 100) == ["a"]

@@ -19,7 +19,7 @@ def test_a_leader_that_cannot_renew_stops_at_two_thirds_of_its_lease() -> None:
     state = Leadership(lease_s=3.0)
     state.won(revision=10, asked_at=0.0)
     assert state.is_leader(1.9)
-    assert not state.is_leader(2.1)  # even before any tick: a paused process wakes up without it
+    assert not state.is_leader(2.1)  # even before any tick: a process that was paused has had none
     assert state.tick(2.1)
     assert not state.tick(2.2)
 
@@ -34,7 +34,7 @@ def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards() -> None:
 
 
 @pytest.mark.fault("F21")
-def test_epochs_grow_although_the_store_was_wiped_and_counts_anew() -> None:
+def test_epochs_grow_even_if_a_wiped_store_counts_from_one_again() -> None:
     state = Leadership(lease_s=3.0)
     assert state.won(revision=100, asked_at=0.0) == 100
     state.lost()
@@ -53,31 +53,31 @@ def test_after_a_wipe_a_leader_continues_above_the_epochs_of_instances() -> None
     assert state.won(revision=1, asked_at=0.0) == 1
     assert state.saw(5000, now=0.5)
     assert (state.epoch, state.is_leader(0.5)) == (5001, True)
-    assert not state.saw(5001, now=0.6), "its own, come back"
+    assert not state.saw(5001, now=0.6), "its own epoch, which an instance repeats"
     assert not state.saw(4999, now=0.6)
     assert state.epoch == 5001
 
 
 @pytest.mark.fault("F21")
 def test_a_standby_does_not_take_a_lease_that_a_wiped_store_has_forgotten() -> None:
-    """The leader notices only at its next renewal. Until then both would lead, and raise their
-    epochs above each other's again and again.
+    """The leader notices the wipe only at its next renewal. If the standby led before that, both
+    would raise their epochs above each other's again and again.
     """
     state = Leadership(lease_s=3.0)
-    assert state.may_win(0.0), "nobody was ever heard of"
+    assert state.may_win(0.0), "no leader was ever heard of"
     state.other_holds(now=1.0)
     assert not state.may_win(3.9)
     assert state.may_win(4.0)
     state.other_holds(now=5.0)
     state.vacated()
-    assert state.may_win(5.0), "given up in order, or ended by the store's clock"
+    assert state.may_win(5.0), "the lease was released, or the store ended it"
 
 
 @pytest.mark.fault("F12")
-def test_one_whose_lease_may_be_another_s_by_now_only_remembers() -> None:
+def test_a_leader_whose_lease_may_have_ended_only_remembers_a_newer_epoch() -> None:
     state = Leadership(lease_s=3.0)
     state.won(revision=5, asked_at=0.0)
-    assert not state.saw(6, now=2.1), "not yet ticked"
+    assert not state.saw(6, now=2.1), "its lease is in doubt, and no tick came yet"
     assert (state.epoch, state.is_leader(2.1)) == (6, False)
 
 

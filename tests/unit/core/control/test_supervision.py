@@ -95,7 +95,7 @@ def test_readiness_is_that_of_the_process_that_runs_now() -> None:
     assert not supervision.is_ready("decode-0")
 
 
-def test_one_that_waits_for_others_for_long_is_in_no_crash_loop() -> None:
+def test_a_process_that_waits_long_for_others_is_in_no_crash_loop() -> None:
     supervision = started()
     supervision.handle(Exited("decode-0", KILLED), now=1.0)
     effects = supervision.handle(Exited("decode-0", KILLED), now=700.0)

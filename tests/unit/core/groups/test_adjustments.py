@@ -53,7 +53,7 @@ def test_a_lent_group_is_not_there_and_its_instances_are_kept() -> None:
 
 
 @pytest.mark.req("S11")
-def test_a_group_of_fusion_instances_is_lent_until_an_operator_changes_its_count() -> None:
+def test_a_fusion_group_stays_lent_until_an_operator_changes_its_count() -> None:
     lend = Move("f", MoveKind.LEND, None, "training", "night")
     known = adjustments_from(adjustments_to(after(lend, DESIRED, {}), {}, [], 1))
     assert sorted(adjusted(DESIRED, known).groups) == ["a", "b"]

@@ -174,7 +174,7 @@ def test_a_difference_names_each_value() -> None:
     assert diff(after, after) == []
 
 
-def test_a_difference_is_told_as_a_file_says_it_and_without_what_is_left_to_its_default() -> None:
+def test_a_difference_uses_the_words_of_the_file_and_leaves_out_defaults() -> None:
     before = read(SMALLEST)
     text = """\
 groups:
@@ -198,7 +198,7 @@ schedules:
 
 
 @pytest.mark.req("S24")
-def test_a_revision_follows_whatever_keeps_two_instances_from_pairing() -> None:
+def test_a_revision_changes_with_everything_that_keeps_two_instances_from_pairing() -> None:
     base = revision_of(Service("m"), "ucx/1")
     assert revision_of(Service("m"), "ucx/1") == base
     others = [Service("n"), Service("m", release="2"), Service("m", options={"block_size": "32"})]
@@ -241,7 +241,7 @@ def test_a_second_equal_schedule_is_a_difference() -> None:
     }
 
 
-def test_a_schedule_that_changes_in_its_place_is_told_by_what_changes() -> None:
+def test_a_changed_schedule_is_shown_by_its_changed_fields() -> None:
     after = read(SCHEDULES + NIGHT + MORNING.replace("reclaim: 1", "reclaim: 2"))
     assert diff(read(SCHEDULES + NIGHT + MORNING), after) == [
         Change("schedules[1].reclaim", "1", "2")

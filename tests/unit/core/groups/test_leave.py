@@ -25,7 +25,7 @@ def steps_of(world: World, instance_id: str) -> list[str]:
 
 
 @pytest.mark.req("S25", "S26", "S28")
-def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
+def test_a_ratio_changes_by_adding_first_and_draining_afterwards() -> None:
     world = World(TWO_BY_TWO)
     world.settle()
     world.steps.clear()
@@ -64,9 +64,9 @@ def test_a_ratio_changes_one_instance_at_a_time_whatever_an_operator_asks_for_at
         if (num_prefill, num_decode) != seen[-1]:
             seen.append((num_prefill, num_decode))
     assert seen[-1] == (2, 4)
-    assert len(world.given) == 6, "those between are given back"
+    assert len(world.given) == 6, "the spare instances are given back"
     prefills, decodes = zip(*seen, strict=True)
-    assert list(prefills) == sorted(prefills, reverse=True), "neither role swings"
+    assert list(prefills) == sorted(prefills, reverse=True), "neither count goes back and forth"
     assert list(decodes) == sorted(decodes)
 
 
@@ -85,7 +85,7 @@ def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
 
 
 @pytest.mark.req("S31")
-def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
+def test_the_last_instances_of_a_scenario_are_not_drained_without_a_substitute() -> None:
     world = World(TWO_BY_TWO, num=4)
     world.settle()
     world.to_drain.add(world.ready("chat", Role.DECODE)[0])
@@ -95,7 +95,7 @@ def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> N
 
 
 @pytest.mark.req("S22")
-def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
+def test_a_group_that_is_no_longer_wanted_is_drained_and_given_back() -> None:
     world = World(TWO_BY_TWO)
     world.settle()
     world.apply(Desired())
@@ -112,7 +112,7 @@ def released(release: str, *counts: tuple[int, int]) -> Desired:
 
 
 @pytest.mark.req("S24")
-def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> None:
+def test_the_whole_group_serves_the_new_revision_before_old_instances_leave() -> None:
     world = World(released("1", (4, 4)), num=16)
     world.settle()
     world.steps.clear()

@@ -1,4 +1,4 @@
-"""Groups of pooling instances: what the desired state may ask for, and what a scenario keeps."""
+"""Groups of pooling instances: which are valid, and how many instances a scenario keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def desired(**groups: Group) -> Desired:
 SEARCH = Group("search", pooling=2)
 
 
-def test_two_instances_of_a_scenario_are_fine() -> None:
+def test_two_pooling_instances_in_a_scenario_are_valid() -> None:
     assert list(problems(desired(a=SEARCH))) == []
 
 
@@ -38,18 +38,18 @@ def test_two_instances_of_a_scenario_are_fine() -> None:
     ],
     ids=["one-instance", "mixed-group", "mixed-scenario", "schedule"],
 )
-def test_what_cannot_be_is_named(wrong: Desired, path: str) -> None:
+def test_an_impossible_group_is_reported_with_its_path(wrong: Desired, path: str) -> None:
     assert path in [problem.path for problem in problems(wrong)]
 
 
-def test_the_scenario_keeps_two_of_them_and_needs_no_prefill() -> None:
+def test_a_pooling_scenario_keeps_two_instances_and_needs_no_prefill() -> None:
     wanted = wanted_of(desired(a=SEARCH, b=SEARCH), "kv")
     assert wanted.floor("search", Role.POOLING) == 2
     assert wanted.floor("search", Role.PREFILL) == 0
     assert wanted.groups["a"].counts[Role.POOLING] == 2
 
 
-def test_a_file_may_ask_for_them() -> None:
+def test_a_file_may_ask_for_pooling_instances() -> None:
     text = "scenarios:\n  search: {}\ngroups:\n  a: {scenario: search, pooling: 3}\n"
     assert read(text).groups["a"] == Group("search", pooling=3)
     with pytest.raises(InvalidRequest, match="has no others"):

@@ -128,7 +128,8 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 
 
 @pytest.mark.req("S13")
-@pytest.mark.parametrize("num_rounds", [3, 20])  # only its decodes are ready; all of it serves
+# After 3 rounds only the decodes of the group are ready, after 20 rounds all of it.
+@pytest.mark.parametrize("num_rounds", [3, 20])
 def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_rounds: int) -> None:
     """Its instances are in that region already, but their KV may leave the region. So other
     instances must take their places.
@@ -145,7 +146,7 @@ def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_r
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
     assert {world.records[i].kv_region for i in world.given} == {"us"}
-    # It is not set up elsewhere, either, while room is made.
+    # Nor is the group set up in another region while room is made.
     assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"us"}
 
 

@@ -29,7 +29,7 @@ def test_a_phase_is_announced_when_it_is_reached_and_not_by_a_new_leader() -> No
 
 
 @pytest.mark.req("S23")
-def test_a_round_announces_what_was_told_then_stages_then_those_it_released() -> None:
+def test_a_round_announces_group_steps_then_stages_then_released_instances() -> None:
     announcer = StepAnnouncer(group_id="chat")
     round_ = Round(observed(Phase.LOADED))
     round_.plan["i-0"] = replace(GIVEN, stage=Stage.CONNECT)
@@ -40,7 +40,7 @@ def test_a_round_announces_what_was_told_then_stages_then_those_it_released() ->
     assert [s.step for s in announcer.end(gone)] == ["released"]
 
 
-def test_a_loss_is_told_once_for_an_incarnation_and_a_groups_step_until_another_one() -> None:
+def test_a_loss_is_announced_once_per_incarnation_and_a_group_step_only_when_it_changes() -> None:
     announcer, round_ = StepAnnouncer(group_id="chat"), Round(observed(Phase.READY))
     assert announcer.lost("i-0", GIVEN)
     assert not announcer.lost("i-0", GIVEN)

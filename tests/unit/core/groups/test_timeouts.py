@@ -1,4 +1,4 @@
-"""When an instance takes too long for a stage, and which instance is to blame."""
+"""When an instance has taken too long for a stage, and which instance is to blame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def steps_of(world: World, instance_id: str) -> list[str]:
     return [s.step for s in world.steps if s.instance_id == instance_id]
 
 
-def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
+def test_an_instance_that_is_no_longer_ready_gets_as_long_as_a_new_one() -> None:
     world = World(TWO_BY_TWO)
     world.settle()
     odd = world.ready("chat", Role.DECODE)[0]
@@ -32,7 +32,7 @@ def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
 
 
 @pytest.mark.req("S23")
-def test_one_that_does_not_become_blank_is_named_once() -> None:
+def test_an_instance_that_does_not_become_blank_is_reported_once() -> None:
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     odd = world.ready("chat", Role.DECODE)[0]

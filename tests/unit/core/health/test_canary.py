@@ -27,7 +27,7 @@ ALL = [P0, P1, D0, D1]
 def rota() -> CanaryRota:
     """A rota that has seen all instances at time 0."""
     rota = CanaryRota(period_s=30.0)
-    assert rota.next(ALL, 0.0) is None, "nobody is tried the moment it is there"
+    assert rota.next(ALL, 0.0) is None, "no instance is tried the moment it appears"
     return rota
 
 
@@ -52,7 +52,7 @@ def test_an_instance_without_a_partner_is_probed_alone() -> None:
     assert canary.next([], 9.0) is None
 
 
-def test_one_failure_says_nothing_two_are_a_suspicion_and_a_pass_clears_it() -> None:
+def test_two_failures_are_a_suspicion_and_one_pass_clears_it() -> None:
     canary = rota()
     canary.ended(CanaryProbe(P0, D0), [P0, D0], "TimeoutError", 1.0)
     assert canary.signals(P0) == canary.signals(D0) == ()

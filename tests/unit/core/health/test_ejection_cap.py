@@ -61,7 +61,7 @@ def test_at_most_a_fifth_is_ejected_and_the_excess_is_reported_once() -> None:
     assert (again.taken_out, again.over_cap) == ({}, ())
 
 
-def test_one_is_ejected_of_any_fleet() -> None:
+def test_one_instance_may_be_ejected_from_a_fleet_of_any_size() -> None:
     assert list(FleetEjectionCap().rule(fleet(2, i1=fault(Level.LOST)), {}).taken_out) == ["i1"]
 
 
@@ -80,7 +80,9 @@ def test_an_overruled_fault_ejects_again_only_after_a_new_judgement() -> None:
     cap.overrule("i0", old)
     assert not cap.rule(fleet(1, i0=old), {}).taken_out
     assert cap.rule(fleet(1, i0=fault(Level.LOST, since=2.0)), {}).taken_out
-    assert cap.rule(fleet(1, i0=old), {}).taken_out, "the operator's word was for that time"
+    assert cap.rule(fleet(1, i0=old), {}).taken_out, (
+        "the operator overruled the fault only until the next judgement"
+    )
 
 
 # --- the cap of one group and role ---------------------------------------------------------------
@@ -103,7 +105,9 @@ def peers_cap() -> EjectionCap:
     return EjectionCap(EjectionLimits())
 
 
-def test_only_a_share_of_a_group_and_role_is_ejected_and_the_well_count_for_a_minute() -> None:
+def test_only_a_share_of_a_group_and_role_is_ejected_and_recovered_ones_count_for_a_minute() -> (
+    None
+):
     rule = peers_cap()
     assert rule.rule(suspected(sick=(0, 1, 2)), 0.0) == EjectionDecision({"d2": CAP}, ("d0", "d1"))
     assert rule.rule(suspected(sick=(2,)), 12.0) == EjectionDecision({"d2": CAP})
@@ -111,7 +115,7 @@ def test_only_a_share_of_a_group_and_role_is_ejected_and_the_well_count_for_a_mi
     assert set(rule.out(DECODES)) == {"d2"}
 
 
-def test_those_with_a_proof_go_first_and_of_equals_the_first_to_fall_sick() -> None:
+def test_proven_faults_are_ejected_before_suspected_ones_and_then_the_oldest_first() -> None:
     sick = [
         Judged("d0", True, has_proof=False, since=1.0),
         Judged("d1", True, since=3.0),
@@ -121,14 +125,14 @@ def test_those_with_a_proof_go_first_and_of_equals_the_first_to_fall_sick() -> N
     assert peers_cap().rule([*sick, *well], 4.0) == EjectionDecision({"d0": CAP}, ("d2", "d1"))
 
 
-def test_the_last_of_a_role_goes_by_a_proof_alone() -> None:
+def test_the_last_instance_of_a_role_is_ejected_only_by_a_proof() -> None:
     assert peers_cap().rule(suspected((0,), 1, has_proof=False), 0.0) == EjectionDecision(
         {"d0": CAP}
     )
     assert peers_cap().rule(suspected((0,), 1), 0.0) == EjectionDecision({}, ("d0",))
 
 
-def test_if_most_look_sick_none_is_ejected_and_those_that_were_out_stay_out() -> None:
+def test_if_most_look_faulty_no_more_are_ejected_and_those_already_out_stay_out() -> None:
     rule = peers_cap()
     alone = [Judged(f"d{i}", i == 0, peers=(f"g{i}", "decode")) for i in range(5)]
     assert rule.rule(alone, 0.0) == EjectionDecision({}, ("d0",))

@@ -66,7 +66,7 @@ def levels(judged: list[Judged]) -> dict[str, tuple[Level, str]]:
     return {j.instance_id: (j.level, j.held_back) for j in judged}
 
 
-def test_nothing_is_said_of_the_well(judge: FaultJudge) -> None:
+def test_a_healthy_instance_gets_no_verdict(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     assert tick(judge, 1.0) == []
     assert judge.current() == []
@@ -132,7 +132,7 @@ def test_a_judgement_stays_until_nothing_speaks_for_it_for_a_while(judge: FaultJ
     assert judge.current() == []
 
 
-def test_a_flapping_suspicion_never_reaches_its_time(judge: FaultJudge) -> None:
+def test_a_flapping_suspicion_never_lasts_long_enough_to_count(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     for i in range(50):
         tell(judge, "d0", *((CANARY, ERRORS) if i % 2 else (CANARY,)), at=float(i))
@@ -162,7 +162,7 @@ def test_while_nothing_can_be_heard_no_instance_is_judged(judge: FaultJudge) -> 
 
 
 @pytest.mark.fault("F35")
-def test_a_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
+def test_a_fault_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     tell(judge, "d0", HANGS)
     tick(judge, 0.0)
@@ -186,7 +186,7 @@ def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
     assert levels(tick(judge, 61.0)) == {"d1": (Level.PROCESS, "")}
 
 
-def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge) -> None:
+def test_instances_that_were_out_before_a_panic_stay_out(judge: FaultJudge) -> None:
     """These instances once got requests back, which fail for certain: their faults were proven
     while the others were well.
     """

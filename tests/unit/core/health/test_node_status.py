@@ -36,12 +36,12 @@ BROKEN = DeviceStatus("1", Level.NODE, "DEVICE_ROWS_USED_UP", "row remapping fai
 STATUS = NodeStatus("node-a", 1000.0, 2.0, (DeviceStatus("0"), BROKEN))
 
 
-def test_the_worst_word_on_a_device_counts() -> None:
+def test_the_worst_report_on_a_device_counts() -> None:
     hot = DeviceStatus("1", Level.TRANSIENT, "DEVICE_HOT")
     assert merged([hot, DeviceStatus("0"), BROKEN, DeviceStatus("1")]) == STATUS.devices
 
 
-def test_an_instance_hears_of_its_own_devices_alone() -> None:
+def test_an_instance_hears_only_of_its_own_devices() -> None:
     (signal,) = signals_for(["1", "2"], STATUS.devices)
     assert (signal.reason, signal.level, signal.is_proof) == (BROKEN.reason, Level.NODE, True)
     assert signals_for(["0"], STATUS.devices) == ()

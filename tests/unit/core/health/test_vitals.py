@@ -21,7 +21,7 @@ def reasons(signals: tuple[Signal, ...]) -> list[str]:
     return [s.reason for s in signals]
 
 
-def test_one_failure_is_none_and_many_are_a_suspicion() -> None:
+def test_a_single_failure_does_not_count_and_many_are_a_suspicion() -> None:
     book = VitalsBook()
     book.heard("d0", 1, "g", Vitals(num_accepted=9, num_ended=9, num_failed=1), 1.0)
     assert book.signals("d0", 1.0) == ()
@@ -59,7 +59,7 @@ def test_an_instance_that_is_full_forever_is_suspect_and_a_busy_one_is_not() -> 
     assert book.signals("slow", 40.0) == (), "eight long prompts take it longer than a window"
 
 
-def test_a_pull_is_slow_only_in_comparison_with_those_of_peers() -> None:
+def test_a_pull_is_slow_only_in_comparison_with_pulls_of_peers() -> None:
     book = VitalsBook()
     for i in range(3):
         book.heard(f"d{i}", 1, "g", Vitals(num_pulls=10, pull_s=0.2), 1.0)

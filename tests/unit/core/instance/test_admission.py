@@ -79,7 +79,7 @@ def test_an_aborted_prefill_keeps_its_range_while_it_may_be_read() -> None:
 
 
 @pytest.mark.parametrize("landing_first", [True, False])
-def test_a_decode_keeps_its_slot_until_it_ended_and_its_landing_is_free(
+def test_a_decode_keeps_its_slot_until_it_has_ended_and_its_landing_is_free(
     landing_first: bool,
 ) -> None:
     admission = Admission(CAPACITY)
@@ -139,7 +139,7 @@ def test_a_prompt_that_an_empty_instance_cannot_hold_is_always_too_long(too_long
     assert decision == Refused(RefusalReason.TOO_LONG, 0, decision.detail)  # type: ignore[union-attr]
 
 
-def test_more_blocks_than_there_are_is_too_long_too() -> None:
+def test_a_prompt_that_needs_more_blocks_than_exist_is_too_long() -> None:
     admission = Admission(replace(CAPACITY, num_blocks=4))
     assert refusal(admission.admit(ask(1, num_tokens=300), 0)) is RefusalReason.TOO_LONG
 
@@ -181,7 +181,7 @@ def test_retry_after_follows_how_long_slots_are_held() -> None:
     assert waits[-1] == pytest.approx(500, abs=5)
 
 
-def test_everything_said_twice_or_of_an_unknown_leg_is_ignored() -> None:
+def test_repeated_events_and_events_of_unknown_legs_are_ignored() -> None:
     admission = Admission(CAPACITY)
     admission.admit(ask(1), 0)
     for _ in range(2):
@@ -213,7 +213,9 @@ def test_legs_use_no_more_adapters_at_once_than_there_are_slots() -> None:
         assert isinstance(admission.admit(ask(leg, Work.LOCAL, adapter=adapter), 0), Admitted)
     third = admission.admit(ask(9, Work.LOCAL, adapter="c"), 0)
     assert refusal(third) is RefusalReason.BUSY
-    assert isinstance(admission.admit(ask(3, Work.LOCAL), 0), Admitted), "one without takes none"
+    assert isinstance(admission.admit(ask(3, Work.LOCAL), 0), Admitted), (
+        "a leg without an adapter takes no adapter slot"
+    )
     admission.ended(0, 1)
     assert refusal(admission.admit(ask(9, Work.LOCAL, adapter="c"), 1)) is RefusalReason.BUSY
     admission.ended(1, 1)

@@ -22,7 +22,7 @@ def watch() -> EngineWatch:
     return EngineWatch(slow_s=4.0, hung_s=20.0)
 
 
-def test_one_ping_is_out_at_a_time() -> None:
+def test_only_one_ping_is_pending_at_a_time() -> None:
     engine = watch()
     assert engine.handle(Tick(), 0.0) == [SendPing()]
     assert engine.handle(Tick(), 1.0) == []
@@ -31,7 +31,7 @@ def test_one_ping_is_out_at_a_time() -> None:
     assert engine.handle(Tick(), 2.0) == [SendPing()]
 
 
-def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
+def test_silence_is_first_a_suspicion_then_a_proof_then_the_end_of_the_engine() -> None:
     engine = watch()
     effects = [(now, e) for now in range(22) for e in engine.handle(Tick(), float(now))]
     assert effects == [(0, SendPing()), (20, DeclareHung(20.0)), (21, DeclareHung(21.0))]

@@ -90,7 +90,7 @@ def test_peers_come_and_go_while_it_serves() -> None:
 
 
 @pytest.mark.fault("F12", "F13")
-def test_a_master_that_was_followed_by_another_is_not_heeded() -> None:
+def test_orders_from_a_replaced_master_are_ignored() -> None:
     one = InstanceLife(INCARNATION)
     one.handle(assigned(Stage.SERVE, epoch=5), 0)
     one.handle(life.Loaded(), 0)
@@ -107,7 +107,7 @@ def test_a_master_that_was_followed_by_another_is_not_heeded() -> None:
 
 
 @pytest.mark.fault("F21")
-def test_a_master_that_knows_less_of_the_role_than_was_loaded_is_heeded() -> None:
+def test_an_order_with_less_detail_than_the_loaded_role_is_followed() -> None:
     """Assignments were lost with their bucket and written again from the records, which say
     less.
     """
@@ -122,7 +122,7 @@ def test_a_master_that_knows_less_of_the_role_than_was_loaded_is_heeded() -> Non
     assert one.handle(life.Assigned(upgrade), 2) == [life.Ignored.OTHER_ROLE]
 
 
-def test_one_with_a_role_of_its_own_takes_the_revision_it_is_given() -> None:
+def test_an_instance_with_a_configured_role_takes_the_revision_it_is_given() -> None:
     one = InstanceLife(INCARNATION, RoleSpec(Role.DECODE, "g", "s", model="mine"))
     assert one.handle(assigned(Stage.SERVE, Role.DECODE, PEERS[0]), 0) == [life.Verify(PEERS[0])]
     assert one.phase is Phase.READY
@@ -140,7 +140,7 @@ def test_another_role_needs_another_incarnation() -> None:
     assert one.phase is Phase.READY
 
 
-def test_one_that_is_not_drained_to_its_end_may_be_taken_back() -> None:
+def test_an_instance_may_be_taken_back_before_its_drain_has_ended() -> None:
     one = InstanceLife(INCARNATION, ROLE_SPECS[0])
     assert one.handle(assigned(Stage.DRAIN), 0) == [life.RefuseRequests()]
     assert one.handle(assigned(Stage.SERVE), 1) == [life.AdmitRequests()]

@@ -84,7 +84,7 @@ def test_no_batch_is_slowed_by_three_percent_where_a_fixed_number_slows_the_larg
 
 
 @pytest.mark.req("S118")
-def test_a_small_model_on_a_cpu_proposes_none_in_large_batches() -> None:
+def test_a_small_model_on_a_cpu_proposes_no_tokens_in_large_batches() -> None:
     assert Speculation(4, 0.6, CPU_COST).num_proposed(256) == 0
     assert Speculation(4, 0.05, CPU_COST).num_proposed(1) == 0
 
@@ -104,7 +104,7 @@ class Writing:
         self.seconds, self.num_drawn, self.num_proposed = 0.0, 0, 0
         for _ in range(num_steps):
             count = adaptive.counts()[self.batch]
-            assert type(count) is int, "vLLM compiles what it does with it"
+            assert type(count) is int, "vLLM compiles its code for this number"
             self.num_proposed += count * self.batch
             self.seconds += self.law.step_s(self.batch, self.batch * 100)
             self.seconds += self.batch * count * self.law.prefill_token_s
@@ -145,7 +145,7 @@ def test_no_setting_slows_any_text_by_three_percent(
 
 @pytest.mark.req("S118")
 def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None:
-    """The control of the test above: without measuring, text is slowed."""
+    """The control of the test above: with a fixed acceptance, this text is slowed."""
     assumed = Speculation(4, 0.9, SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0))
     count = assumed.num_proposed(16)
     assert count > 0

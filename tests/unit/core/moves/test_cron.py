@@ -38,7 +38,7 @@ def at(text: str, start: float = MIDNIGHT, zone: str = "UTC", count: int = 1) ->
         ("0 0 29 2 *", ["Tue 02-29 00:00"]),
     ],
 )
-def test_cron_fires_when_cron_does(text: str, expected: list[str]) -> None:
+def test_an_expression_fires_when_cron_fires(text: str, expected: list[str]) -> None:
     assert at(text, count=len(expected)) == expected
 
 
@@ -54,7 +54,7 @@ def test_cron_fires_when_cron_does(text: str, expected: list[str]) -> None:
         ("0 ٨ * * *", "hour"),
     ],
 )
-def test_a_wrong_expression_is_refused_by_field(text: str, why: str) -> None:
+def test_the_refusal_of_a_wrong_expression_names_its_field(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Cron.parse(text)
 

@@ -36,7 +36,7 @@ def to_prefill(group_id: str = "chat-0") -> Move:
 
 
 @pytest.mark.req("S28")
-def test_the_survivors_carry_what_the_one_that_leaves_carried() -> None:
+def test_the_remaining_instances_carry_the_load_of_the_one_that_leaves() -> None:
     after = applied(GROUPS, to_prefill())["chat-0"]
     assert (after.num_prefill, after.num_decode) == (4, 4)
     assert after.decode_busy == pytest.approx(0.2 * 5 / 4)
@@ -44,7 +44,7 @@ def test_the_survivors_carry_what_the_one_that_leaves_carried() -> None:
 
 
 @pytest.mark.req("S28")
-def test_a_move_that_would_overload_the_survivors_is_refused() -> None:
+def test_a_move_that_would_overload_the_remaining_instances_is_refused() -> None:
     """dynamo#9294 oscillated between 2 and 1 because it looked at the load before the move."""
     busy = {**GROUPS, "chat-1": replace(GROUPS["chat-1"], decode_busy=0.6)}
     assert refusal(to_prefill("chat-1"), busy, MAX_BUSY) == "1 decode of chat-1 would be 120% busy"
@@ -52,7 +52,7 @@ def test_a_move_that_would_overload_the_survivors_is_refused() -> None:
 
 
 @pytest.mark.req("S28")
-def test_an_unknown_load_refuses_and_is_not_taken_for_idle() -> None:
+def test_an_unknown_load_refuses_a_move_and_does_not_count_as_idle() -> None:
     """dynamo#14575: a metrics outage read as no load."""
     unknown = {**GROUPS, "chat-0": replace(CHAT, decode_busy=None)}
     assert "unknown" in (refusal(to_prefill(), unknown, MAX_BUSY) or "")
@@ -108,7 +108,7 @@ def test_a_group_is_lent_only_if_the_others_carry_its_traffic() -> None:
 
 
 @pytest.mark.req("S11", "S31")
-def test_of_two_groups_of_one_pair_one_is_lent_where_the_scenario_allows_a_single_one() -> None:
+def test_one_of_two_groups_is_lent_if_the_scenario_allows_a_single_instance_per_role() -> None:
     pair = GroupShape("a", "chat", 1, 1, 0.0, 0.0)
     lend = Move("a", MoveKind.LEND, None, TRAINING_POOL)
     groups = {"a": pair, "b": replace(pair, group_id="b")}

@@ -57,7 +57,7 @@ def test_plans_of_a_scenario_run_one_after_the_other_and_those_of_others_beside_
     assert second.move.role is P
 
 
-def test_a_plan_ends_at_the_move_that_failed_or_may_not_be_made_any_more() -> None:
+def test_a_plan_ends_at_a_move_that_failed_or_is_no_longer_allowed() -> None:
     runner = PlanRunner()
     runner.handle(asked(D, 2), 0.0)
     runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.1)}), 0.0)
@@ -69,7 +69,7 @@ def test_a_plan_ends_at_the_move_that_failed_or_may_not_be_made_any_more() -> No
     assert not runner.is_busy("chat")
 
 
-def test_a_move_of_which_nothing_is_heard_is_given_up_and_waiting_plans_have_a_bound() -> None:
+def test_a_move_without_news_is_given_up_and_the_number_of_waiting_plans_is_bounded() -> None:
     runner = PlanRunner(move_timeout_s=100)
     groups = {"g0": replace(GROUP, prefill_busy=0.1)}
     runner.handle(asked(D), 0.0)

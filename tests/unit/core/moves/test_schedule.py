@@ -34,7 +34,7 @@ def entry(what: ScheduleAction, cron: str, count: int = 2, name: str = "") -> Sc
 
 
 @pytest.mark.req("S21")
-def test_two_groups_at_a_time_fire_within_a_second_of_it_once_a_day() -> None:
+def test_a_daily_schedule_for_two_groups_fires_once_within_a_second_of_its_time() -> None:
     schedule, fired = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")]), []
     for day in range(3):
         for second in range(-60, 60):  # a shell that ticks every second
@@ -62,7 +62,7 @@ def test_ticking_more_often_fires_no_more() -> None:
 
 
 @pytest.mark.req("S11")
-def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
+def test_the_next_time_of_a_schedule_is_computed_once_and_not_at_every_tick() -> None:
     """Otherwise a thousand schedules would take a tenth of the leader's loop."""
     asked: list[float] = []
 
@@ -101,7 +101,7 @@ def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
     assert {m.kind for m in back.plan.moves} == {MoveKind.RECLAIM}
 
 
-def test_the_least_busy_groups_are_lent_and_of_equals_the_newest() -> None:
+def test_the_least_busy_groups_are_lent_and_among_equals_the_newest() -> None:
     groups = {**GROUPS, "chat-1": GroupShape("chat-1", "chat", 3, 5, 0.0, 0.05),
               "chat-3": GroupShape("chat-3", "chat", 3, 5, None, None)}  # fmt: skip
     schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
@@ -182,7 +182,7 @@ def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> 
 def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
-    schedule.set_up_took("chat", 1200.0)  # so it must begin half an hour early
+    schedule.set_up_took("chat", 1200.0)  # so the reclaim must begin half an hour early
     (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
     assert due.plan is not None
     assert due.late_s == 1740
@@ -198,7 +198,7 @@ def test_a_line_keeps_its_name_wherever_it_stands_and_however_it_is_spaced() -> 
     assert len({e.name for e in entries_from([lend, lend, more, other])}) == 4
 
 
-def test_there_may_be_nothing_to_do() -> None:
+def test_a_schedule_with_nothing_to_do_makes_no_plan() -> None:
     schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
     (due,) = schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)

@@ -8,7 +8,7 @@ from tests.support.placements import QUERY, load, make, pair, planned
 
 
 @pytest.mark.req("S7")
-def test_round_robin_takes_turns_and_least_connections_takes_the_idlest() -> None:
+def test_round_robin_takes_instances_in_turn_and_least_connections_takes_the_idlest() -> None:
     placement = make(*pair(), policy="round_robin")
     firsts = [planned(placement, QUERY, prefill_0=10).prefills[0].instance_id for _ in range(4)]
     assert firsts == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]

@@ -38,7 +38,7 @@ def test_only_healthy_admitting_instances_are_candidates(spoil: Callable[[Fleet]
     assert [c.instance_id for c in plan.prefills] == ["prefill-1"]
 
 
-def test_a_verdict_on_another_incarnation_and_one_whose_judge_is_gone_do_not_count() -> None:
+def test_verdicts_on_another_incarnation_or_from_a_lost_health_monitor_do_not_count() -> None:
     placement = make(*pair())
     placement.fleet.handle(HealthJudged("prefill-0", 99, Health.DEAD), 0.0)
     placement.fleet.handle(HealthJudged("prefill-1", 1, Health.SUSPECT), 0.0)
@@ -53,7 +53,7 @@ def test_a_verdict_that_comes_before_the_record_counts() -> None:
     assert len(planned(placement, QUERY).prefills) == 2
 
 
-def test_an_instance_out_of_service_gets_nothing_whatever_its_record_says() -> None:
+def test_an_instance_out_of_service_gets_no_requests_whatever_its_record_says() -> None:
     placement = make(*pair())
     fleet = placement.fleet
     fleet.handle(OutOfServiceSeen(frozenset({"prefill-0", "decode-0"})), 0.0)

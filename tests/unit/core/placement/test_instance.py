@@ -1,4 +1,4 @@
-"""Which instances may get requests."""
+"""Which instances may get requests after a fault was judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.placements import QUERY, make, pair, planned
     ("level", "held_back", "is_left_out"),
     [(Level.TRANSIENT, "", False), (Level.PROCESS, "", True), (Level.LOST, "panic", False)],
 )
-def test_from_level_two_on_an_instance_is_left_out_unless_that_is_held_back(
+def test_from_level_two_on_an_instance_is_left_out_unless_its_ejection_is_held_back(
     level: Level, held_back: str, is_left_out: bool
 ) -> None:
     placement = make(*pair())

@@ -93,7 +93,7 @@ def test_a_request_stays_in_its_scenario(scenario: str, expected: str) -> None:
 
 
 @pytest.mark.req("S58")
-def test_the_own_region_comes_first_however_busy_it_is() -> None:
+def test_the_region_of_the_gateway_comes_first_however_busy_it_is() -> None:
     made = LocalRanking(region="us")
     made.see(instance(f"{r}-{where}", region=where) for r in "pd" for where in ("eu", "us"))
     plan = made.rank(_QUERY, lambda name, _: 5 * name.endswith("us"))
@@ -113,7 +113,7 @@ def test_without_a_pair_one_role_does_both_phases(names: str, expected: str) -> 
     assert named(ranking(*names.split()).rank(_QUERY, none_open)) == expected
 
 
-def test_instances_of_another_pair_make_none() -> None:
+def test_instances_of_different_pairs_are_not_combined() -> None:
     made = LocalRanking()
     made.see([instance("p-0"), instance("d-0", pair="g/other")])
     assert named(made.rank(_QUERY, none_open)) == "p-0 colocated"
@@ -124,7 +124,7 @@ def test_instances_of_another_pair_make_none() -> None:
     [
         ("p-0", "", "p-1 d-0 d-1"),
         ("", "p-0 d-1", "p-1 d-0"),
-        ("", "p-0 p-1", "d-0 d-1 colocated"),  # rather than one that is avoided
+        ("", "p-0 p-1", "d-0 d-1 colocated"),  # rather than an avoided instance
         ("", "p-0 p-1 d-0 d-1", "p-0 p-1 d-0 d-1"),
         ("p-0 d-0", "p-1 d-1", "p-1 d-1"),
         ("p-0 p-1 d-0 d-1", "", ""),

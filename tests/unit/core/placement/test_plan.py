@@ -84,7 +84,7 @@ def test_a_whole_group_goes_before_one_that_lost_a_role() -> None:
     ]
 
 
-def test_alone_an_instance_must_have_room_for_the_answer_too() -> None:
+def test_an_instance_that_does_both_phases_must_have_room_for_the_answer_too() -> None:
     small = identity("prefill-0", Role.PREFILL, num_kv_blocks=10)
     plan = make(small).plan(QUERY, {}, now=0.0)
     assert isinstance(plan, NoPlan)
@@ -148,9 +148,7 @@ def test_a_pair_with_an_exclusion_is_not_planned_but_both_serve_in_other_pairs()
 
 
 @pytest.mark.fault("F34")
-def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_is_the_last() -> (
-    None
-):
+def test_a_prefill_ejected_by_every_decode_is_no_candidate_and_an_avoided_one_is_the_last() -> None:
     refused = held(SourceFault.CORRUPT, "prefill-0")
     plan = planned(excluding(decode_0=refused, decode_1=refused), QUERY, prefill_0=10)
     assert [c.instance_id for c in plan.prefills] == ["prefill-1"]
@@ -180,7 +178,7 @@ def test_if_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None
     for seed in range(40):
         placement.rng.seed(seed)
         groups.add(planned(placement, QUERY).group_id)
-    assert groups == {"g0", "g9"}, "a group that lost a role is not alone with the work"
+    assert groups == {"g0", "g9"}, "a group that lost a role does not get all the work"
     one_link = planned(excluding(decode_0=avoided), QUERY)
     assert one_link.decodes[0].instance_id == "decode-1", "a pair is left"
     assert not any(c.is_local for c in one_link.prefills)

@@ -85,14 +85,14 @@ def test_a_busy_holder_of_the_prefix_yields_to_an_idle_instance() -> None:
 
 
 @pytest.mark.req("S93")
-def test_when_all_are_busy_the_earliest_available_comes_first() -> None:
+def test_if_all_prefills_are_busy_the_one_that_is_free_soonest_comes_first() -> None:
     placement = make(*pair())
     for name, until in (("prefill-0", 5.0), ("prefill-1", 2.0)):
         placement.fleet.instances[name].available_at = until
     assert planned(placement, QUERY).prefills[0].instance_id == "prefill-1"
 
 
-def test_decode_is_drawn_in_proportion_to_its_free_capacity() -> None:
+def test_a_decode_is_drawn_with_a_probability_proportional_to_its_free_capacity() -> None:
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=64, max_tokens=0)
     firsts: Counter[str] = Counter()

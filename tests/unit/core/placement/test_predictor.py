@@ -26,19 +26,21 @@ def learn(fit: PrefillFit, law: Law, count: int, seed: int = 1, noise: float = 0
 
 @pytest.mark.req("S93", "S107")
 @pytest.mark.parametrize("law", [DEMO, SMOLLM2_CPU, MOCKER])
-def test_it_learns_each_law_within_a_few_percent_from_a_hundred_prompts(law: Law) -> None:
+def test_the_predictor_learns_each_law_within_a_few_percent_from_a_hundred_prompts(
+    law: Law,
+) -> None:
     errors = learn(PrefillFit(), law, 600)
     assert statistics.mean(errors[100:]) < 0.05
 
 
 @pytest.mark.req("S93")
-def test_a_fifth_of_noise_costs_no_more_than_itself() -> None:
+def test_noise_of_a_fifth_adds_no_more_than_its_own_mean_to_the_error() -> None:
     errors = learn(PrefillFit(), SMOLLM2_CPU, 1000, noise=0.2)
     assert statistics.mean(errors[200:]) < 0.13  # the noise's own mean is 0.10
 
 
 @pytest.mark.req("S107")
-def test_it_follows_an_instance_that_became_half_as_fast() -> None:
+def test_the_predictor_follows_an_instance_that_became_half_as_fast() -> None:
     fit = PrefillFit()
     learn(fit, SMOLLM2_CPU, 1000)
     slow = Law("slow", 2 * 0.015, 2 * 0.00037, 2 * 2e-8)
@@ -48,7 +50,7 @@ def test_it_follows_an_instance_that_became_half_as_fast() -> None:
     assert fit.error < 0.1
 
 
-def test_the_same_prompt_for_ever_does_not_make_it_forget_how_to_be_certain() -> None:
+def test_equal_prompts_for_ever_do_not_make_the_uncertainty_explode() -> None:
     """With one length, four of five directions are never excited, and plain forgetting would make
     their uncertainty explode.
     """

@@ -27,7 +27,7 @@ def test_a_dispatched_request_counts_until_a_later_report_includes_it() -> None:
 
 @pytest.mark.req("S93")
 def test_a_booking_settles_when_any_instance_names_its_request() -> None:
-    """The first candidate refused, the second took it: the first is free again at once."""
+    """If the first candidate refuses and the second accepts, the first is free again at once."""
     placement = make(*pair())
     query = replace(QUERY, request_id="r1")
     plan = planned(placement, query)

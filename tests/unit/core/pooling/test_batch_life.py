@@ -55,7 +55,7 @@ class Batch:
         self.tell(Begun())
 
     def tell(self, event: Event) -> list[Effect]:
-        """What it does about it; a ranking is answered at once."""
+        """The effects of one event; a request for a ranking is answered at once."""
         found: list[Effect] = []
         left = self.life.handle(event, self.now)
         while left:
@@ -72,7 +72,7 @@ class Batch:
         return found
 
     def wait(self, seconds: float) -> list[Effect]:
-        """Ticks as its timer would, until so much time has passed."""
+        """Ticks whenever the batch's timer would, until so much time has passed."""
         until, found = self.now + seconds, list[Effect]()
         while not self.life.is_over and self.life.wake_at <= until:
             self.now = max(self.now, self.life.wake_at)
@@ -89,7 +89,7 @@ class Batch:
         return next((e.error for e in self.effects if isinstance(e, GiveBatchUp)), None)
 
 
-def test_an_answer_ends_it_also_without_an_acceptance_before() -> None:
+def test_an_answer_ends_a_batch_even_if_no_acceptance_came_before() -> None:
     batch = Batch(A, B)
     assert batch.tell(Answered(1)) == [Done()]
     assert batch.asked == [A]
@@ -103,7 +103,7 @@ def test_a_busy_instance_is_followed_by_the_next() -> None:
     assert batch.life.num_rejections == 1
 
 
-def test_when_all_are_busy_it_waits_for_a_slot_of_each_and_is_called() -> None:
+def test_if_all_instances_are_busy_a_batch_waits_and_is_called_when_a_slot_is_free() -> None:
     batch = Batch(A, B)
     batch.tell(BatchRejected(1))
     assert batch.tell(BatchRejected(2)) == [WaitForPlace((A, B), 5.0)]
@@ -112,7 +112,7 @@ def test_when_all_are_busy_it_waits_for_a_slot_of_each_and_is_called() -> None:
     assert batch.asked == [A, B, A]
 
 
-def test_a_wait_that_is_not_called_asks_again_ever_less_often_and_ends_in_time() -> None:
+def test_a_batch_that_is_not_called_asks_again_ever_less_often_until_its_deadline() -> None:
     batch = Batch(A)
     batch.tell(BatchRejected(1))
     times: list[float] = []
@@ -127,21 +127,21 @@ def test_a_wait_that_is_not_called_asks_again_ever_less_often_and_ends_in_time()
     assert isinstance(batch.error, Overloaded)
 
 
-def test_without_any_instance_it_waits_and_says_so() -> None:
+def test_a_batch_without_any_instance_waits_and_then_fails_with_that_reason() -> None:
     batch = Batch()
     assert batch.effects[-1] == WaitForPlace((), 5.0)
     batch.wait(5.0)
     assert isinstance(batch.error, NoInstance)
 
 
-def test_an_instance_that_comes_while_it_waits_is_asked() -> None:
+def test_an_instance_that_appears_while_a_batch_waits_is_asked() -> None:
     batch = Batch()
     batch.instances = (A,)
     batch.wait(0.25)
     assert batch.asked == [A]
 
 
-def test_a_full_waiting_room_refuses_it() -> None:
+def test_a_full_waiting_room_refuses_a_batch() -> None:
     batch = Batch(A)
     batch.tell(BatchRejected(1))
     batch.tell(BatchEvicted())
@@ -172,7 +172,7 @@ def test_a_lost_instance_costs_a_run_on_another() -> None:
     assert batch.tell(Answered(2)) == [Done()]
 
 
-def test_inputs_that_two_instances_died_of_are_given_up() -> None:
+def test_inputs_that_killed_two_instances_are_given_up() -> None:
     batch = Batch(A, B, C)
     batch.tell(BatchLost(1))
     batch.tell(BatchLost(2))
@@ -198,7 +198,7 @@ def test_a_failure_goes_elsewhere_until_all_tries_are_used() -> None:
     assert len(batch.asked) == LIMITS.max_migrations + 1
 
 
-def test_a_failure_that_no_instance_would_mend_is_told_at_once() -> None:
+def test_a_failure_that_would_recur_on_any_instance_ends_the_batch_at_once() -> None:
     batch = Batch(A, B)
     error = InvalidRequest("no")
     assert batch.tell(BatchFailed(1, error, is_retryable=False)) == [GiveBatchUp(error)]
@@ -221,13 +221,13 @@ def test_an_accepted_batch_has_time_until_the_deadline() -> None:
     assert Abort() in batch.effects
 
 
-def test_an_instance_that_cannot_be_sent_to_is_passed_over() -> None:
+def test_an_unreachable_instance_is_passed_over() -> None:
     batch = Batch(A, B)
     batch.tell(Unsent())
     assert batch.asked == [A, B]
 
 
-def test_if_all_others_are_gone_an_instance_that_failed_is_asked_again() -> None:
+def test_an_instance_that_failed_is_asked_again_if_all_others_are_gone() -> None:
     batch = Batch(A)
     batch.tell(BatchFailed(1, EngineFailed("no"), is_retryable=True))
     batch.wait(0.25)
@@ -235,7 +235,7 @@ def test_if_all_others_are_gone_an_instance_that_failed_is_asked_again() -> None
 
 
 @pytest.mark.parametrize("event", [BatchAccepted(7), BatchRejected(7), Answered(7), BatchLost(7)])
-def test_news_of_another_attempt_changes_nothing(event: Event) -> None:
+def test_events_of_another_attempt_change_nothing(event: Event) -> None:
     batch = Batch(A, B)
     assert batch.tell(event) == []
     assert batch.tell(Answered(1)) == [Done()]

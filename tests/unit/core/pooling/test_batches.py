@@ -15,5 +15,5 @@ def test_each_input_is_in_one_batch_in_order_and_within_the_bounds(lengths: list
         assert len(batch) == 1 or sum(lengths[i] for i in batch) <= MAX_BATCH_TOKENS
 
 
-def test_few_short_inputs_go_together() -> None:
+def test_a_few_short_inputs_share_a_batch() -> None:
     assert list(batches([5] * MAX_BATCH_INPUTS)) == [range(MAX_BATCH_INPUTS)]

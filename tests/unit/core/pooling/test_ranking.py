@@ -12,12 +12,12 @@ def instance(peer: PeerId, num_used: int = 0, region: str = "") -> PoolingInstan
     return PoolingInstance(peer, "m", "", region, 4, num_used)
 
 
-def test_the_least_busy_comes_first() -> None:
+def test_the_least_busy_instance_comes_first() -> None:
     found = ranked([instance(A, 2), instance(B, 1), instance(C, 3)], PoolingQuery("m"))
     assert found == [B, A, C]
 
 
-def test_only_instances_of_the_model_and_the_scenario_count() -> None:
+def test_only_instances_of_the_model_and_scenario_are_ranked() -> None:
     others = [
         replace(instance(A), model="other"),
         replace(instance(B), scenario="search"),
@@ -33,7 +33,7 @@ def test_an_excluded_incarnation_is_left_out_and_its_successor_is_not() -> None:
     assert found == [again]
 
 
-def test_avoided_ones_come_last_then_full_ones_then_far_ones() -> None:
+def test_avoided_full_and_far_instances_come_last() -> None:
     d = PeerId("d", 1)
     instances = [
         instance(A, 0, "here"),
@@ -45,6 +45,6 @@ def test_avoided_ones_come_last_then_full_ones_then_far_ones() -> None:
     assert found == [d, C, B, A]
 
 
-def test_equally_busy_ones_are_ordered_by_their_ties() -> None:
+def test_equally_busy_instances_are_ordered_by_their_tie_breakers() -> None:
     instances = [replace(instance(A), tie=b"2"), replace(instance(B), tie=b"1")]
     assert ranked(instances, PoolingQuery("m")) == [B, A]

@@ -139,7 +139,7 @@ def test_longer_outputs_move_one_instance_to_decode_and_no_second_one() -> None:
 
 
 @pytest.mark.req("S28")
-def test_a_move_after_which_fewer_are_answered_in_time_is_undone_and_not_repeated_at_once() -> None:
+def test_a_move_that_makes_answers_late_is_undone_and_not_repeated_at_once() -> None:
     loop = Loop()
     loop.windows(CALM, 10)
     loop.windows(LONGER, 3)

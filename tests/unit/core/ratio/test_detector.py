@@ -43,7 +43,7 @@ def learnt(window: Window = CALM) -> BottleneckDetector:
         (replace(CALM, t_p_s=0.65, t_d_s=2.6), None),  # everything is slower
     ],
 )  # fmt: skip
-def test_e2e_and_the_share_of_prefill_tell_what_is_short(
+def test_e2e_and_the_share_of_prefill_tell_which_role_is_short(
     changed: Window, short_of: Role | None
 ) -> None:
     detector = learnt()

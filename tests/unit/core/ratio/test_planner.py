@@ -34,7 +34,7 @@ def test_a_blank_instance_is_taken_if_the_other_role_has_none_to_spare() -> None
     )
 
 
-def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
+def test_without_a_blank_instance_one_of_another_group_of_the_model_is_moved() -> None:
     groups = {
         "g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8, model="m"),
         "idle": GroupShape("idle", "code", 4, 4, 0.1, 0.1, model="m"),
@@ -44,7 +44,7 @@ def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
     assert choice.move == Move("idle", MoveKind.MOVE, P, "g0", "why")
 
 
-def test_a_role_change_that_would_only_turn_the_bottleneck_round_is_no_candidate() -> None:
+def test_a_role_change_that_would_only_move_the_bottleneck_is_no_candidate() -> None:
     """Two decodes at 60 % would leave one at 120 %: then decodes would be short."""
     choice = next_move(
         P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
@@ -68,7 +68,7 @@ def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None
 
 
 @pytest.mark.req("S58")
-def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
+def test_a_ratio_takes_instances_only_from_its_own_region() -> None:
     """The other region has a group with room, and blank instances. Neither can help here."""
     short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
     idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)

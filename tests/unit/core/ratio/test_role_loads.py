@@ -52,7 +52,7 @@ def test_a_prefill_is_busy_while_it_computes_not_while_its_prompts_wait_for_a_de
 
 
 @pytest.mark.req("S28")
-def test_one_that_never_reported_makes_its_roles_load_unknown() -> None:
+def test_an_instance_that_never_reported_makes_the_load_of_its_role_unknown() -> None:
     found, loads = fleet(), RoleLoads()
     report(found, "p0", used=1)
     report(found, "d0", used=1)
@@ -62,7 +62,7 @@ def test_one_that_never_reported_makes_its_roles_load_unknown() -> None:
     assert loads.busy(["nobody"], P) is None
 
 
-def test_a_window_forgets_the_one_before() -> None:
+def test_a_window_keeps_nothing_of_the_window_before() -> None:
     found, loads = fleet(), RoleLoads()
     report(found, "d0", used=4)
     sample(found, loads, 0, 10)

@@ -62,13 +62,13 @@ def test_a_request_that_waits_for_a_decode_slows_no_decode() -> None:
 
 
 @pytest.mark.req("S2")
-def test_refused_requests_came_too() -> None:
+def test_refused_requests_count_as_arrivals() -> None:
     """I_t counts arrivals: under overload, Phi is bounded by the instances, not by how many
     requests they answered.
     """
     scenarios = Scenarios()
     scenarios.unanswered("chat", now=0.0)
-    assert not scenarios.items(), "a name nobody serves is no scenario"
+    assert not scenarios.items(), "a name that no instance serves is not a scenario"
     for i in range(60):
         scenarios.handle(REQUEST, now=i * 0.5)
         for _ in range(49):
@@ -79,13 +79,13 @@ def test_refused_requests_came_too() -> None:
     assert phi.value == pytest.approx(20.0 / 3)
 
 
-def test_places_are_those_of_usable_instances_of_the_scenario() -> None:
+def test_slots_are_those_of_usable_instances_of_the_scenario() -> None:
     found = slots_by_role("chat", fleet().instances.values())
     assert found == {Role.PREFILL: RoleSlots(2, 4), Role.DECODE: RoleSlots(1, 22)}
 
 
 @pytest.mark.req("S4")
-def test_scenarios_do_not_touch_each_other() -> None:
+def test_the_numbers_of_one_scenario_do_not_affect_another() -> None:
     scenarios = Scenarios()
     scenarios.handle(REQUEST, 0.0)
     for _ in range(50):

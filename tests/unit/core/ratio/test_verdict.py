@@ -32,7 +32,7 @@ def verdict(before: Window, after: Window, rate_per_s: float = 10.0) -> Verdict:
 
 
 @pytest.mark.req("S28")
-def test_a_move_is_turned_back_for_harm_that_was_seen() -> None:
+def test_a_move_is_undone_for_harm_that_was_measured() -> None:
     slower = replace(CALM, t_d_s=2.5)
     assert verdict(CALM, CALM) == Verdict("", "E2E 2.5 -> 2.5 s")
     assert verdict(CALM, slower).harm == "E2E rose from 2.5 to 3 s"
@@ -68,7 +68,7 @@ def test_windows_before_another_plan_ended_do_not_count() -> None:
 
 
 @pytest.mark.req("S28")
-def test_a_move_that_did_harm_waits_twice_as_long_each_time_up_to_a_bound() -> None:
+def test_the_wait_after_a_harmful_move_doubles_up_to_a_bound() -> None:
     cooldown, now = Cooldown(first_s=100.0, max_s=300.0), 0.0
     for wait_s in (100.0, 200.0, 300.0, 300.0):
         cooldown.failed(D, now)
@@ -79,7 +79,7 @@ def test_a_move_that_did_harm_waits_twice_as_long_each_time_up_to_a_bound() -> N
 
 
 @pytest.mark.req("S28")
-def test_roles_that_alternate_wait_longer_each_time_and_a_calm_time_ends_that() -> None:
+def test_the_wait_grows_while_moves_alternate_between_roles_until_a_calm_time() -> None:
     cooldown = Cooldown(first_s=100.0, max_s=300.0)
     cooldown.kept(D, now=0.0)
     assert cooldown.covers(P, 99.0)

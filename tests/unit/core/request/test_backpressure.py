@@ -46,7 +46,7 @@ def test_a_gateway_that_fell_silent_has_no_queue() -> None:
     assert book.waiting("chat", MAX_AGE_S + 0.1) == {1: 2}
 
 
-def test_a_newcomer_that_cannot_be_served_in_time_is_refused_with_the_time_to_come_back() -> None:
+def test_a_request_that_cannot_be_served_in_time_is_refused_with_a_time_to_retry() -> None:
     view = heard({1: 10})  # 20 wait elsewhere
     assert view.refusal("chat", {1: 10}, 1, ttft_s=3.0, now=0.1) is None
     assert view.refusal("chat", {1: 10}, 1, ttft_s=2.0, now=0.1) == QueueRefusal(
@@ -54,14 +54,14 @@ def test_a_newcomer_that_cannot_be_served_in_time_is_refused_with_the_time_to_co
     )
 
 
-def test_the_own_queue_counts_as_it_is_now() -> None:
+def test_a_gateway_counts_its_own_queue_as_it_is_now() -> None:
     view = heard({1: 30})
     assert view.refusal("chat", {1: 30}, 1, ttft_s=2.0, now=0.1) is not None
     assert view.refusal("chat", {1: 20}, 1, ttft_s=2.0, now=0.1) is None
-    assert view.refusal("chat", {}, 1, ttft_s=0.01, now=0.1) is None, "nobody is before it"
+    assert view.refusal("chat", {}, 1, ttft_s=0.01, now=0.1) is None, "no request is ahead of it"
 
 
-def test_at_the_limit_of_the_queue_it_is_full_however_fast_it_moves() -> None:
+def test_a_queue_at_its_limit_is_full_however_fast_it_moves() -> None:
     view = heard({}, max_waiting=30, prefills_per_s=1000.0)
     refused = view.refusal("chat", {}, 1, ttft_s=60.0, now=0.1)
     assert refused is not None
@@ -100,7 +100,7 @@ def test_the_rate_is_looked_up_now_and_then_and_an_unknown_one_is_said_to_be_unk
     assert master.pressure("new", 0.0).prefills_per_s == 0.0
 
 
-def test_unserved_names_cost_served_scenarios_no_look() -> None:
+def test_unserved_names_do_not_push_out_the_rates_of_served_scenarios() -> None:
     """Clients choose the names: 256 unserved ones once made the master forget the known rates."""
     asked: list[str] = []
 

@@ -224,7 +224,7 @@ def test_the_death_of_a_prefill_ends_both_legs_and_the_request_migrates(loss: Ev
     assert again == [SendPrefill(NEXT, P1, 1, 0, 8)]
 
 
-def test_a_first_token_that_ends_the_text_frees_the_decode() -> None:
+def test_a_first_token_that_ends_the_answer_frees_the_early_decode() -> None:
     life = Life()
     life.say(LegAccepted(DECODE))
     effects = life.say(FirstToken(PREFILL, 7, "stop"))
@@ -262,7 +262,7 @@ def test_a_prefill_whose_engine_hangs_is_left_with_its_decode() -> None:
     assert life.say(Tick()) == [AbortLeg(PREFILL), AbortLeg(DECODE), AskPlan(2, 1, ("p0",))]
 
 
-def test_a_failure_that_no_retry_cures_ends_the_request() -> None:
+def test_a_failure_that_would_recur_anywhere_ends_the_request() -> None:
     life = Life()
     error = EngineFailed("x")
     effects = life.say(LegFailed(DECODE, error, is_retryable=False))

@@ -71,7 +71,7 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
     assert driven.feed(Tick()) == [AbortLeg(1), AskPlan(2, 1, ("f0",))]
 
 
-def test_a_leg_that_is_computed_past_is_left() -> None:
+def test_a_leg_that_its_engine_has_passed_over_is_left() -> None:
     """The engine works, but has forgotten this leg: it has computed twice what all open legs could
     take, and no token of this leg.
     """
@@ -98,7 +98,7 @@ def test_a_decode_waits_while_its_engine_computes_anothers_prompt() -> None:
     assert driven.request.num_migrations == 0
 
 
-def test_each_drawn_token_restarts_the_count_of_turns() -> None:
+def test_each_drawn_token_restarts_the_count_of_computed_tokens() -> None:
     driven = Driven(stall_s=5.0)
     driven.decode(num_tokens=1)
     for number in range(1, 10):
@@ -110,7 +110,7 @@ def test_each_drawn_token_restarts_the_count_of_turns() -> None:
     assert driven.request.num_migrations == 0
 
 
-def test_news_of_a_leg_that_was_left_says_nothing_of_the_next() -> None:
+def test_news_of_an_abandoned_leg_does_not_count_for_the_next() -> None:
     driven = accepted(stall_s=5.0)
     first = driven.key
     driven.now = 5.0
@@ -155,7 +155,7 @@ def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
 
 
 @pytest.mark.parametrize("stage", [KvStage.PULLING, KvStage.ARRIVED])
-def test_a_stage_that_is_said_again_and_again_hides_no_hung_engine(stage: KvStage) -> None:
+def test_repeated_reports_of_one_stage_do_not_hide_a_hung_engine(stage: KvStage) -> None:
     driven, key = handed_on(stall_s=5.0)
     for now in (1.0, 3.0, 5.0):
         driven.now = now
@@ -166,7 +166,7 @@ def test_a_stage_that_is_said_again_and_again_hides_no_hung_engine(stage: KvStag
     assert driven.feed(Tick())[-1] == AskPlan(2, 1, ("d0",))
 
 
-def test_no_stage_is_left_once_the_kv_is_there() -> None:
+def test_a_late_stage_report_changes_nothing_once_the_kv_is_there() -> None:
     driven, key = handed_on(stall_s=5.0)
     driven.now = 1.0
     driven.feed(LegKvReceived(key))
@@ -175,7 +175,7 @@ def test_no_stage_is_left_once_the_kv_is_there() -> None:
     assert driven.request.wake_at == 6.0
 
 
-def test_the_turn_counts_from_there_what_the_engine_computed_past_the_leg() -> None:
+def test_only_tokens_computed_after_the_kv_arrived_count_as_passing_the_leg_over() -> None:
     """While the leg waited for its KV, it had no turn, so the engine could not pass it over."""
     driven, key = handed_on(stall_s=5.0)
     driven.feed(EngineWorked(key, 0.0, 0, 100))
@@ -187,7 +187,7 @@ def test_the_turn_counts_from_there_what_the_engine_computed_past_the_leg() -> N
     assert driven.request.wake_at == 13.0
 
 
-def test_a_stage_is_word_of_the_acceptance_too() -> None:
+def test_a_stage_report_counts_as_acceptance_too() -> None:
     driven = Driven(stall_s=5.0, answer_s=3.0)
     driven.feed(PlanReceived(driven.plan, [PREFILL], [DECODE]))
     driven.feed(LegAccepted(driven.key))

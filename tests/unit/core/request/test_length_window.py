@@ -29,12 +29,12 @@ def test_the_window_is_the_dp_size_or_the_queue(depth: int, size: int) -> None:
 
 @pytest.mark.req("S91")
 @pytest.mark.parametrize("lengths", [(900,), (900, 10, 500), (900, 10, 500, 20)])
-def test_a_queue_no_longer_than_a_batch_goes_as_it_is(lengths: tuple[int, ...]) -> None:
+def test_a_queue_no_longer_than_a_batch_is_taken_in_its_order(lengths: tuple[int, ...]) -> None:
     assert LengthWindow(4).take(places(*lengths)) == list(range(len(lengths)))
 
 
 @pytest.mark.req("S90", "S91")
-def test_of_a_longer_queue_those_go_that_waste_least_and_the_window_follows_the_queue() -> None:
+def test_a_longer_queue_yields_the_batch_with_the_least_padding() -> None:
     window = LengthWindow(2)
     assert sorted(window.take(places(1000, 100, 400, 110))) == [1, 3]
     assert sorted(window.take([Place(0, 1000), Place(2, 400), Place(4, 990)])) == [0, 4]
@@ -105,7 +105,7 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
 
 
 @pytest.mark.req("S46", "S90")
-def test_fewer_than_a_batch_wait_for_room_but_for_no_others() -> None:
+def test_requests_too_few_for_a_batch_wait_for_room_but_not_for_more_requests() -> None:
     room: WaitingRoom[str] = WaitingRoom(16, window=LengthWindow(4))
     for until, name in enumerate("abc"):
         room.join(name, ["p"], float(until), num_tokens=100)
@@ -115,7 +115,7 @@ def test_fewer_than_a_batch_wait_for_room_but_for_no_others() -> None:
     room.join("e", ["p"], 1.0, num_tokens=100)
     assert number is not None
     room.leave(number.number)
-    assert room.call("p", 1) == ["e"], "d is gone and fills no batch"
+    assert room.call("p", 1) == ["e"], "d has left and no longer fills a batch"
     room.check_invariants()
 
 
@@ -136,7 +136,7 @@ def test_how_often_a_waiter_was_passed_over_is_known_though_tenants_take_turns()
     room.check_invariants()
 
 
-def test_an_instance_that_left_is_forgotten() -> None:
+def test_a_request_that_left_is_forgotten() -> None:
     window = LengthWindow(2)
     room: WaitingRoom[str] = WaitingRoom(64, window=window)
     joined = room.join("long", ["p"], 0.0, num_tokens=9000)

@@ -42,7 +42,9 @@ def waiting() -> Driven:
 
 
 @pytest.mark.req("S43", "S44")
-def test_it_counts_in_the_queue_from_the_first_rejection_until_a_prefill_takes_it() -> None:
+def test_a_request_counts_in_the_queue_from_its_first_rejection_until_a_prefill_accepts_it() -> (
+    None
+):
     driven = waiting()
     sent = SendPrefill(2, FUSIONS[0], 0, 0, 1000)
     assert driven.feed(SlotFreed("f0")) == [LeaveRoom(), sent]
@@ -52,13 +54,13 @@ def test_it_counts_in_the_queue_from_the_first_rejection_until_a_prefill_takes_i
     assert driven.feed(LegAccepted(3)) == [LeaveQueue()]
 
 
-def test_it_leaves_the_room_but_not_the_queue_to_ask_for_another_plan() -> None:
+def test_a_request_that_asks_for_another_plan_leaves_the_room_but_not_the_queue() -> None:
     driven = waiting()
     driven.now = driven.request.wake_at
     assert driven.feed(Tick()) == [LeaveRoom(), AskPlan(2, 0, ())]
 
 
-def test_a_client_that_leaves_frees_its_place_in_both() -> None:
+def test_a_client_that_leaves_frees_its_place_in_room_and_queue() -> None:
     assert waiting().feed(ClientGone()) == [LeaveRoom(), LeaveQueue(), Cancelled()]
 
 

@@ -56,7 +56,7 @@ def test_a_stream_that_fits_no_instance_now_waits_for_those_that_may_return() ->
     assert driven.request.phase is RequestPhase.WAITING_PLAN
     driven.now = driven.request.wake_at
     driven.feed(Tick())
-    assert driven.excluded == ("f1", "f2", "f3"), "they are asked no more"
+    assert driven.excluded == ("f1", "f2", "f3"), "they are not asked again"
     driven.feed(PlanReceived(driven.plan, FUSIONS[:1], []))
     driven.feed(LegAccepted(driven.key))
     assert driven.request.phase is RequestPhase.PREFILLING
@@ -110,7 +110,7 @@ def test_if_no_other_instance_has_room_a_request_waits_without_polling() -> None
     driven.now = driven.request.wake_at
     assert driven.now > 0.0
     driven.feed(Tick())
-    assert driven.excluded == ("f0",), "the others may be there again"
+    assert driven.excluded == ("f0",), "the others may have room again"
     driven.feed(PlanReceived(driven.plan, [], []))
     assert driven.error is NoInstance
 

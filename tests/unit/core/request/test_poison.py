@@ -12,7 +12,7 @@ from tests.support.driven_request import Driven
 
 
 @pytest.mark.fault("F38")
-def test_two_deaths_make_a_poison_for_ten_minutes() -> None:
+def test_a_prompt_that_killed_two_instances_is_poison_for_ten_minutes() -> None:
     book = PoisonBook(remember_s=600)
     book.add(b"x", [("d0", 1)], now=0.0)
     assert not book.is_poison(b"x", 1.0)
@@ -23,7 +23,7 @@ def test_two_deaths_make_a_poison_for_ten_minutes() -> None:
 
 
 @pytest.mark.fault("F38")
-def test_one_death_that_many_saw_is_one() -> None:
+def test_a_death_that_several_requests_saw_counts_once() -> None:
     """Two choices of a call, or two clients with one prompt, were on the decode that died. If the
     decode dies again after its restart, that is another death.
     """
@@ -62,7 +62,7 @@ def test_a_request_whose_instances_die_at_once_stops_after_two(death: str) -> No
 
 
 @pytest.mark.fault("F38")
-def test_instances_that_say_nothing_are_not_held_against_a_request() -> None:
+def test_silent_instances_do_not_count_as_deaths() -> None:
     driven = Driven()
     for _ in range(3):
         driven.decode(num_tokens=3)
@@ -74,7 +74,7 @@ def test_instances_that_say_nothing_are_not_held_against_a_request() -> None:
 
 
 @pytest.mark.fault("F38", "F7")
-def test_a_request_that_went_well_for_a_while_is_innocent_of_the_death() -> None:
+def test_a_request_that_ran_for_a_while_is_not_blamed_for_a_death() -> None:
     driven = Driven()
     for _ in range(3):
         driven.decode(num_tokens=40)

@@ -23,7 +23,7 @@ def test_each_request_earns_a_part_of_a_retry_up_to_the_reserve() -> None:
 
 
 @pytest.mark.fault("F38")
-def test_failures_that_are_no_death_are_bounded_by_the_budget_all_requests_share() -> None:
+def test_failures_without_a_death_are_bounded_by_the_shared_retry_budget() -> None:
     budget = RetryBudget(ratio=0.0, reserve=5.0)
     requests = [Driven(budget) for _ in range(4)]
     num_moves = 0

@@ -24,7 +24,7 @@ RULES = (
         ("text_completion", 101, None),
     ],
 )
-def test_the_first_rule_that_fits_decides(
+def test_the_first_matching_rule_decides(
     operation: str, num_tokens: int, expected: str | None
 ) -> None:
     assert scenario_by_rule(RULES, operation, num_tokens) == expected

@@ -12,7 +12,7 @@ from pdmesh.core.request.slo import ScenarioSlo, Slos
 def test_the_deadline_is_by_scenario_and_by_length() -> None:
     limits = RequestLimits(ttft_s=10.0)
     slos = Slos(limits, 0.0, {"search": ScenarioSlo(0.5, 0.25, "busy")})
-    assert slos.limits_for("", 8000) is limits, "free where nothing is configured"
+    assert slos.limits_for("", 8000) is limits, "without an SLO the general limits apply"
     assert slos.limits_for("search", 2000).ttft_s == 1.0
     assert Slos(limits, 0.1).limits_for("any", 5000).ttft_s == 10.5
     assert (slos.default_text("search"), slos.default_text("any")) == ("busy", None)

@@ -107,7 +107,9 @@ class Walk:
             with pytest.raises(IllegalEvent) as raised:
                 request.handle(event, self.now)
             assert state_of(request) == was, "an impossible event changed something"
-            assert kind.__name__ in raised.value.__notes__[0], "the story has it"
+            assert kind.__name__ in raised.value.__notes__[0], (
+                "the story contains the impossible event"
+            )
             return
         effects = request.handle(event, self.now)
         request.check_invariants()

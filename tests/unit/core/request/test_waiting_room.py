@@ -16,7 +16,7 @@ def joined(room: WaitingRoom[str], name: str, until: float, claim: Claim, *on: s
     return found.number
 
 
-def test_a_tenant_that_was_away_gets_its_turn_and_no_arrears() -> None:
+def test_a_tenant_that_was_away_gets_its_next_turn_but_not_those_it_missed() -> None:
     room: WaitingRoom[str] = WaitingRoom(100)
     for i in range(30):
         joined(room, "busy", i, Claim("busy"))
@@ -27,7 +27,7 @@ def test_a_tenant_that_was_away_gets_its_turn_and_no_arrears() -> None:
 
 
 @pytest.mark.req("S44")
-def test_a_flood_keeps_only_itself_out() -> None:
+def test_a_tenant_that_floods_the_room_keeps_only_its_own_requests_out() -> None:
     room: WaitingRoom[str] = WaitingRoom(10)
     for i in range(10):
         joined(room, "flood", float(i), Claim("flood"))
@@ -38,7 +38,9 @@ def test_a_flood_keeps_only_itself_out() -> None:
         assert found is not None
         evicted.append(found.evicted)
     assert evicted == ["flood"] * 5
-    assert room.join("quiet", ("p",), 50.0, Claim("quiet")) is None, "each has its half now"
+    assert room.join("quiet", ("p",), 50.0, Claim("quiet")) is None, (
+        "each tenant has half of the room now"
+    )
     assert room.num_evicted == 5
     order = room.call("p", 10)
     assert order[0:2].count("flood") == 1, "and they take turns"
@@ -56,7 +58,7 @@ def test_a_higher_priority_is_called_first_and_takes_the_place_of_a_lower_one() 
     assert len(room) == 0
 
 
-def test_a_room_without_places_refuses_and_one_without_tenants_goes_by_deadline() -> None:
+def test_a_full_room_refuses_and_without_tenants_the_deadline_decides() -> None:
     assert WaitingRoom[str](0).join("a", ("p",), 1.0) is None
     room: WaitingRoom[str] = WaitingRoom(8)
     for name, until in (("late", 3.0), ("soon", 1.0), ("then", 2.0)):

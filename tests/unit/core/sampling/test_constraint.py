@@ -1,4 +1,4 @@
-"""Where a constraint begins in an answer, and what of it crosses an edge."""
+"""Where a constraint begins in an answer, and which constraints a message can carry."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pdmesh.core.sampling.constraint import (
 from pdmesh.errors import InvalidRequest
 
 
-def test_without_a_marker_it_begins_at_once() -> None:
+def test_a_constraint_without_a_marker_begins_at_once() -> None:
     start = ConstraintStart(())
     assert start.has_begun
     assert list(start.after([1, 2])) == [1, 2]
 
 
-def test_it_begins_after_the_marker_however_the_tokens_are_cut() -> None:
+def test_a_constraint_begins_after_its_marker_however_the_text_is_split_into_tokens() -> None:
     answer, marker = [7, 8, 1, 8, 1, 2, 3, 4, 1, 2, 5], [1, 2]
     for cut in range(len(answer) + 1):
         start = ConstraintStart(marker)
@@ -29,7 +29,7 @@ def test_it_begins_after_the_marker_however_the_tokens_are_cut() -> None:
         assert after == [3, 4, 1, 2, 5]
 
 
-def test_tokens_taken_back_and_fed_again_are_as_if_never_taken_back() -> None:
+def test_taking_tokens_back_and_feeding_them_again_changes_nothing() -> None:
     rng = random.Random(5)
     for _ in range(300):
         answer = rng.choices((1, 2, 3), k=12)
@@ -58,7 +58,9 @@ def test_tokens_taken_back_and_fed_again_are_as_if_never_taken_back() -> None:
         (Constraint("x", tuple(range(MAX_MARKER + 1))), "constraint.begins_after"),
     ],
 )
-def test_a_value_that_is_too_large_names_its_field(constraint: Constraint, field: str) -> None:
+def test_the_refusal_of_a_value_that_is_too_large_names_its_field(
+    constraint: Constraint, field: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         constraint.check()
     assert caught.value.field == field

@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.sampling.lark import LarkRules, quoted, regex
 
 
-def test_a_text_that_is_a_token_is_written_as_this_token() -> None:
+def test_a_text_that_is_one_token_is_written_as_that_token() -> None:
     rules = LarkRules({"<call>": 7, "</call>": 8, "<ca": 9})
     assert rules.literal("a<call>f</call>") == '"a" <[7]> "f" <[8]>'
     assert rules.literal("<cab") == '<[9]> "b"'
@@ -16,7 +16,7 @@ def test_a_text_that_is_a_token_is_written_as_this_token() -> None:
     assert LarkRules().first_token("<call>") == ""
 
 
-def test_a_text_ends_at_its_mark_as_a_token_or_where_the_mark_comes_first() -> None:
+def test_a_text_ends_at_the_token_of_its_end_mark_or_at_the_first_mark_in_the_text() -> None:
     rules = LarkRules({"<call>": 7})
     text = rules.terminal("/.*/")
     assert [rules.until(text, end) for end in ("<call>x", "x<call>")] == ["r1", "r2"]

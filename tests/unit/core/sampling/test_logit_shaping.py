@@ -36,12 +36,12 @@ NAN = float("nan")
         ("allowed_token_ids", (1,) * 65_537),
     ],
 )
-def test_a_value_out_of_bounds_names_its_field(field: str, value: Any) -> None:
+def test_the_refusal_of_a_value_out_of_bounds_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         replace(UNSHAPED, **{field: value}).check(VOCABULARY, max_tokens=8)
     assert caught.value.field == field
 
 
-def test_all_at_their_bounds_pass() -> None:
+def test_values_at_their_bounds_are_accepted() -> None:
     LogitShaping(-2, 2, 100, 0, 1, 8, ((99, -100.0),), ((0, 99),), (0, 99)).check(VOCABULARY, 8)
     UNSHAPED.check(VOCABULARY, 1)

@@ -19,7 +19,7 @@ from pdmesh.errors import InvalidRequest
 
 
 def repeats(tokens: Sequence[int], rule: RepetitionRule) -> bool:
-    """vLLM's `check_sequence_repetition`, said otherwise."""
+    """What vLLM's `check_sequence_repetition` finds, by a simpler algorithm."""
     for size in range(max(1, rule.min_size), rule.max_size + 1):
         tail = list(tokens[-size * rule.min_count :])
         if len(tail) == size * rule.min_count and tail == tail[-size:] * rule.min_count:
@@ -28,7 +28,9 @@ def repeats(tokens: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 @pytest.mark.parametrize("rule", [(1, 0, 2), (5, 0, 3), (6, 3, 2), (8, 8, 2), (4, 2, 5)])
-def test_each_token_is_judged_as_the_whole_answer_is(rule: tuple[int, int, int]) -> None:
+def test_judging_token_by_token_finds_what_judging_the_whole_answer_finds(
+    rule: tuple[int, int, int],
+) -> None:
     rng, asked = random.Random(str(rule)), RepetitionRule(*rule)
     num_found = 0
     for _ in range(100):
@@ -44,7 +46,7 @@ def test_each_token_is_judged_as_the_whole_answer_is(rule: tuple[int, int, int])
     assert num_found > 0
 
 
-def test_a_long_answer_is_remembered_no_further_than_the_longest_pattern() -> None:
+def test_only_as_many_tokens_are_remembered_as_the_longest_pattern_needs() -> None:
     finder = RepetitionFinder(RepetitionRule(MAX_PATTERN, 0, MAX_COUNT))
     for token in range(10_000):
         finder.feed(token % 1000)
@@ -82,14 +84,14 @@ def test_an_answer_ends_with_its_first_repetition_unless_something_else_ends_it_
         ((4, 0, MAX_COUNT + 1), "min_count"),
     ],
 )
-def test_a_rule_that_finds_nothing_is_refused(rule: tuple[int, int, int], name: str) -> None:
+def test_a_rule_that_could_find_nothing_is_refused(rule: tuple[int, int, int], name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         RepetitionRule(*rule).check()
     assert refused.value.field == f"repetition_detection.{name}"
 
 
 @pytest.mark.parametrize("min_count", [-1, MAX_COUNT + 1])
-def test_a_count_that_no_rule_may_have_is_refused_without_a_pattern_too(min_count: int) -> None:
+def test_an_invalid_count_is_refused_even_without_a_pattern(min_count: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
         repetition_rule(0, 0, min_count)
     assert refused.value.field == "repetition_detection.min_count"

@@ -28,7 +28,7 @@ def test_any_number_of_tokens_may_be_reasoning(num_tokens: int) -> None:
         ThinkingBudget(1, ThinkingMarks((-1,), (8,))),
     ],
 )
-def test_a_form_that_no_engine_can_keep_to_is_refused(budget: ThinkingBudget) -> None:
+def test_a_thinking_budget_that_no_engine_can_enforce_is_refused(budget: ThinkingBudget) -> None:
     with pytest.raises(InvalidRequest) as refused:
         budget.check(10)
     assert refused.value.field == "thinking_token_budget"

@@ -1,4 +1,6 @@
-"""The grammar of arguments in XML takes what keeps to the schema, and refuses what it cannot."""
+"""The grammar of XML arguments takes what fits the schema. A schema that it cannot express is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,14 @@ def test_each_style_writes_its_arguments_in_order(style: str) -> None:
     assert takes(TOWN, style, text)
     assert not takes(TOWN, style, text.replace("town", "city"))
     assert not takes(TOWN, style, text.replace("1<", "x<"))
-    assert not takes(TOWN, style, "E"), "one is required"
+    assert not takes(TOWN, style, "E"), "a required parameter is missing"
     assert takes({**TOWN, "required": []}, style, "E")
-    assert not takes(TOWN, style, text.replace("E", text)), "once each"
+    assert not takes(TOWN, style, text.replace("E", text)), "each parameter may appear once"
     assert takes(True, style, text.replace("town", "anything").replace("false", "true"))
     assert takes(True, style, "E")
 
 
-def test_qwens_template_gives_each_mark_a_line_of_its_own() -> None:
+def test_the_qwen_style_puts_each_mark_on_its_own_line() -> None:
     end = "\n</function>"
     text = (
         "<parameter=town>\nK\u00f6ln\n\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>"
@@ -128,7 +130,7 @@ def test_a_value_keeps_to_its_schema(schema: Any, taken: list[str], refused: lis
         given(**{f"k{n}": {} for n in range(257)}),
     ],
 )
-def test_what_would_not_read_back_is_refused(schema: Any) -> None:
+def test_a_schema_that_the_grammar_cannot_express_is_refused(schema: Any) -> None:
     with pytest.raises(NoXmlGrammar):
         xml_arguments(schema, "glm_xml", "E", LarkRules())
 

@@ -21,7 +21,7 @@ LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, to
     rate=st.floats(0.1, 100),
     capacity=st.floats(1, 40),
 )
-def test_waiting_as_long_as_told_is_enough_and_no_longer_than_needed(
+def test_the_advised_wait_is_just_long_enough(
     amounts: list[float], rate: float, capacity: float
 ) -> None:
     bucket, now = TokenBucket(rate, capacity, capacity, 0.0), 0.0

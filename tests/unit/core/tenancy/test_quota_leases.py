@@ -37,7 +37,7 @@ def test_only_leases_of_the_day_count() -> None:
     assert (lease_of(leases, "a", DAY), lease_of(leases, "b", DAY)) == (leases[0], None)
 
 
-def test_a_lease_of_a_gateway_that_is_gone_counts_as_used() -> None:
+def test_the_whole_lease_of_a_vanished_gateway_counts_as_used() -> None:
     assert num_used_by((lease("a", 300, 120), lease("gone", 50, 1)), DAY, alive) == 120 + 50
 
 
@@ -46,7 +46,7 @@ def test_a_lease_of_a_gateway_that_is_gone_counts_as_used() -> None:
     [
         (0, 10, 1000 // 32, 0),  # a share of what is free, so that the next calls need no lease
         (0, 500, 500, 0),
-        (900, 500, 100, 400),  # what is lacking is said in the ledger
+        (900, 500, 100, 400),  # the ledger says how many tokens are lacking
         (1000, 0, 0, 0),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_longest_waiting_gateways_get_ungranted_tokens_first() -> None:
     assert after == (leases[0], lease("b", 30), lease("c", 5, wanted=4))
 
 
-def test_one_that_lacks_tokens_gives_to_those_before_it_and_not_to_those_behind() -> None:
+def test_a_gateway_that_lacks_tokens_gives_to_those_ahead_of_it_and_not_to_those_behind() -> None:
     mine = lease("a", 20, wanted=5)
     leases: Leases = (lease("b", 0, wanted=8), mine, lease("c", 0, wanted=8))
     after, left = given(leases, mine, 25, alive)
@@ -80,7 +80,7 @@ def test_a_gateway_that_begins_to_wait_goes_to_the_end_of_the_queue() -> None:
     assert [x.holder for x in again] == ["b", "a", "c"], "it keeps its place"
 
 
-def test_a_lease_is_given_back_without_calls_and_kept_if_it_is_about_a_share() -> None:
+def test_an_idle_gateway_returns_its_lease_and_a_busy_one_keeps_about_a_share() -> None:
     leases: Leases = (lease("a", 500, 20),)
     assert resized(leases, leases[0], 1000, is_idle=True) == lease("a", 20, 20)
     assert resized(leases, leases[0], 1000, is_idle=False) == lease("a", 20 + 980 // 32, 20)
@@ -88,11 +88,11 @@ def test_a_lease_is_given_back_without_calls_and_kept_if_it_is_about_a_share() -
     assert resized((about,), about, 1000, is_idle=False) is about
 
 
-def test_old_leases_of_gateways_that_are_gone_are_dropped_and_most_of_today_merged() -> None:
+def test_leases_of_vanished_gateways_are_dropped_after_their_day_and_merged_on_it() -> None:
     old: Leases = (lease("gone", 5, day=DAY - 1), lease("a", 5, day=DAY - 1))
     assert tidied(old, DAY, alive) == (old[1],)
     many = tuple(lease(f"gone-{n}", 2) for n in range(40))
     kept = tidied(many, DAY, lambda holder: False)
     assert len(kept) == 1 + 16
-    assert kept[1:] == many[-16:], "one that was only cut off writes its own again"
+    assert kept[1:] == many[-16:], "a gateway that was only cut off writes its own lease again"
     assert sum(x.allowed for x in kept) == 80

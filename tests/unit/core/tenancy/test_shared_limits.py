@@ -27,7 +27,7 @@ def two_that_share(tenant: Tenant) -> tuple[Gateway, Gateway]:
     a, b = (Gateway(name, tenant, store) for name in ("a", "b"))
     a.parts.alive = b.parts.alive = ("a", "b")
     a.ask(CLOCK)
-    assert a.enter(CLOCK), "it is not idle"
+    assert a.enter(CLOCK), "the gateway is not idle"
     b.look(CLOCK)
     b.ask(CLOCK)
     for gateway in (a, b):

@@ -195,7 +195,7 @@ async def test_a_master_that_stops_leading_writes_nothing_more() -> None:
         site.loop.message()
     site.leads = True
     await site.pass_s(1)
-    assert site.charged()["day"] == 4 * 31  # it led before and leads again: it still has all
+    assert site.charged()["day"] == 4 * 31  # it led before and leads again: it has lost nothing
 
 
 async def test_the_book_is_shown_in_seconds_and_hours() -> None:

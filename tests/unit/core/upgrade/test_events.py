@@ -1,4 +1,4 @@
-"""What an upgrade sees of groups: which only lack instances, and which serve."""
+"""Which groups an upgrade counts: those that only lack instances, and those that serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTS = {Role.PREFILL: 2, Role.DECODE: 1}
 BROKEN = GroupSeen("a", "chat", "r1", COUNTS, {}, is_whole=False, serves=True)
 
 
-def test_a_group_lacks_instances_if_nothing_else_keeps_it_from_being_whole() -> None:
+def test_a_group_lacks_instances_if_only_that_keeps_it_from_being_whole() -> None:
     assert BROKEN.size == 3
     assert BROKEN.is_lacking
     assert not replace(BROKEN, is_whole=True).is_lacking
@@ -20,7 +20,7 @@ def test_a_group_lacks_instances_if_nothing_else_keeps_it_from_being_whole() -> 
     assert not replace(BROKEN, failure="LOAD_FAILED").is_lacking
 
 
-def test_the_canary_is_none_of_the_groups_that_an_upgrade_goes_through() -> None:
+def test_the_canary_group_is_not_among_the_groups_to_upgrade() -> None:
     names = ("b", canary_of("chat"), "a")
     groups = {name: replace(BROKEN, group_id=name) for name in names}
     groups["other"] = replace(BROKEN, group_id="other", scenario="code")

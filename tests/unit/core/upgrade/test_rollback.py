@@ -22,7 +22,7 @@ from tests.fakes.upgrading_world import (
 
 
 @pytest.mark.req("S24")
-def test_a_revision_that_cannot_be_loaded_goes_back_and_the_desired_state_with_it() -> None:
+def test_a_revision_that_cannot_be_loaded_is_rolled_back_together_with_the_desired_state() -> None:
     world = settled(num_spare=0)
     world.apply(released("2"))
     play(world, 120, fails=lambda revision: revision == NEW)
@@ -35,7 +35,7 @@ def test_a_revision_that_cannot_be_loaded_goes_back_and_the_desired_state_with_i
 
 
 @pytest.mark.req("S24")
-def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does_not() -> None:
+def test_several_lost_instances_roll_an_upgrade_back_but_a_single_one_does_not() -> None:
     world = settled()
     world.apply(released("2"))
     while running(world).get("a") != {NEW}:
@@ -50,7 +50,7 @@ def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does
 
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("is_sick", [True, False])
-def test_a_canary_that_goes_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
+def test_a_canary_that_is_rolled_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
     """It is ready until it learns that it must leave. As an ordinary group it would get more than
     its share.
     """

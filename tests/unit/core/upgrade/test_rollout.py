@@ -18,7 +18,7 @@ from tests.fakes.upgrading_world import (
 
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("num_spare", [0, 4])
-def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itself(
+def test_each_group_is_upgraded_after_the_group_before_it_has_proved_itself(
     num_spare: int,
 ) -> None:
     world = settled(num_spare=num_spare)
@@ -30,7 +30,7 @@ def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itse
 
 
 @pytest.mark.req("S24")
-def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
+def test_a_service_without_serving_groups_changes_at_once() -> None:
     """No request needs a revision that never served, so the repaired one need not wait for it."""
     world = World(released("1"), num=16)
     play(world, 30, fails=lambda revision: revision == OLD)

@@ -21,7 +21,7 @@ def round_of(*groups: GroupSeen) -> UpgradeRound:
     return UpgradeRound("kv/1", Trials(), observed, "chat", is_taken=False, now=7.0)
 
 
-def test_a_group_that_is_changed_runs_the_goal_and_its_trial_begins() -> None:
+def test_a_changed_group_gets_the_new_revision_and_its_trial_begins() -> None:
     round_ = round_of(group("a"), group("b"))
     after = round_.change(UPGRADE, round_.groups[0])
     assert (after.current, after.service_of("a"), after.service_of("b")) == ("a", NEW, OLD)

@@ -17,7 +17,7 @@ from tests.fakes.upgrading_world import (
 )
 
 
-def test_a_loss_in_a_group_that_is_not_watched_says_nothing() -> None:
+def test_a_loss_in_a_group_without_a_trial_does_not_count() -> None:
     world = settled()
     world.upgrading.handle(MemberLost(("a", OLD), "i-0"), world.now)
     world.upgrading.handle(MemberLost(("a", OLD), "i-1"), world.now)
@@ -26,7 +26,7 @@ def test_a_loss_in_a_group_that_is_not_watched_says_nothing() -> None:
     assert is_at(world, NEW)
 
 
-def test_a_trial_counts_from_when_its_group_became_whole_and_anew_after_each_loss() -> None:
+def test_a_trial_starts_when_its_group_is_whole_and_again_after_each_loss() -> None:
     trial = Trials().trial("chat", ("a", NEW), now=0.0)
     assert (trial.unwhole_since, trial.whole_since) == (0.0, None)
     for now, is_whole in ((1.0, True), (5.0, True), (6.0, False), (7.0, False), (8.0, True)):
@@ -39,7 +39,7 @@ def test_a_trial_counts_from_when_its_group_became_whole_and_anew_after_each_los
     assert (trial.whole_since, trial.lacking_since) == (8.0, None)
 
 
-def test_each_scenario_has_one_trial_and_another_group_or_revision_begins_anew() -> None:
+def test_each_scenario_has_one_trial_and_another_group_or_revision_starts_a_new_one() -> None:
     trials = Trials()
     first = trials.trial("chat", ("a", NEW), 0.0)
     assert trials.trial("chat", ("a", NEW), 1.0) is first

@@ -74,7 +74,7 @@ async def test_an_adapter_is_loaded_from_a_copy_of_what_was_verified(site: Site)
     assert site.host.is_idle
 
 
-async def test_another_content_than_registered_is_refused(site: Site) -> None:
+async def test_content_other_than_the_registered_one_is_refused(site: Site) -> None:
     a = site.adapter("a", 1)
     settings = Path(a.path) / SETTINGS_FILE
     settings.write_text(settings.read_text() + " ")
@@ -120,7 +120,7 @@ async def test_each_refusal_has_its_reason_and_another_adapter_is_served(site: S
     site.host.release(5)
 
 
-async def test_one_that_cannot_be_used_takes_no_slot_and_is_read_once(site: Site) -> None:
+async def test_an_unusable_adapter_takes_no_slot_and_is_read_once(site: Site) -> None:
     a, large = site.adapter("a", 1), site.adapter("large", 1, rank=16)
     await site.host.acquired(1, a)
     site.host.release(1)
@@ -136,12 +136,12 @@ async def test_one_that_cannot_be_used_takes_no_slot_and_is_read_once(site: Site
     assert [p.name for p in (site.folder / "own").iterdir()] == [a.digest]
 
 
-async def test_what_fits_no_instance_is_told_from_what_another_one_may_load(site: Site) -> None:
-    """Else gateways would ask one instance after the other for it."""
+async def test_a_refusal_says_whether_another_instance_could_load_the_adapter(site: Site) -> None:
+    """Otherwise gateways would ask one instance after the other for an adapter that fits none."""
     path = site.folder / "dora"
     dora = Adapter("dora", write_adapter(path, 1, use_dora=True), str(path))
     large = site.adapter("large", 1, rank=16)
-    for leg in (1, 2):  # the second is told what is remembered
+    for leg in (1, 2):  # the second leg gets the remembered reason
         with pytest.raises(AdapterMisfit, match="use_dora is not supported"):
             await site.host.acquired(leg, dora)
         with pytest.raises(AdapterUnusable, match="r is 16") as told:
@@ -149,7 +149,7 @@ async def test_what_fits_no_instance_is_told_from_what_another_one_may_load(site
         assert not isinstance(told.value, AdapterMisfit)
 
 
-async def test_a_copy_that_cannot_be_made_ends_its_own_legs_only(site: Site) -> None:
+async def test_a_copy_that_cannot_be_made_ends_only_its_own_legs(site: Site) -> None:
     a = site.adapter("a", 1)
     (site.folder / "own").write_text("in the way")
     with pytest.raises(AdapterUnusable, match=r"cannot make .*own: File exists"):

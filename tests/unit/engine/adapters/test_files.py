@@ -19,7 +19,7 @@ from pdmesh.errors import AdapterUnusable
 from tests.fakes.lora_adapters import safetensors, write_adapter
 
 
-def test_the_content_alone_makes_the_digest(tmp_path: Path) -> None:
+def test_the_digest_depends_only_on_the_content(tmp_path: Path) -> None:
     digest = write_adapter(tmp_path / "a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "README.md").write_text("not read")

@@ -23,7 +23,7 @@ from pdmesh.engine.sim.vocabulary import EOS_ID
 
 @pytest.fixture(autouse=True)
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit would be the test's own."""
+    """Without this, the checker would limit the CPU time of the test's own process."""
     monkeypatch.setattr(checker, "_bound_cpu", lambda: None)
     monkeypatch.setattr(checker, "_unbound_cpu", lambda: None)
 

@@ -43,7 +43,7 @@ def nested(depth: int) -> dict[str, Any]:
         nested(300),
     ],
 )
-def test_schemas_that_no_answer_could_keep_to_are_refused(schema: Any) -> None:
+def test_schemas_that_no_answer_could_match_are_refused(schema: Any) -> None:
     with pytest.raises(GrammarRefused):
         compiled(GrammarKind.JSON, json.dumps(schema))
 
@@ -62,7 +62,7 @@ def test_schemas_that_no_answer_could_keep_to_are_refused(schema: Any) -> None:
         (GrammarKind.STRUCTURAL_TAG, '{"triggers": ["<g"], "structures": [{"begin": "<f"}]}'),
     ],
 )
-def test_meaningless_or_endless_text_is_refused_too(kind: GrammarKind, text: str) -> None:
+def test_meaningless_or_endless_grammars_are_refused_too(kind: GrammarKind, text: str) -> None:
     with pytest.raises(GrammarRefused) as caught:
         compiled(kind, text)
     assert len(caught.value.message) < 400
@@ -71,7 +71,7 @@ def test_meaningless_or_endless_text_is_refused_too(kind: GrammarKind, text: str
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (GrammarKind.REGEX, "(x+x+)+y"),  # explodes where a matcher backtracks
+        (GrammarKind.REGEX, "(x+x+)+y"),  # exponential time in a matcher that backtracks
         (GrammarKind.REGEX, "(.*a){20}"),
         (GrammarKind.REGEX, "((a{1000}){1000}){1000}"),
         (GrammarKind.JSON, json.dumps(nested(60))),
@@ -96,7 +96,7 @@ def test_an_equal_grammar_is_not_compiled_again() -> None:
     copies = [compiler.matcher(grammar) for _ in range(10)]
     assert time.perf_counter() - began < compiling
     assert first.consume_token(COMPILER.vocabulary.tokenize_str("{")[0])
-    assert copies[0].compute_bitmask() != first.compute_bitmask(), "each has its own state"
+    assert copies[0].compute_bitmask() != first.compute_bitmask(), "each matcher has its own state"
     for number in range(2 * MAX_KEPT):
         compiler.matcher(grammar_of(AskedGrammar(GrammarKind.REGEX, f"a{number}")))
     assert len(compiler._kept) == MAX_KEPT

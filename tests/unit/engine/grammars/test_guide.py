@@ -39,7 +39,7 @@ def test_a_guide_that_continues_an_answer_allows_the_same_tokens() -> None:
             assert whole.accept([token_id])
 
 
-def test_tokens_given_back_were_never_taken() -> None:
+def test_giving_tokens_back_restores_the_earlier_state() -> None:
     constraint = Constraint(OBJECT.grammar, (5,))
     answer = [9, 5, *ANSWER]
     guide = Guide.after(constraint, COMPILER, ())
@@ -47,7 +47,7 @@ def test_tokens_given_back_were_never_taken() -> None:
     for token_id in answer:
         masks.append(mask(guide))
         assert guide.accept([token_id])
-    assert guide.is_free, "after its end"
+    assert guide.is_free, "the grammar has ended"
     for num_back in range(1, len(answer) + 1):
         guide.give_back(num_back)
         assert mask(guide) == masks[-num_back], num_back
@@ -59,7 +59,7 @@ def test_tokens_that_a_constraint_does_not_allow_are_not_accepted() -> None:
     guide = Guide.after(OBJECT, COMPILER, wrong[:2])
     assert guide.num_valid(wrong[2:]) == 0
     assert not guide.accept(wrong[2:])
-    assert not guide.accept([EOS_ID]), "and never again"
+    assert not guide.accept([EOS_ID]), "the guide accepts nothing after a refusal"
     with pytest.raises(GrammarRefused):
         Guide.after(OBJECT, COMPILER, wrong)
 
@@ -68,4 +68,4 @@ def test_free_tokens_may_all_be_proposed() -> None:
     guide = Guide.after(Constraint(OBJECT.grammar, (5,)), COMPILER, ())
     assert guide.num_valid([1, 2, 3]) == 3
     assert guide.num_valid([1, 5, ANSWER[0], 5]) == 3
-    assert guide.is_free, "a proposal takes nothing"
+    assert guide.is_free, "a proposal does not change the guide"

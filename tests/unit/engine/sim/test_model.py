@@ -74,7 +74,7 @@ def test_bytes_past_the_last_token_do_not_matter() -> None:
     assert memory.digest(blocks, 20) == digest
 
 
-def test_kv_of_a_token_depends_on_all_tokens_before_it() -> None:
+def test_the_kv_of_a_token_depends_on_all_tokens_before_it() -> None:
     one, other = prompt_of(40), prompt_of(40)
     other[0] += 1
     states = [MODEL.states(np.array(p, np.uint32)) for p in (one, other)]

@@ -86,12 +86,12 @@ async def half() -> AsyncIterator[Half]:
 
 
 @pytest.mark.fault("F23", "F24")
-async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of_them_begins(
+async def test_all_overdue_pulls_leave_the_queue_and_none_of_them_begins(
     half: Half,
 ) -> None:
-    """The end of the long pull makes room for the short one, whose time is over, too.
+    """Pull 2 leaves the queue and makes room for pull 3, which is overdue, too.
 
-    Nothing of this is the source's fault.
+    Neither counts against the source.
     """
     for leg, num_mib, deadline_s in ((1, 40, LONG_S), (2, 40, 0.0), (3, 10, 0.0), (4, 10, LONG_S)):
         half.begin(leg, num_mib, deadline_s)
@@ -107,7 +107,7 @@ async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of
     assert half.retriever.num_queued == 0
 
 
-async def test_a_turn_is_said_once_when_it_comes_and_not_of_one_that_never_had_it(
+async def test_the_start_of_a_pull_is_reported_once_and_only_if_it_starts(
     half: Half,
 ) -> None:
     def turns() -> list[int]:

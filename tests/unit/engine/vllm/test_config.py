@@ -42,7 +42,7 @@ CPU = VllmConfig("prefill-0", 1, Path("model"), "m", device="cpu")
 CUDA = replace(CPU, device="cuda")
 
 
-def test_a_laptop_computes_in_fp32_and_eagerly_a_gpu_as_the_model_says() -> None:
+def test_a_cpu_computes_eagerly_in_fp32_and_a_gpu_in_the_dtype_of_the_model() -> None:
     assert (CPU.effective_dtype, CPU.is_eager) == ("float32", True)
     assert (CUDA.effective_dtype, CUDA.is_eager) == ("auto", False)
 
@@ -92,11 +92,13 @@ def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
     assert digest(["ab", "c"]) != digest(["a", "bc"])
 
 
-def test_engines_draw_without_a_seed_each_its_own_way() -> None:
+def test_without_a_seed_each_engine_draws_from_a_seed_of_its_own() -> None:
     """With equal seeds, a decode would draw token 2 with the noise of token 1."""
     lives = [CPU, replace(CPU, instance_id="decode-0"), replace(CPU, incarnation=2)]
     assert len({engine_seed(life) for life in lives}) == len(lives)
-    assert engine_seed(CPU) == engine_seed(replace(CPU)), "all ranks of one have the same"
+    assert engine_seed(CPU) == engine_seed(replace(CPU)), (
+        "all ranks of one engine have the same seed"
+    )
 
 
 @pytest.mark.req("S57")

@@ -16,7 +16,7 @@ from pdmesh.core.sampling.repetition import RepetitionFinder, RepetitionRule
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
 
 
-def test_each_token_is_judged_alike() -> None:
+def test_gateway_and_vllm_find_the_same_repetitions() -> None:
     rng = random.Random(2)
     num_found = 0
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Tool calls and results in a conversation: the refused ones, and their form in a template."""
+"""Tool calls and results in a conversation: which are refused, and what the template gets."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_agents_billing_line_is_left_out_of_the_prompt() -> None:
         ([{"role": "developer", "content": "x", "tools": [1]}], "messages[1].tools"),
     ],
 )  # fmt: skip
-def test_calls_and_results_that_do_not_fit_name_the_field(
+def test_the_refusal_of_a_bad_call_or_result_names_its_field(
     messages: list[dict[str, Any]], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -106,7 +106,7 @@ def test_calls_and_results_that_do_not_fit_name_the_field(
 @pytest.mark.parametrize(
     "arguments", ['{"a": "\\u0000"}', '{"a": ' + "[" * 9999 + "]" * 9999 + "}"]
 )
-def test_harmful_arguments_name_the_field(arguments: str) -> None:
+def test_the_refusal_of_harmful_arguments_names_their_field(arguments: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         rendered(asked(call(arguments)))
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"

@@ -65,7 +65,7 @@ def test_the_number_of_template_variables_is_bounded() -> None:
             "tools[1].function.strict"),
     ],
 )  # fmt: skip
-def test_a_form_of_calls_names_the_field_that_asks_for_it(
+def test_the_refusal_of_a_call_format_names_the_field_that_asks_for_it(
     fields: dict[str, Any], field: str
 ) -> None:
     asked = asked_calls(tag("json"), chat(**fields))

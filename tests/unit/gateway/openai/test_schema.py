@@ -68,7 +68,7 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"logit_bias": {"1": 2, "x" * 500: True}}, "logit_bias." + "x" * 61 + "\u2026"),
     ],
 )  # fmt: skip
-def test_a_chat_that_cannot_be_served_names_the_field(fields: dict[str, Any], field: str) -> None:
+def test_the_refusal_of_a_chat_names_the_bad_field(fields: dict[str, Any], field: str) -> None:
     assert refused(parse_chat, chat(**fields)).field == field
 
 

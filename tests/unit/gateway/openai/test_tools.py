@@ -56,7 +56,7 @@ def body_of(**fields: Any) -> bytes:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
-def test_tools_that_cannot_be_offered_name_the_field(fields: dict[str, Any], field: str) -> None:
+def test_the_refusal_of_a_bad_tool_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(body_of(**fields))
     assert caught.value.field == field
@@ -66,7 +66,7 @@ def test_tools_that_cannot_be_offered_name_the_field(fields: dict[str, Any], fie
 @pytest.mark.parametrize(
     "choice", [None, "auto", "none", "required", {"type": "function", "function": {"name": "f"}}]
 )
-def test_each_choice_of_a_tool_is_taken(choice: object) -> None:
+def test_each_tool_choice_is_accepted(choice: object) -> None:
     request = parse_chat(body_of(tools=[tool(parameters=nested(64))], tool_choice=choice))
     assert tools_of(request.tools) == [
         {
@@ -76,7 +76,7 @@ def test_each_choice_of_a_tool_is_taken(choice: object) -> None:
     ]
 
 
-def test_no_tools_are_none() -> None:
+def test_an_empty_list_of_tools_counts_as_none() -> None:
     assert tools_of(parse_chat(body_of(tools=[], tool_choice="auto")).tools) is None
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_field_of_a_tool_is_ignored_and_named_by_its_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "tokenize", "add_generation_prompt"])
-def test_variables_of_the_template_that_are_not_the_clients_name_the_field(name: str) -> None:
+def test_a_client_may_not_set_variables_that_the_template_gets_from_the_gateway(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         template_variables({"fine": 1, name: 1})
     assert caught.value.field == f"chat_template_kwargs.{name}"

@@ -77,7 +77,7 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 @pytest.mark.fault("F34")
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
     async with kv_pair(MemoryTransport) as pair:
-        await _pull_both(pair, Flip(-1, 0))  # this connects them
+        await _pull_both(pair, Flip(-1, 0))  # this opens the connections
         for message in range(6):  # two each of PULL, META and ACK
             bit, flip = 0, Flip(message, 0)
             await _pull_both(pair, flip)
@@ -85,13 +85,13 @@ async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> 
                 bit += 1
                 flip = Flip(message, bit)
                 await _pull_both(pair, flip)
-            assert bit > 8 * 20, "no such message"
+            assert bit > 8 * 20, "the message was never sent"
 
 
 @pytest.mark.fault("F34")
 async def test_a_sound_answer_to_another_pull_is_refused() -> None:
-    """A sender that mixes two pulls up gives such an answer: seal and checksums are right, but the
-    bytes belong to another pull.
+    """A sender that confuses two pulls gives such an answer: its checksums are right, but the bytes
+    belong to the other pull.
     """
     async with kv_pair(MemoryTransport) as pair:
         await _pull_both(pair, Flip(-1, 0))
@@ -118,7 +118,9 @@ async def test_a_sound_answer_to_another_pull_is_refused() -> None:
             for n, name in enumerate(("v", "w"))
         ]
         results = await asyncio.gather(*pulls, return_exceptions=True)
-        assert not all(isinstance(r, KvTransferFailed) for r in results[:1]), "the first is sound"
+        assert not all(isinstance(r, KvTransferFailed) for r in results[:1]), (
+            "the answer to the first pull is right"
+        )
         assert isinstance(results[1], KvTransferFailed)
         assert results[1].reason == "KV_PROTOCOL_ERROR"
         assert len(metas) == len(data) == 2

@@ -47,7 +47,7 @@ def pool_of(exchange: Any, max_peers: int, in_use: set[int]) -> ConnectionPool:
 
 
 @pytest.mark.req("S55")
-async def test_however_many_peers_there_are_so_many_connections_are_open_and_no_more() -> None:
+async def test_the_number_of_open_connections_is_bounded_however_many_peers_there_are() -> None:
     exchange = Exchange()
     pool = pool_of(exchange, 3, set())
     for number in range(20):

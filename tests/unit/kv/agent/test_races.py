@@ -116,7 +116,7 @@ TICKET = ticket_for("memory:nobody", LAYOUT)
 
 
 @pytest.mark.fault("F27")
-def test_a_pull_cancelled_before_its_thread_got_to_it_gives_its_landing_back() -> None:
+def test_a_pull_cancelled_before_the_agent_starts_it_gives_its_landing_back() -> None:
     """The agent is busy with the checksum of a long prompt when the client leaves."""
     events = Events()
     with agent_thread(events) as (thread, agent):
@@ -158,7 +158,7 @@ def assert_(holds: bool) -> None:
     assert holds
 
 
-async def test_a_range_that_its_taker_cannot_take_ends_that_pull_and_no_other() -> None:
+async def test_a_callback_that_fails_on_a_range_ends_only_its_own_pull() -> None:
     def on_range(*_: object) -> None:
         raise ValueError("no room")
 
@@ -243,7 +243,7 @@ def test_calls_to_an_agent_that_has_ended_fail_and_free_their_resources() -> Non
 
 
 SMALL = KvLayout(1, 4, 16 << 10, FINGERPRINT)
-LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are made and compared beside the loop
+LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are computed and compared in a thread
 
 
 @pytest.mark.fault("F34")
@@ -286,7 +286,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
             await asyncio.wait_for(pull, 30)
         assert caught.value.reason == PullFailure.UNCHECKED
         await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
-        assert not pair.receiver.stats().num_corrupt, "nothing is known of its source"
+        assert not pair.receiver.stats().num_corrupt, "the failure says nothing about the source"
 
 
 async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,8 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         thread.open("t", 1, whole, layout, 60.0).result(30)
         for layer in range(layout.num_layers):
             thread.ready("t", layer + 1)
-        thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)  # behind them
+        # This call is queued after all of them.
+        thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)
         assert told == [16, 24, 28, 29, 30, 31, 32, 0]
     finally:
         thread.close()
@@ -394,7 +395,7 @@ class SlowToConnect(MemoryTransport):
 
 @pytest.mark.req("S41")
 @pytest.mark.parametrize("opens", [False, True])
-async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects(
+async def test_the_end_of_prefill_bounds_the_silence_of_an_early_pull_that_still_connects(
     opens: bool,
 ) -> None:
     """Once prefill is done, silence is a fault at any stage of the pull. Here the peer is cut off
@@ -418,9 +419,9 @@ async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects
         await until(lambda: pair.receiver_events == [AgentLandingFreed(LANDING.offset)])
 
 
-async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> None:
-    """Both were posted to the agent's loop, but the pull's task makes its first step after the
-    message.
+async def test_the_end_of_prefill_bounds_the_silence_of_a_pull_that_begins_after_it() -> None:
+    """Both were posted to the agent's loop, but the pull's task starts after the message was
+    handled.
     """
     async with kv_pair(MemoryTransport) as pair:
         pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)

@@ -94,7 +94,7 @@ def keys(store: FileStore) -> set[int]:
 def test_another_process_of_the_same_model_gets_the_stored_blocks(make: Make) -> None:
     first, second = make(), make()
     assert put(first, 1)
-    assert not put(second, 1), "there already"
+    assert not put(second, 1), "it was stored already"
     assert get(second, 1)
     assert not get(second, 2)
     assert second.contains([name_of(1), name_of(2), name_of(1)], OWNER) == 0b001
@@ -102,7 +102,7 @@ def test_another_process_of_the_same_model_gets_the_stored_blocks(make: Make) ->
 
 @pytest.mark.req("S76")
 @pytest.mark.fault("F34", "F40")
-def test_nothing_crosses_models_ranks_or_owners(make: Make) -> None:
+def test_no_block_is_shared_across_models_ranks_or_owners(make: Make) -> None:
     store = make()
     assert put(store, 1)
     assert not get(make(model="another"), 1)
@@ -191,7 +191,7 @@ def test_a_writer_killed_at_any_point_leaves_whole_blocks_or_none(
     assert keys(store) == acknowledged
     assert all(get(store, key) for key in acknowledged)
     assert not get(store, 4)
-    assert len(files(tmp_path)) == 4, "the torn one lies there under its temporary name"
+    assert len(files(tmp_path)) == 4, "the torn file still has its temporary name"
     clock.now = max(p.stat().st_mtime for p in files(tmp_path)) + 301
     assert store.recover() == 3 * FILE
     assert len(files(tmp_path)) == 3
@@ -199,7 +199,9 @@ def test_a_writer_killed_at_any_point_leaves_whole_blocks_or_none(
 
 
 @pytest.mark.req("S78", "S96", "S105")
-def test_the_quota_is_kept_by_evicting_what_was_used_longest_ago(make: Make, clock: Clock) -> None:
+def test_the_quota_is_kept_by_evicting_the_least_recently_used_blocks(
+    make: Make, clock: Clock
+) -> None:
     store = make(quota=10 * FILE)
     for key in range(10):
         clock.now += 1
@@ -267,7 +269,7 @@ def test_an_owner_beyond_its_share_is_evicted_first(make: Make, clock: Clock) ->
 
 
 @pytest.mark.req("S105")
-def test_files_of_other_models_count_and_go_too(make: Make, clock: Clock) -> None:
+def test_files_of_other_models_count_and_are_evicted_too(make: Make, clock: Clock) -> None:
     """After an upgrade, the old model's blocks are of no use, but they fill the disk."""
     old, new = make(model="old", quota=4 * FILE), make(quota=4 * FILE)
     for key in range(4):
@@ -279,7 +281,7 @@ def test_files_of_other_models_count_and_go_too(make: Make, clock: Clock) -> Non
     assert {10, 11} <= keys(new)
 
 
-def test_of_blocks_written_together_the_tail_is_the_older(make: Make) -> None:
+def test_among_blocks_written_together_the_tail_counts_as_older(make: Make) -> None:
     store = make()
     for position in range(5):
         put(store, position, position=position)
@@ -340,7 +342,7 @@ def test_a_disk_smaller_than_the_quota_works_by_evicting_blocks(
 
 
 @pytest.mark.fault("F33")
-def test_a_disk_that_is_full_before_there_is_a_count_gets_room_by_evicting(
+def test_a_full_disk_without_a_count_of_bytes_gets_room_by_evicting(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier release, which kept no count, had filled it."""
@@ -361,7 +363,7 @@ def test_a_disk_that_is_full_before_there_is_a_count_gets_room_by_evicting(
     store = make(quota=100 * FILE)
     for key in range(40, 50):
         assert put(store, key), key
-    assert 10 < store.num_evicted <= 20, "no more than it takes"
+    assert 10 < store.num_evicted <= 20, "no more blocks than necessary"
 
 
 @pytest.mark.fault("F33")
@@ -376,7 +378,7 @@ def test_the_store_is_not_emptied_if_other_programs_take_the_freed_space(
         for key in range(20, 30):
             with pytest.raises(OSError, match="No space"):
                 put(store, key)
-    assert len(files(tmp_path)) == 18, "a tenth, once"
+    assert len(files(tmp_path)) == 18, "a tenth was evicted, once"
     assert store.recover() == store.bytes_used == 18 * FILE
     assert put(store, 40)
 
@@ -394,9 +396,9 @@ def test_several_writers_keep_one_quota_together(tmp_path: Path) -> None:
         "    data = np.full(block, n, np.uint8)\n"
         "    name = bytes([int(sys.argv[2])]) * 15 + bytes([n])\n"
         "    store.put(name, bytes(8), data, checksum_of(data))\n"
-        # What two listings have in common was there at one moment; a single one takes its time.
+        # A single listing is no snapshot. Files in both of two listings existed at the same moment.
         "    files = set(Path(sys.argv[1]).rglob('*.kv')) & set(Path(sys.argv[1]).rglob('*.kv'))\n"
-        "    assert len(files) <= 30 + 4, len(files)\n"  # each writer may be writing one
+        "    assert len(files) <= 30 + 4, len(files)\n"  # each writer may be writing one more
     )
     writers = [
         subprocess.Popen([sys.executable, "-c", child, str(tmp_path), str(n)]) for n in range(4)

@@ -94,13 +94,13 @@ async def test_a_lookup_that_hangs_delays_no_request_and_turns_the_tier_off(tmp_
         for _ in range(20):
             lease = await asyncio.wait_for(r.stack.fetch(CHAIN, OWNER, 0, 0.2), PATIENCE_S)
             assert lease.blocks == []
-        assert store.num_calls <= 4, "the others were given up before they began"
+        assert store.num_calls <= 4, "the other lookups were given up before they began"
         r.clock.skipped_s += HANG_S
         assert [f.reason for f in r.stack.report().faults] == ["KV_TIER_OFF"]
         num_calls = store.num_calls
         r.clock.skipped_s += 600.0
         (await r.stack.fetch(CHAIN, OWNER, 0, 0.2)).close()
-        assert store.num_calls == num_calls, "no probe while it hangs: it would hang beside it"
+        assert store.num_calls == num_calls, "no probe during a hang: the probe would hang, too"
 
         answers.set()
         r.stack._lookup_s = 30.0
@@ -121,13 +121,15 @@ async def test_loads_that_hang_are_bounded_by_the_threads_they_hold(tmp_path: Pa
         r.stack.report()
         assert r.files.state is DiskState.OFF
         await until(lambda: r.stack.num_loading == 4)
-        assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 2, "those that waited for a thread"
+        assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 2, (
+            "the loads that waited for a thread failed"
+        )
         answers.set()
         await until(lambda: r.pool.num_blocks == 4)
 
 
 @pytest.mark.fault("F33")
-async def test_a_write_that_hangs_makes_the_tier_read_only_and_frees_what_waits(
+async def test_a_write_that_hangs_makes_the_tier_read_only_and_frees_the_waiting_blocks(
     tmp_path: Path,
 ) -> None:
     more = names_of(*range(10, 22))
@@ -138,7 +140,7 @@ async def test_a_write_that_hangs_makes_the_tier_read_only_and_frees_what_waits(
         assert r.pool.num_pinned == len(more)
         r.clock.skipped_s += HANG_S
         assert [f.reason for f in r.stack.report().faults] == ["KV_TIER_READ_ONLY"]
-        assert r.pool.num_pinned == 1, "the one that the disk may still read"
+        assert r.pool.num_pinned == 1, "the hanging write may still read one block"
         assert r.counts.total(Tier.FILE, TierEvent.DROPPED) == len(more) - 1
         r.stack.stored(more)
         assert r.pool.num_pinned == 1

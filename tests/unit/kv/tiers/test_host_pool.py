@@ -22,7 +22,7 @@ from tests.fakes.kv.tiers import (
 )
 
 
-def test_bringing_pages_in_changes_nothing_in_them() -> None:
+def test_touching_pages_does_not_change_them() -> None:
     arena = PopulatedArena(32 << 20)
     everything = arena.view(ArenaRange(0, 32 << 20))
     assert not everything[::4096].any()
@@ -34,7 +34,7 @@ def test_bringing_pages_in_changes_nothing_in_them() -> None:
     arena.close()
 
 
-def test_a_block_that_fails_to_be_written_is_not_there() -> None:
+def test_a_block_whose_write_failed_is_not_in_the_pool() -> None:
     pool = HostPool(2 * SLOT_BYTES, BLOCK_BYTES)
 
     def write(_: object) -> None:

@@ -99,7 +99,7 @@ async def test_the_file_store_serves_and_promotes_to_the_pool(tmp_path: Path) ->
         again = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
         check(again, CHAIN, [Tier.HOST] * 6)
         again.close()
-        assert r.store.num_read == 6, "promoted: the second time comes from memory"
+        assert r.store.num_read == 6, "the block was promoted, so memory serves it the second time"
 
 
 @pytest.mark.req("S78", "S105")
@@ -125,7 +125,7 @@ async def test_a_pinned_block_has_a_file_that_lives_as_long_as_the_pin(tmp_path:
         assert await asyncio.to_thread(r.files.flush, 60)
         assert all(until_of(r, name) < end - 3000 for name in CHAIN[:2])
         assert r.stack.report().num_pinned == 0
-        assert r.stack.report().num_pinned is None, "as before"
+        assert r.stack.report().num_pinned is None, "nothing is pinned by now"
 
 
 @pytest.mark.req("S68", "S105")
@@ -233,7 +233,7 @@ async def test_two_requests_share_one_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("S77")
-async def test_a_request_that_goes_away_leaves_nothing_pinned(tmp_path: Path) -> None:
+async def test_a_request_that_leaves_leaves_nothing_pinned(tmp_path: Path) -> None:
     peer = FakePeer(CHAIN[:2], delay_s=0.1)
     async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
@@ -297,7 +297,7 @@ async def test_blocks_that_a_peer_has_lost_are_recomputed(tmp_path: Path) -> Non
 
 @pytest.mark.req("S76")
 @pytest.mark.fault("F33")
-async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
+async def test_a_full_disk_stores_nothing_serves_its_blocks_and_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -308,7 +308,8 @@ async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
 
     async with running(tmp_path) as r:
         fill(r.pool, names_of(99))
-        r.stack.stored(names_of(99), 100)  # the oldest: it goes before the disk is called full
+        # The oldest block: it is evicted before the disk counts as full.
+        r.stack.stored(names_of(99), 100)
         assert await asyncio.to_thread(r.files.flush, 60)
         await written(r, CHAIN[:2])
         fill(r.pool, CHAIN[2:])
@@ -330,7 +331,7 @@ async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
 
 
 @pytest.mark.fault("F33")
-async def test_a_disk_that_cannot_be_read_is_left_alone_and_tried_again(tmp_path: Path) -> None:
+async def test_an_unreadable_disk_is_not_used_until_it_is_tried_again(tmp_path: Path) -> None:
     async with running(tmp_path) as r:
         await written(r, CHAIN)
         r.store.is_broken = True
@@ -341,7 +342,7 @@ async def test_a_disk_that_cannot_be_read_is_left_alone_and_tried_again(tmp_path
         assert [f.reason for f in r.stack.report().faults] == ["KV_TIER_OFF"]
         num_read = r.store.num_read
         assert (await r.stack.fetch(CHAIN, OWNER, 0, 5.0)).blocks == []
-        assert r.store.num_read == num_read, "not even asked"
+        assert r.store.num_read == num_read, "the disk was not even asked"
         r.store.is_broken = False
         r.clock.skipped_s += 60.0
         (await r.stack.fetch(CHAIN, OWNER, 0, 5.0)).close()
@@ -368,7 +369,7 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("S96")
-async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Path) -> None:
+async def test_the_files_of_a_popular_prompt_are_kept_too(tmp_path: Path) -> None:
     """These files are read once, and then memory serves the blocks. By their last use only, they
     would be evicted first.
     """
@@ -427,7 +428,7 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
         await until(lambda: r.stack.num_loading == 0 and not r.files.num_waiting)
 
 
-async def test_a_cancelled_question_about_peers_cancels_nothing_else(tmp_path: Path) -> None:
+async def test_a_cancelled_lookup_of_peers_cancels_nothing_else(tmp_path: Path) -> None:
     """This happens when the channel to the index is closed during the question. Otherwise the
     request would be lost.
     """

@@ -24,22 +24,20 @@ def flips(data: bytes) -> list[bytes]:
     ]
 
 
-def test_an_address_says_what_it_was_made_of() -> None:
+def test_an_address_is_parsed_into_its_parts() -> None:
     address = handshake.Address(WORKER, KEY, 2**64 - 1)
     assert handshake.parse_address(str(address)) == address
     assert str(address).count("/") == 1
 
 
 @pytest.mark.fault("F34")
-def test_no_changed_character_of_an_address_reaches_ucx() -> None:
+def test_an_address_with_a_changed_character_never_reaches_ucx() -> None:
     address = handshake.Address(WORKER, KEY, 0xABC)
     text = str(address)
-    end = text.index("/")  # the life is compared on arrival
+    end = text.index("/")  # the incarnation after it is compared on arrival
     for at in range(end):
         for other in "Aaf0-_.x":
-            with contextlib.suppress(
-                ValueError
-            ):  # bits behind the last byte may change: they mean nothing
+            with contextlib.suppress(ValueError):  # the unused bits after the last byte may change
                 changed = text[:at] + other + text[at + 1 :]
                 assert handshake.parse_address(changed) == address
 
@@ -51,13 +49,13 @@ def test_an_invalid_address_is_a_value_error(text: str) -> None:
 
 
 @pytest.mark.fault("F34", "F39")
-def test_a_hello_and_its_welcome_are_heard_with_the_key_alone_and_unchanged() -> None:
+def test_hello_and_welcome_are_accepted_only_with_the_key_and_unchanged() -> None:
     hello, welcome = handshake.pack_hello(HELLO, KEY), handshake.pack_welcome(9, 11, KEY)
     assert handshake.read_hello(hello, KEY) == HELLO
     assert handshake.read_welcome(welcome, 9, KEY) == 11
     assert handshake.read_hello(hello, OTHER) is None
     assert handshake.read_welcome(welcome, 9, OTHER) is None
-    assert handshake.read_welcome(welcome, 8, KEY) is None, "an answer to another hello"
+    assert handshake.read_welcome(welcome, 8, KEY) is None, "it answers another hello"
     assert handshake.read_hello(welcome, KEY) is None
     assert handshake.read_welcome(hello, 9, KEY) is None
     assert not any(handshake.read_hello(changed, KEY) for changed in flips(hello))

@@ -67,7 +67,7 @@ async def test_the_page_shows_and_changes_the_same_as_the_admin_service(site: Si
         assert (back["version"], back["restored_version"]) == ("3", "1")
 
 
-async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
+async def test_an_invalid_request_gets_a_readable_refusal(site: Site) -> None:
     async with browser(site) as client:
         assert (await ask(client, "Nothing"))[0] == 404
         status, answer = await ask(client, "DiffDesired", texts=1)
@@ -92,7 +92,7 @@ async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
 async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_token(
     site: Site, headers: dict[str, str], client: str, url: str, says: str
 ) -> None:
-    """The page may be of another site in the operator's browser, or have a name that leads here
+    """The page may be from another site in the operator's browser, or have a name that leads here
     (DNS rebinding).
     """
     async with browser(site, client=client, url=url) as each:
@@ -103,7 +103,7 @@ async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_t
         assert says in answer["error"]["message"]
 
 
-async def test_the_page_itself_runs_no_script_but_its_own(site: Site) -> None:
+async def test_the_page_runs_no_script_but_its_own(site: Site) -> None:
     async with browser(site) as client:
         page = await client.get("/")
         script = await client.get("/page.js")

@@ -1,6 +1,4 @@
-"""A large desired state is read beside the loop, and no code looks at all groups for each
-scenario.
-"""
+"""A large desired state is parsed in a thread, and no code visits all groups for each scenario."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LARGE = "scenarios:\n  chat: {allow_single: true}\ngroups:\n" + "".join(
     for i in range(NUM)
 )
 LARGE += "regions: [eu, us]\n"
-MIN_TURNS = 5  # a loop that is held turns once or twice
+MIN_TURNS = 5  # a blocked loop turns once or twice
 
 T = TypeVar("T")
 
@@ -84,7 +82,7 @@ async def test_the_loop_turns_while_a_large_file_is_compared_applied_and_read(
     assert all(num >= MIN_TURNS for num in turns.num.values()), turns.num
 
 
-async def test_the_loop_turns_while_the_page_reads_and_writes_what_is_long(site: Site) -> None:
+async def test_the_loop_turns_while_the_page_handles_large_texts(site: Site) -> None:
     app = Starlette(routes=page_routes(site.admin, has_token=False))
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
     headers = {"content-type": "application/json"}
@@ -97,7 +95,9 @@ async def test_the_loop_turns_while_the_page_reads_and_writes_what_is_long(site:
     assert turns.num["page"] >= MIN_TURNS
 
 
-async def test_few_texts_are_worked_on_at_once_and_the_next_ones_are_refused(site: Site) -> None:
+async def test_only_a_few_texts_are_handled_at_once_and_further_ones_are_refused(
+    site: Site,
+) -> None:
     request = pb.DiffDesiredRequest(text=CHAT)
     asked = [asyncio.create_task(site.ask("DiffDesired", request)) for _ in range(MAX_WAITING + 3)]
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -107,7 +107,7 @@ async def test_few_texts_are_worked_on_at_once_and_the_next_ones_are_refused(sit
     }
 
 
-def test_of_too_long_a_list_no_more_is_parsed_than_the_bound(
+def test_a_list_that_is_too_long_is_parsed_only_up_to_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A list of a megabyte once took 15 s, and the master died of it."""

@@ -54,7 +54,7 @@ async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_a
     assert not site.loop.paused
 
 
-async def test_a_text_without_groups_is_applied_only_if_that_is_meant(site: Site) -> None:
+async def test_a_text_without_groups_is_applied_only_if_the_operator_allows_it(site: Site) -> None:
     await serving(site)
     with pytest.raises(InvalidRequest, match="no earlier version to restore"):
         await site.ask("RollbackDesired", pb.RollbackDesiredRequest())
@@ -162,7 +162,8 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
     site.add("i-1")
     await site.apply(CHAT)
     await site.start()
-    asked = iter([(True, 1), (True, 1), (True, 1)])  # when it looks, begins, writes the first
+    # The master leads as it looks, as it begins, and at its first write.
+    asked = iter([(True, 1), (True, 1), (True, 1)])
     site.loop._leadership = lambda: next(asked, (False, 1))
     await site.loop.round()
     assert site.stages() == {"i-0": STAGE_LOAD}
@@ -262,13 +263,13 @@ async def test_an_uncordoned_instance_is_ejected_again_only_for_new_faults(
     await site.loop.round()
     assert (
         site.out_of_service.left(LEAVE_MODE_AT_ONCE) == set()
-    )  # the judge has not heard of it yet
+    )  # the fault judge has not heard of it yet
     site.break_("p-0", Level.LOST, since=2.0)
     await site.loop.round()
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
-async def test_a_drain_that_no_group_would_carry_out_is_refused(site: Site) -> None:
+async def test_a_drain_of_a_serving_instance_that_no_group_manages_is_refused(site: Site) -> None:
     site.add("p-0", ROLE_PREFILL, "own")
     site.add("i-0")
     await site.start()
@@ -280,7 +281,9 @@ async def test_a_drain_that_no_group_would_carry_out_is_refused(site: Site) -> N
 
 
 @pytest.mark.parametrize("field", ["reason", "tenant", "cache_salt", "scenario"])
-async def test_words_of_a_pin_that_are_too_long_are_named(site: Site, field: str) -> None:
+async def test_the_refusal_of_a_pin_names_the_field_that_is_too_long(
+    site: Site, field: str
+) -> None:
     await site.start()
     request = pb.AddPinRequest(pin_id="a", **{field: "x" * 2000})  # type: ignore[arg-type]  # as the test names them
     with pytest.raises(InvalidRequest, match="at most 1024") as caught:

@@ -1,4 +1,4 @@
-"""A ratio that an operator or a profile changes: the plan consists of checked single moves, like
+"""An operator or a profile changes a ratio: the plan consists of checked single moves, like
 the monitor's, and its decisions are shown.
 """
 
@@ -24,7 +24,9 @@ from tests.unit.master_scheduler.plans.test_plan_loop import DESIRED, Site
 
 
 @pytest.mark.req("S27", "S28")
-async def test_an_operators_move_is_checked_at_once_made_and_shown_with_its_end() -> None:
+async def test_the_move_of_an_operator_is_checked_at_once_then_made_and_shown_until_its_end() -> (
+    None
+):
     site = Site(DESIRED, num=8)
     site.settle()
     await site.loop.round()
@@ -81,7 +83,8 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
     assert "b_p/T_p 0.333/s, b_d/T_d 1/s" in told.reason
     assert [g.num_prefill for g in told.groups] == [2, 2]
     with pytest.raises(CannotMove, match="has not examined"):
-        site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)  # with an epoch that it has not seen
+        # The epoch is one that the site has not seen.
+        site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)
 
 
 @pytest.mark.req("S27")

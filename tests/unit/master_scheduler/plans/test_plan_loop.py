@@ -119,7 +119,7 @@ class Site:
         return self.world.controller
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """The number of blank instances, counted as the group loop does."""
+        """The number of blank instances, counted as the reconciler does."""
         return Round(self.world.observe()).num_blanks(racks)
 
     def settle(self) -> None:
@@ -294,7 +294,7 @@ async def test_a_reclaim_that_finds_no_instances_ends_its_plan_and_serves_when_t
 
 
 @pytest.mark.req("S28")
-async def test_a_role_that_changes_in_place_is_not_taken_for_one_that_finds_no_instance() -> None:
+async def test_a_role_change_within_a_group_does_not_count_as_a_lack_of_instances() -> None:
     """The group lacks an instance until the one that leaves is blank."""
     site = Site(Desired(groups={"a": Group("chat", 2, 4)}), num=6)
     site.settle()
@@ -316,20 +316,19 @@ async def test_a_role_that_changes_in_place_is_not_taken_for_one_that_finds_no_i
 
 
 @pytest.mark.req("S21")
-async def test_a_line_above_a_schedule_makes_it_neither_fire_again_nor_miss_its_time() -> None:
+async def test_a_line_inserted_above_a_schedule_neither_repeats_nor_skips_it() -> None:
     site = Site(DESIRED, num=8)
     site.settle()
     await site.loop.round()
     above = ScheduleLine("0 3 * * *", "chat", "lend")
     site.desired = replace(DESIRED, schedules=(above, *DESIRED.schedules))
-    site.wall = (
-        NIGHT + 60
-    )  # no round ran for a minute, in which it was due and the file was changed
+    # No round ran for a minute. In that minute the schedule was due and the file was changed.
+    site.wall = NIGHT + 60
     await site.loop.round()
     assert [g.group_id for g in site.stored.groups] == ["b"]
 
 
-async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
+async def test_a_move_that_could_not_be_written_does_not_count_as_made() -> None:
     site = Site(DESIRED, num=8)
     site.settle()
     await site.loop.round()
@@ -421,7 +420,7 @@ async def test_a_new_leader_continues_the_scheduled_moves_of_the_old_one() -> No
     assert lent(site) == ["c"]
     site.elect()
     await site.loop.round()
-    assert lent(site) == ["c"], "one move at a time, whoever leads"
+    assert lent(site) == ["c"], "one move at a time, whichever master leads"
     site.settle()
     await site.loop.round()
     assert lent(site) == ["b", "c"]
@@ -429,7 +428,7 @@ async def test_a_new_leader_continues_the_scheduled_moves_of_the_old_one() -> No
     site.settle()
     await site.loop.round()
     assert lent(site) == ["b", "c"]
-    assert not site.stored.pending, "it is done"
+    assert not site.stored.pending, "the plan is done"
     site.elect()
     await site.loop.round()
     assert lent(site) == ["b", "c"]
@@ -468,7 +467,7 @@ async def test_without_a_desired_state_nothing_is_planned() -> None:
 
 @pytest.mark.req("S29")
 @pytest.mark.parametrize("has_auto_ratio", [True, False])
-async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
+async def test_longer_prompts_turn_a_decode_into_a_prefill_if_the_ratio_is_auto(
     has_auto_ratio: bool,
 ) -> None:
     scenarios = {"chat": Scenario(has_auto_ratio=has_auto_ratio)}

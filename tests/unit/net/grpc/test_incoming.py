@@ -29,7 +29,7 @@ async def test_a_message_that_never_ends_is_given_up() -> None:
 
 
 @pytest.mark.fault("F30")
-async def test_the_longest_waiting_call_makes_room_and_many_short_ones_pass() -> None:
+async def test_the_longest_waiting_call_is_ended_to_make_room_for_short_ones() -> None:
     incoming = Incoming(2, timeout_s=3600)
     stuck = [asyncio.create_task(incoming.next(never())) for _ in range(2)]
     await asyncio.sleep(0)
@@ -44,7 +44,7 @@ async def test_the_longest_waiting_call_makes_room_and_many_short_ones_pass() ->
     await asyncio.gather(*stuck, return_exceptions=True)
 
 
-async def test_no_caller_is_hurried_while_there_is_room() -> None:
+async def test_no_waiting_call_is_ended_while_there_is_room() -> None:
     incoming = Incoming(3, timeout_s=3600)
     stuck = [asyncio.create_task(incoming.next(never())) for _ in range(2)]
     assert [await incoming.next(once(b"x")) for _ in range(50)] == [b"x"] * 50
@@ -63,7 +63,7 @@ async def test_the_end_of_a_stream_does_not_count_as_a_message() -> None:
 
 
 @pytest.mark.fault("F30")
-async def test_calls_without_their_messages_have_a_bound() -> None:
+async def test_the_number_of_calls_without_a_message_is_bounded() -> None:
     incoming = Incoming(3, timeout_s=3600, max_waiting=3)
     stuck = [asyncio.create_task(incoming.next(never())) for _ in range(3)]
     await asyncio.sleep(0)

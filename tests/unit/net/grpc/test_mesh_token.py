@@ -110,14 +110,16 @@ async def ask_all_ways(channel: grpc.aio.Channel) -> tuple[str, int, int]:
     return status.record.instance_id, sequences[0], 1
 
 
-async def test_a_process_that_uses_the_token_is_served_by_one_that_does() -> None:
+async def test_a_caller_with_the_token_is_served() -> None:
     async with serving(TOKEN) as (address, servicer), rpc.channel(address) as channel:
         assert await ask_all_ways(channel) == ("i-0", 7, 1)
         assert servicer.num_calls == 3
 
 
 @pytest.mark.parametrize("metadata", WRONG)
-async def test_a_call_without_it_reaches_no_handler(metadata: tuple[tuple[str, str], ...]) -> None:
+async def test_a_call_without_the_token_reaches_no_handler(
+    metadata: tuple[tuple[str, str], ...],
+) -> None:
     async with serving(TOKEN) as (address, servicer), rpc.channel(address, "") as channel:
         stub: Any = InstanceServiceStub(channel)
         calls = (
@@ -135,13 +137,13 @@ async def test_a_call_without_it_reaches_no_handler(metadata: tuple[tuple[str, s
 async def test_a_call_without_the_token_is_refused_before_its_message_for_any_method() -> None:
     """Otherwise a stranger could make the server read 64 MiB before it refuses the call."""
     async with serving(TOKEN) as (address, _), rpc.channel(address, "") as channel:
-        open_stream: Any = channel.stream_stream  # its stubs ask for serializers
+        open_stream: Any = channel.stream_stream  # grpc-stubs requires serializers
         for method in (STATUS, "/nobody.Service/Method"):
             call = open_stream(method)()  # no message is ever sent
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_public_server_neither_asks_for_it_nor_minds_it() -> None:
+async def test_a_public_server_neither_requires_nor_rejects_the_token() -> None:
     async with serving(TOKEN, is_public=True) as (address, servicer):
         for shown in ("", TOKEN):
             async with rpc.channel(address, shown) as channel:
@@ -154,14 +156,14 @@ async def test_a_mesh_without_a_token_asks_for_none() -> None:
         assert await ask_all_ways(channel) == ("i-0", 7, 1)
 
 
-async def test_a_proxy_of_the_environment_is_not_asked_the_way_to_a_neighbour(
+async def test_calls_between_processes_ignore_proxies_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found by a user behind a company proxy: the mesh said that it was ready, and answered every
     request with 503.
     """
     for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nobody listens there
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nothing listens there
     for variable in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(variable, raising=False)
     async with serving(TOKEN) as (address, _), rpc.channel(address) as channel:

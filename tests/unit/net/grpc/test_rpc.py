@@ -1,4 +1,4 @@
-"""A gRPC server whose start is given up halfway."""
+"""A gRPC server whose start is cancelled halfway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.attack.raw_http2 import HELLO
 
 
 @pytest.mark.req("S23")
-async def test_a_server_that_is_given_up_while_it_starts_listens_no_more() -> None:
+async def test_a_server_whose_start_is_cancelled_does_not_listen() -> None:
     """Found by the nemesis: a group was changed while an instance loaded for it, and the instance's
     server could no longer be stopped.
     """
@@ -38,7 +38,7 @@ async def test_a_server_that_is_started_listens() -> None:
 
 
 @pytest.mark.fault("F29")
-async def test_connections_of_both_directions_have_one_bound(
+async def test_incoming_and_outgoing_connections_share_one_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """20,000 connections of a stranger without a token once took all descriptors of a master, which

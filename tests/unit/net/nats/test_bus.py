@@ -35,7 +35,7 @@ class Client:
 
 
 @pytest.mark.fault("F18")
-async def test_a_reconnection_that_loses_its_cancellation_still_ends() -> None:
+async def test_a_reconnection_that_swallows_a_cancellation_still_ends() -> None:
     """Otherwise the end of the event loop would wait for it forever."""
     client: Any = Client()
     client._reconnection_task = asyncio.create_task(client.reconnect())

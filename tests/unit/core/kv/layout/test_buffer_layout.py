@@ -158,7 +158,7 @@ def test_a_pull_outside_the_layout_has_no_parts(first: int, heads: tuple[int, in
     ],
 )
 @pytest.mark.req("S48")
-def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_there(
+def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_computed(
     total_bytes: int, num_layers: list[int]
 ) -> None:
     layout = KvLayout(32, 128, total_bytes // 32 // 128)
@@ -168,7 +168,7 @@ def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_there(
 
 @pytest.mark.req("S48")
 @given(st.integers(1, 100), st.integers(1, LAYER_CHUNK_BYTES))
-def test_parts_that_get_shorter_are_few_and_end_with_an_eighth_or_what_rides_along(
+def test_shrinking_parts_are_few_and_the_last_is_an_eighth_or_fits_its_announcement(
     num_layers: int, layer_bytes: int
 ) -> None:
     layout = KvLayout(num_layers, 1, layer_bytes)

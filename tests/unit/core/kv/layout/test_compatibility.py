@@ -1,4 +1,4 @@
-"""Equal strings may exchange KV; where two differ, the refusal names both sides."""
+"""Engines with equal fingerprints may exchange KV; a refusal says in what both sides differ."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FP8 = replace(BF16, dtype="fp8_e4m3", scales="per-tensor-09ab")
 
 @pytest.mark.req("S126")
 @pytest.mark.parametrize("kind", [BF16, FP8, BY_HEADS])
-def test_the_string_says_all_of_it(kind: KvFormat) -> None:
+def test_a_fingerprint_holds_the_whole_format(kind: KvFormat) -> None:
     assert parse(str(kind)) == kind
     assert difference(str(kind), str(kind)) == ""
-    assert "/" not in str(kind), "it names folders"
+    assert "/" not in str(kind), "folders have its name"
 
 
 @pytest.mark.req("S126", "S57")
@@ -41,14 +41,14 @@ def test_the_string_says_all_of_it(kind: KvFormat) -> None:
         (BY_HEADS, "by 8 heads.*on 2 ranks"),
     ],
 )
-def test_a_difference_is_told_in_words_for_both_sides(theirs: KvFormat, says: str) -> None:
+def test_a_difference_is_explained_for_both_sides(theirs: KvFormat, says: str) -> None:
     text = difference(str(theirs), str(BF16), "prefill-0", "decode-0")
     assert text.startswith("prefill-0")
     assert "decode-0" in text
     assert re.search(says, text), text
 
 
-def test_an_unknown_string_is_another_engine() -> None:
+def test_an_unknown_fingerprint_counts_as_another_engine() -> None:
     assert parse("0123456789abcdef") is None
     assert "another engine" in difference("0123456789abcdef", str(BF16))
 

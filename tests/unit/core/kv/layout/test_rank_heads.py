@@ -53,21 +53,25 @@ def test_every_head_arrives_once_from_a_rank_that_holds_it(meeting: tuple[int, i
 
 @pytest.mark.req("S57")
 @given(meetings())
-def test_every_source_is_told_by_as_many_as_it_waits_for(meeting: tuple[int, int, int]) -> None:
+def test_every_source_gets_a_message_from_as_many_ranks_as_it_waits_for(
+    meeting: tuple[int, int, int],
+) -> None:
     heads, sources, destinations = meeting
     told = Counter(
         source
         for rank in range(destinations)
         for source in {p.source_rank for p in pieces(heads, sources, destinations, rank)}
     )
-    assert set(told) == set(range(sources)), "a source that nobody tells keeps its bytes"
+    assert set(told) == set(range(sources)), "a source that gets no message never frees its bytes"
     for source in range(sources):
         assert told[source] == num_takers(heads, sources, destinations, source)
 
 
 @pytest.mark.req("S57")
 @given(st.sampled_from((1, 2, 4, 8, 32)), st.sampled_from(RANKS))
-def test_equal_ranks_pull_from_their_like_alone(heads: int, ranks: int) -> None:
+def test_with_equal_numbers_of_ranks_each_pulls_only_from_its_counterpart(
+    heads: int, ranks: int
+) -> None:
     for rank in range(ranks):
         (piece,) = pieces(heads, ranks, ranks, rank)
         assert (piece.source_rank, piece.source_head, piece.head) == (rank, 0, 0)

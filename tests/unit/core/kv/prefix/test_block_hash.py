@@ -59,5 +59,5 @@ def test_tenant_salt_model_and_adapter_each_make_another_chain() -> None:
         tenant_root(b"other", "acme", "", "fp")
     }
     assert len(roots) == 8
-    assert tenant_root(b"secret", "acme", "", "fp", "") in roots, "none is none, as before"
+    assert tenant_root(b"secret", "acme", "", "fp", "") in roots, "an empty adapter changes no name"
     assert all(len(root) == HASH_BYTES for root in roots)

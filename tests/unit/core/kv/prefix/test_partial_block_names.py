@@ -38,7 +38,7 @@ def test_start_and_step_are_parameters_and_no_step_means_no_names() -> None:
 
 
 @pytest.mark.req("S103")
-def test_a_name_says_root_parent_and_tokens_and_is_never_a_full_blocks() -> None:
+def test_a_name_depends_on_root_parent_and_tokens_and_is_never_that_of_a_full_block() -> None:
     tokens = list(range(64))
     data, parent = tokens_to_bytes(tokens), b"p" * 16
     names = partial_names(ROOT, parent, data, [16, 64])
@@ -60,7 +60,7 @@ def turn(role: int, *tokens: int) -> list[int]:
 
 
 @pytest.mark.req("S103")
-def test_earlier_turns_are_found_by_how_a_prompt_of_this_template_ends() -> None:
+def test_earlier_turns_are_found_by_the_ending_that_the_template_gives_each_prompt() -> None:
     asking = [IM_START, ASSISTANT, NEWLINE]
     first = [*turn(USER, 100, 101), *asking]
     answered = [*first, 200, 201, 202]
@@ -85,7 +85,7 @@ def test_a_request_without_a_conversation_has_no_turns(tokens: list[int]) -> Non
         assert ends == []
 
 
-def test_bytes_that_look_like_a_stop_token_across_two_tokens_are_none() -> None:
+def test_bytes_that_look_like_a_stop_token_across_two_tokens_are_not_one() -> None:
     shifted = IM_END << 16  # it holds the bytes of IM_END, shifted by two
     tokens = [IM_START, shifted, 0, shifted, 7, IM_END, NEWLINE]
     assert turn_ends(tokens_to_bytes(tokens), {IM_END}) == []

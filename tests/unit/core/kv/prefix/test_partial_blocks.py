@@ -28,7 +28,9 @@ def find(partials: PartialBlocks, *tokens: int) -> PartialFound | None:
 def test_the_longest_beginning_is_found() -> None:
     partials = holding([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])
     assert find(partials, 1, 2, 3, 4, 5, 6, 7) == PartialFound(1, 6)
-    assert find(partials, 1, 2, 3, 4, 9, 9) == PartialFound(1, 4), "of equal ones, the last kept"
+    assert find(partials, 1, 2, 3, 4, 9, 9) == PartialFound(1, 4), (
+        "of equal blocks, the one kept last"
+    )
     assert find(partials, 1, 2, 3, 9) is None
     assert partials.find(b"s" * 16, PARENT, tokens_to_bytes([1, 2, 3, 4])) is None, "another tenant"
     assert partials.find(ROOT, b"q" * 16, tokens_to_bytes([1, 2, 3, 4])) is None
@@ -41,15 +43,15 @@ def test_only_a_writer_at_the_watermark_may_append() -> None:
     assert whole is not None
     assert beginning is not None
     assert partials.may_append(whole)
-    assert not partials.may_append(beginning), "others' tokens are behind it"
+    assert not partials.may_append(beginning), "another writer's tokens follow"
 
 
-def test_a_name_goes_with_the_last_block_that_has_it() -> None:
+def test_a_name_is_forgotten_with_the_last_block_that_has_it() -> None:
     partials = PartialBlocks(PartialSampling(start=4, step=2), SIZE)
     data = tokens_to_bytes([1, 2, 3, 4])
     names = partials.keep(0, ROOT, PARENT, data)
     assert len(names) == 1
-    assert partials.keep(1, ROOT, PARENT, data) == [], "known already"
+    assert partials.keep(1, ROOT, PARENT, data) == [], "the name is known already"
     assert partials.forget(1) == names
     partials.check_invariants()
     assert partials.forget(1) == []

@@ -52,7 +52,7 @@ def test_a_reordered_delta_waits_for_the_one_before_it() -> None:
     index.check_invariants()
 
 
-def test_an_instance_first_heard_of_in_mid_stream_is_a_gap_until_its_snapshot() -> None:
+def test_an_instance_first_heard_of_in_mid_stream_has_a_gap_until_its_snapshot() -> None:
     index = PrefixIndex()
     assert index.apply(IndexDelta("p0", 1, 8, stored=[block(9)])) is DeltaOutcome.GAP
     assert index.match([block(9)]) == {}
@@ -155,7 +155,7 @@ def test_a_walk_over_blocks_takes_as_long_with_a_thousand_instances_as_with_ten(
 
 @pytest.mark.req("S99")
 @pytest.mark.parametrize("other", [PerWorker, SetPerBlock])
-def test_the_slowdown_is_seen_in_an_index_that_has_one(other: Callable[[], Index]) -> None:
+def test_the_measurement_detects_an_index_that_is_slow(other: Callable[[], Index]) -> None:
     assert _slowdown(other) > 20
 
 

@@ -8,8 +8,8 @@ from pdmesh.core.kv.prefix.snapshot_order import Repairs
 
 
 @pytest.mark.fault("F20")
-def test_instances_that_do_not_answer_delay_the_others_by_their_turns_only() -> None:
-    """Four unreachable instances once kept all the places, and no other instance's gap was ever
+def test_instances_that_do_not_answer_delay_the_others_only_by_their_own_turns() -> None:
+    """Four unreachable instances once took all the places, and no other instance's gap was ever
     filled.
     """
     repairs, now = Repairs(), 0.0
@@ -19,7 +19,7 @@ def test_instances_that_do_not_answer_delay_the_others_by_their_turns_only() -> 
     while "well" not in asked:
         now = repairs.next_start() or now
         started = repairs.start(now)
-        assert started, "nobody is asked, and somebody waits"
+        assert started, "no instance is asked, although one waits"
         asked += started
         now += 5.0  # the longest a fetch takes
         for name in started:

@@ -4,7 +4,7 @@ from pdmesh.core.kv.tiers.disk_health import DiskHealth, DiskState
 
 
 @pytest.mark.fault("F33")
-def test_a_failed_write_makes_it_read_only_until_a_probe_succeeds() -> None:
+def test_a_failed_write_makes_the_disk_read_only_until_a_probe_succeeds() -> None:
     disk = DiskHealth(first_s=1.0, most_s=4.0)
     assert disk.may_write(0.0)
     assert disk.wrote(False, 0.0), "the state changed"
@@ -49,20 +49,20 @@ def test_reads_are_tried_less_often_after_several_failures_in_a_row() -> None:
 
 
 @pytest.mark.fault("F33")
-def test_a_write_that_hangs_makes_it_read_only_until_it_ends_well() -> None:
+def test_a_write_that_hangs_makes_the_disk_read_only_until_it_succeeds() -> None:
     disk = DiskHealth(hang_s=1.0)
     assert not disk.watch(None, 0.0, 0.9)
     assert disk.watch(None, 0.0, 1.0), "the state changed"
     assert disk.state is DiskState.READ_ONLY
-    assert not disk.may_write(100.0), "a probe would hang beside it"
+    assert not disk.may_write(100.0), "a probe would hang, too"
     assert disk.may_read(100.0)
-    assert not disk.watch(None, None, 101.0), "ended, how is not known yet"
+    assert not disk.watch(None, None, 101.0), "it ended, but its result is not known yet"
     assert disk.wrote(True, 101.0)
     assert disk.state is DiskState.OK
 
 
 @pytest.mark.fault("F33")
-def test_a_read_that_hangs_turns_it_off_and_one_probe_follows_if_it_fails() -> None:
+def test_a_read_that_hangs_turns_the_disk_off_and_one_probe_follows_if_it_fails() -> None:
     disk = DiskHealth(first_s=1.0, hang_s=1.0)
     assert disk.watch(0.0, None, 5.0)
     assert disk.state is DiskState.OFF
@@ -75,11 +75,11 @@ def test_a_read_that_hangs_turns_it_off_and_one_probe_follows_if_it_fails() -> N
 
 
 @pytest.mark.fault("F33")
-def test_an_operation_that_succeeds_while_another_hangs_does_not_turn_it_on() -> None:
+def test_an_operation_that_succeeds_while_another_hangs_does_not_turn_the_disk_on() -> None:
     disk = DiskHealth(hang_s=1.0)
     disk.watch(0.0, None, 1.0)
     assert not disk.read(True, 1.1)
     assert disk.state is DiskState.OFF
     assert not disk.may_read(1.1)
-    assert disk.watch(None, None, 1.2), "all have ended, and one succeeded"
+    assert disk.watch(None, None, 1.2), "all operations have ended, and one succeeded"
     assert disk.state is DiskState.OK

@@ -95,7 +95,7 @@ def test_each_block_comes_from_the_fastest_tier_that_has_it() -> None:
     assert plan.saved_s == pytest.approx(5 * 0.05 - 0.009)
 
 
-def test_a_slow_tier_is_left_alone_when_computing_is_quicker() -> None:
+def test_a_slow_tier_is_not_used_when_computing_is_quicker() -> None:
     slow = Source(Tier.FILE, 0b1111, Cost(0.5, 0.1))
     assert plan_load([slow], 0, 4, recompute_block_s=0.02) == LoadPlan()
     assert plan_load([slow], 0, 4, recompute_block_s=0.5).num_blocks == 4

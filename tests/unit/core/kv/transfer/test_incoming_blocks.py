@@ -42,7 +42,7 @@ def came(leg: int) -> PullEnded:
     return PullEnded(leg, None, (100 * leg,))
 
 
-def test_a_load_is_complete_with_its_last_range_and_passes_on_its_turn() -> None:
+def test_a_load_completes_with_its_last_range_and_lets_the_next_pull_begin() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     assert blocks.handle(start(1), now=0.0) == [StartPull(1, False)]
     assert blocks.handle(start(2), now=1.0) == [KeepLease(2)]
@@ -52,7 +52,9 @@ def test_a_load_is_complete_with_its_last_range_and_passes_on_its_turn() -> None
     assert blocks.handle(came(1), now=3.0) == [*done, StartPull(2, False)]
     blocks.check_invariants()
     arrived = blocks.handle(came(2), now=5.0)
-    assert arrived[0] == ReportLoad(2, None, 4.0, 2.0), "it waited for bytes from its turn on"
+    assert arrived[0] == ReportLoad(2, None, 4.0, 2.0), (
+        "its wait for bytes began when the pull started"
+    )
 
 
 @pytest.mark.fault("F27")
@@ -61,9 +63,9 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_copy_under_way_has_ended() 
     blocks.handle(start(1), now=0.0)
     blocks.handle(RangeVerified(1), now=0.0)
     assert blocks.handle(LoadCancelled(1), now=0.1) == [CancelPull(1)]
-    assert blocks.handle(RangeVerified(1), now=0.1) == [], "nobody wants it"
+    assert blocks.handle(RangeVerified(1), now=0.1) == [], "the load was cancelled"
     assert blocks.handle(PullEnded(1, GIVEN_UP, ()), now=0.1) == []
-    assert blocks.handle(AgentLandingFreed(100), now=0.2) == [], "the copy reads it"
+    assert blocks.handle(AgentLandingFreed(100), now=0.2) == [], "the copy still reads the landing"
     assert blocks.handle(RangeScattered(1), now=0.3) == [ReleaseBlocks(1), FreeLanding(1)]
     assert blocks.handle(LoadCancelled(1), now=0.4) == []
 
@@ -84,10 +86,10 @@ def test_kv_that_lands_after_the_end_is_not_scattered() -> None:
 
 @pytest.mark.req("S57")
 @pytest.mark.fault("F3")
-def test_a_landing_is_free_with_its_last_piece_and_that_is_said_once() -> None:
+def test_a_landing_is_freed_once_when_its_last_piece_is() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(LoadStarted(7, (0, 100, 200), None, 30, 9.0), now=0.0)
-    assert blocks.handle(AgentLandingFreed(200), now=0.0) == [], "the others pull"
+    assert blocks.handle(AgentLandingFreed(200), now=0.0) == [], "the other pieces are still pulled"
     ended = blocks.handle(PullEnded(7, LOST, (0,)), now=1.0)
     assert ended == [ReportLoad(7, LOST, 1.0, 1.0), ReleaseBlocks(7)]
     assert blocks.handle(AgentLandingFreed(100), now=2.0) == [FreeLanding(7)]
@@ -95,7 +97,7 @@ def test_a_landing_is_free_with_its_last_piece_and_that_is_said_once() -> None:
 
 
 @pytest.mark.fault("F23", "F24")
-def test_loads_whose_turn_does_not_come_leave_together_before_any_begins() -> None:
+def test_overdue_loads_leave_the_queue_together_before_another_begins() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     for leg, timeout_s in ((1, 9.0), (2, 1.0), (3, 1.0), (4, 9.0)):
         blocks.handle(start(leg, timeout_s=timeout_s), now=0.0)
@@ -107,7 +109,7 @@ def test_loads_whose_turn_does_not_come_leave_together_before_any_begins() -> No
     assert blocks.handle(came(1), now=2.0)[-1] == StartPull(4, False)
 
 
-def test_a_load_given_up_in_the_queue_is_over_at_once_and_nothing_is_said_of_it() -> None:
+def test_a_load_cancelled_in_the_queue_ends_at_once_without_a_report() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(start(1), now=0.0)
     blocks.handle(start(2), now=0.0)
@@ -126,7 +128,7 @@ def test_a_silent_pull_gives_up_its_turn_and_may_complete_later() -> None:
 
 @pytest.mark.req("S48")
 @pytest.mark.parametrize("when", ["before it starts", "before its KV", "after its KV"])
-def test_an_early_load_is_complete_with_both_its_kv_and_token_1(when: str) -> None:
+def test_an_early_load_completes_when_it_has_both_its_kv_and_token_1(when: str) -> None:
     blocks = IncomingBlocks(max_pulls=1)
     if when == "before it starts":
         assert blocks.handle(FirstTokenKnown(1), now=0.0) == []
@@ -159,7 +161,7 @@ def test_a_pull_that_only_acknowledges_frees_its_landing_and_no_more() -> None:
     assert blocks.handle(came(1), now=0.2) == [FreeLanding(1)]
 
 
-def test_a_leg_loads_once() -> None:
+def test_a_leg_loads_only_once() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(start(1), now=0.0)
     with pytest.raises(ValueError, match="loads already"):

@@ -18,7 +18,7 @@ def announced(*parts: MetaArrived) -> Landing:
     return landing
 
 
-def test_it_is_free_when_all_bytes_came_and_were_checked() -> None:
+def test_a_landing_is_free_when_all_bytes_have_come_and_were_checked() -> None:
     landing = announced(part(0, 60), part(60, 40))
     assert landing.is_announced
     assert landing.is_owed
@@ -26,7 +26,7 @@ def test_it_is_free_when_all_bytes_came_and_were_checked() -> None:
         landing.posted.remove(index)
         landing.checking.add(index)
     assert not landing.is_owed
-    assert not landing.is_free, "its bytes are being read"
+    assert not landing.is_free, "the bytes are still being checked"
     landing.checking.clear()
     assert landing.is_free
 
@@ -41,7 +41,7 @@ def test_a_refusal_frees_the_landing_only_after_all_announced_parts_arrived() ->
 
 
 @pytest.mark.fault("F2", "F3")
-def test_the_end_of_its_connection_frees_it_at_once() -> None:
+def test_the_end_of_the_connection_frees_a_landing_at_once() -> None:
     landing = announced(part(0, 60))
     assert landing.lose_peer(), "bytes are missing"
     assert landing.is_free

@@ -18,13 +18,13 @@ def add(queue: PullQueue[str], key: str, num_bytes: int = 1, source: str = "p") 
 
 
 @pytest.mark.req("S52", "S53")
-def test_one_that_ends_lets_the_oldest_begin() -> None:
+def test_the_end_of_a_pull_lets_the_oldest_waiting_one_begin() -> None:
     queue: PullQueue[str] = PullQueue(max_active=2)
     assert add(queue, "a") == ["a"]
     assert add(queue, "b") == ["b"]
     assert add(queue, "c") == []
     assert add(queue, "d") == []
-    assert queue.end("d") == [], "given up while it waited"
+    assert queue.end("d") == [], "it was given up while it waited"
     assert queue.end("a") == ["c"]
     assert queue.end("b") == []
     assert queue.end("c") == []
@@ -32,9 +32,9 @@ def test_one_that_ends_lets_the_oldest_begin() -> None:
 
 
 @pytest.mark.req("S52")
-def test_long_ones_go_few_at_a_time_and_short_ones_together() -> None:
+def test_few_long_pulls_or_many_short_ones_run_at_a_time() -> None:
     queue: PullQueue[str] = PullQueue(max_active=8, max_bytes=100)
-    assert add(queue, "long", 300) == ["long"], "too long for any company"
+    assert add(queue, "long", 300) == ["long"], "it exceeds max_bytes, so it runs alone"
     assert add(queue, "short", 10) == []
     assert add(queue, "half", 60) == []
     assert add(queue, "other half", 60) == []
@@ -60,7 +60,7 @@ def test_pulls_that_wait_for_one_source_delay_no_others() -> None:
 
 
 @pytest.mark.fault("F23")
-def test_a_silent_pull_passes_on_its_turn_and_may_end_later() -> None:
+def test_a_silent_pull_gives_its_place_to_the_next_and_may_end_later() -> None:
     queue: PullQueue[str] = PullQueue(max_active=8, max_bytes=100)
     assert add(queue, "silent", 300) == ["silent"]
     assert add(queue, "next", 300) == []
@@ -83,7 +83,7 @@ def test_long_waits_are_reported_but_running_work_is_not() -> None:
     assert queue.drop_overdue(9.0) == ([], [])
 
 
-def test_one_whose_time_is_over_too_does_not_begin_where_another_leaves() -> None:
+def test_overdue_pulls_are_all_dropped_before_another_begins() -> None:
     queue: PullQueue[str] = PullQueue(max_active=8, max_bytes=100)
     assert queue.add("a", 60, "p", 9.0) == ["a"]
     for key, num_bytes, until in (("long", 60, 5.0), ("short", 10, 5.0), ("later", 10, 9.0)):
@@ -118,7 +118,7 @@ class _Watched:
 def test_every_pull_begins_once_and_in_the_order_of_its_source(
     steps: list[tuple[int, int, str]],
 ) -> None:
-    """This holds even if a source never sends anything: it holds up only its own pulls."""
+    """A source that never sends anything delays only its own pulls."""
     watched = _Watched()
     queue = watched.queue
     for number, (choice, num_bytes, source) in enumerate(steps):
@@ -128,7 +128,7 @@ def test_every_pull_begins_once_and_in_the_order_of_its_source(
             had_any = any(watched.source_of[k] == source for k in watched.active)
             begun = queue.add(number, num_bytes, source, math.inf)
             watched.note(begun)
-            assert had_any or number in begun, "nothing of its source was under way"
+            assert had_any or number in begun, "no other pull from its source was active"
         else:
             key = watched.active[choice % len(watched.active)]
             if choice < 7:

@@ -158,8 +158,8 @@ OVER = 1.1 + PULL_DRAIN_S + STOP_S  # when the time to drain a given-up pull is 
 
 
 @pytest.mark.fault("F24", "F27")
-def test_a_pull_that_is_not_drained_in_time_costs_its_neighbours_nothing() -> None:
-    """The link may be slow, or the sender never sends what it announced."""
+def test_a_pull_that_is_not_drained_in_time_does_not_harm_other_pulls() -> None:
+    """The link is slow, or the sender never sends what it announced."""
     book = with_neighbour()
     book.handle(meta(length=40, pull_id=2), now=4.0)
     assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
@@ -176,7 +176,7 @@ def test_a_pull_that_is_not_drained_in_time_costs_its_neighbours_nothing() -> No
 
 
 @pytest.mark.fault("F24", "F27")
-def test_a_connection_that_was_retired_is_closed_though_everything_came_in_the_end() -> None:
+def test_a_retired_connection_is_closed_even_if_all_its_bytes_arrive_later() -> None:
     book = with_neighbour()
     book.handle(meta(pull_id=2), now=4.0)
     assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
@@ -201,7 +201,7 @@ def test_a_sender_that_was_never_heard_loses_all_its_pulls() -> None:
 
 
 @pytest.mark.fault("F24")
-def test_a_pull_that_missed_its_deadline_costs_its_neighbours_nothing() -> None:
+def test_a_pull_that_missed_its_deadline_does_not_harm_other_pulls() -> None:
     book = with_neighbour(deadline=5.0)
     book.handle(rx.PullRequested(3, 5, 100, 100, 60.0), now=1.5)
     book.handle(meta(pull_id=3), now=4.0)
@@ -259,7 +259,7 @@ def test_another_size_than_the_ticket_says_is_a_protocol_error(size: int) -> Non
     assert book.handle(rx.PeerLost(5), now=0.2) == [rx.FreeLanding(1)]
 
 
-def test_bytes_announced_for_no_pull_of_ours_end_the_connection() -> None:
+def test_bytes_announced_for_an_unknown_pull_end_the_connection() -> None:
     assert requested().handle(meta(pull_id=2), now=0.1) == [rx.AbortPeer(5)]
     assert requested().handle(meta(peer=6), now=0.1) == [rx.AbortPeer(6)]
     assert requested().handle(meta(pull_id=2, is_inline=True), now=0.1) == []

@@ -137,7 +137,7 @@ def test_a_window_of_parts_is_on_its_way_at_once() -> None:
 
 
 @pytest.mark.fault("F35")
-def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
+def test_only_its_engine_ends_an_open_ticket() -> None:
     """The range is still being written; if it were freed, another ticket would get it."""
     book = book_with_ticket(num_ready=3, chunk_bytes=40)
     assert book.handle(Tick(), now=1e6) == []
@@ -147,7 +147,7 @@ def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
 
 
 @pytest.mark.fault("F27")
-def test_releasing_an_open_ticket_tells_the_pulls_that_wait() -> None:
+def test_releasing_an_open_ticket_informs_waiting_pulls() -> None:
     book = book_with_ticket(num_ready=0)
     book.handle(ask(), now=1.0)
     assert book.handle(tx.Released("t"), now=1.1) == [
@@ -176,7 +176,7 @@ def test_a_ticket_that_is_taken_while_it_is_written_closes_with_its_last_layer()
 
 
 @pytest.mark.fault("F27")
-def test_release_during_a_send_frees_when_the_send_ended() -> None:
+def test_a_release_during_a_send_frees_the_range_when_the_send_has_ended() -> None:
     book = book_with_ticket()
     book.handle(ask(), now=1.0)
     assert book.handle(tx.Released("t"), now=1.1) == []
@@ -192,7 +192,7 @@ def test_a_receiver_that_gives_up_gets_no_further_part_and_an_answer() -> None:
     assert book.handle(tx.PartSent(1, 1), now=1.2) == []
     assert book.handle(tx.PartSent(1, 1), now=1.2) == []
     assert book.num_sends == 0
-    assert len(book) == 1, "the ticket is there for another pull"
+    assert len(book) == 1, "the ticket stays open for another pull"
 
 
 @pytest.mark.fault("F6")
@@ -237,7 +237,7 @@ def test_a_peer_that_takes_all_but_one_send_loses_its_connection_in_the_end() ->
 
 
 @pytest.mark.fault("F24")
-def test_a_slow_receiver_keeps_the_lease_by_what_it_takes() -> None:
+def test_a_slow_receiver_keeps_the_lease_as_long_as_it_takes_bytes() -> None:
     book = book_with_ticket(chunk_bytes=40)
     book.handle(ask(), now=0.0)
     for now in (9.0, 18.0, 27.0):
@@ -286,7 +286,7 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
         book.handle(ask(peer=peer, num_takers=2), now=1.0)
         book.handle(tx.PartSent(peer, 1), now=1.0)
     assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == []
-    assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == [], "the same again"
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == [], "the first one again"
     assert book.handle(tx.PullAcked(2, 1, True), now=1.2) == [
         tx.CloseTicket("t", CloseReason.TAKEN)
     ]
@@ -310,7 +310,7 @@ def test_a_pull_by_a_rank_of_a_failed_decode_does_not_count_for_the_next_decode(
     ]
 
 
-def test_takers_of_no_more_than_so_many_decodes_are_remembered() -> None:
+def test_the_number_of_decodes_whose_takers_are_remembered_is_bounded() -> None:
     book = book_with_ticket()
     for decode in range(3 * MAX_DECODES):
         book.handle(ask(decode, num_takers=2, decode=decode), now=1.0)

@@ -36,7 +36,7 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
     )  # a good pull does not clear the record of corruption
     assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
     assert record.ejects(P0, 61.9)
-    assert not record.ejects(P0_AGAIN, 3.0), "a restarted one has a clean record"
+    assert not record.ejects(P0_AGAIN, 3.0), "a restarted source has a clean record"
     assert not record.ejects(P1, 3.0)
     assert record.excluded() == [ExcludedSource(P0, CORRUPT)]
     assert record.release_due(61.9) == []
@@ -47,7 +47,7 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
 
 @pytest.mark.fault("F23")
 @pytest.mark.parametrize("reason", ["KV_TRANSFER_TIMEOUT", "KV_PEER_LOST", "KV_CONNECT_FAILED"])
-def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason: str) -> None:
+def test_a_source_unreachable_twice_in_a_row_is_avoided_and_not_ejected(reason: str) -> None:
     record = sources()
     assert record.failed(P0, reason, 0.0) is None
     record.succeeded(P0, *QUICK, 0.5)
@@ -59,18 +59,18 @@ def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason:
 
 
 @pytest.mark.fault("F24")
-def test_a_source_slower_than_computing_three_times_is_avoided_and_then_on_probation() -> None:
+def test_a_source_that_was_three_times_slower_to_pull_than_to_compute_is_avoided() -> None:
     record = sources()
     assert [record.succeeded(P0, *LATE, t) for t in (10.0, 20.0)] == [None, None]
-    assert record.succeeded(P0, *QUICK, 25.0) is None, "which clears it"
+    assert record.succeeded(P0, *QUICK, 25.0) is None, "a pull in time clears the strikes"
     assert [record.succeeded(P0, *LATE, t) for t in (30.0, 40.0)] == [None, None]
     assert record.succeeded(P0, *LATE, 50.0) is SLOW
-    assert record.succeeded(P0, *LATE, 51.0) is None, "told once"
+    assert record.succeeded(P0, *LATE, 51.0) is None, "it is reported once"
     assert record.excluded() == [ExcludedSource(P0, SLOW)]
-    assert not record.ejects(P0, 52.0), "what comes late is right"
+    assert not record.ejects(P0, 52.0), "its KV is late but correct"
     assert record.release_due(80.0) == [ExcludedSource(P0, SLOW)]
-    assert record.succeeded(P0, *LATE, 82.0) is None, "it was asked for while the source was held"
-    assert record.succeeded(P0, *LATE, 84.0) is SLOW, "the first that was asked for since"
+    assert record.succeeded(P0, *LATE, 82.0) is None, "this pull began while the source was avoided"
+    assert record.succeeded(P0, *LATE, 84.0) is SLOW, "the first pull that began after that"
     record.release_due(114.0)
     record.succeeded(P0, *QUICK, 115.0)
     assert record.succeeded(P0, *LATE, 120.0) is None
@@ -99,7 +99,7 @@ def test_a_pull_that_proves_nothing_about_its_source_neither_strikes_nor_clears(
 
 @pytest.mark.fault("F24")
 def test_pulls_that_waited_together_are_one_observation() -> None:
-    """A decode that stood still for a while finds all of its sources slow at once."""
+    """A decode that was paused for a while finds all of its sources slow at once."""
     record = sources()
     assert [record.succeeded(P0, *LATE, 10.0 + t) for t in (0.0, 0.1, 0.2, 2.9)] == [None] * 4
     assert record.succeeded(P0, *LATE, 13.1) is None
@@ -119,7 +119,7 @@ def test_failures_that_blame_no_source_are_not_counted() -> None:
 
 
 @pytest.mark.fault("F23", "F34")
-def test_one_decode_ejects_for_itself_and_two_condemn_a_source() -> None:
+def test_one_decode_ejects_a_source_for_itself_and_two_eject_it_for_all() -> None:
     incarnations = {"p0": 1, "p1": 1}
     one = KvExchange.of({"d0": [ExcludedSource(P0, CORRUPT)]}, incarnations)
     assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.EJECTED, Fit.GOOD)
@@ -127,7 +127,7 @@ def test_one_decode_ejects_for_itself_and_two_condemn_a_source() -> None:
     both = KvExchange.of(
         {"d0": [ExcludedSource(P0, CORRUPT)], "d1": [ExcludedSource(P0, CORRUPT)]}, incarnations
     )
-    assert both.fit("d2", "p0") is Fit.EJECTED, "two decodes do not fail alike by themselves"
+    assert both.fit("d2", "p0") is Fit.EJECTED, "the source is to blame if two decodes fail alike"
     cut = KvExchange.of({d: [ExcludedSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
     assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
@@ -139,9 +139,7 @@ def test_reports_about_another_incarnation_do_not_count() -> None:
 
 
 @pytest.mark.fault("F23", "F34")
-def test_decodes_for_a_prefill_exclude_those_that_eject_it_and_end_with_those_that_avoid_it() -> (
-    None
-):
+def test_decodes_that_eject_a_prefill_are_left_out_and_those_that_avoid_it_come_last() -> None:
     exchange = KvExchange.of(
         {"d0": [ExcludedSource(P0, UNREACHABLE)], "d1": [ExcludedSource(P0, CORRUPT)]},
         {"p0": 1, "p1": 1},
@@ -156,7 +154,7 @@ def test_decodes_for_a_prefill_exclude_those_that_eject_it_and_end_with_those_th
 
 
 @pytest.mark.fault("F23", "F24")
-def test_a_pull_that_was_overdue_at_this_end_says_nothing_of_its_source() -> None:
+def test_a_pull_that_was_overdue_at_the_decode_is_no_strike_against_its_source() -> None:
     record = sources()
     for n in range(9):
         assert record.failed(P0, PullFailure.OVERDUE, float(n)) is None

@@ -13,7 +13,7 @@ def test_the_third_corruption_within_the_window_excludes_a_source_for_a_while() 
     assert [strikes.record("p0", now) for now in (0.0, 61.0, 62.0)] == [False] * 3
     assert not strikes.record("p1", 63.0), "another source"
     assert strikes.record("p0", 63.0)
-    assert not strikes.record("p0", 64.0), "told once"
+    assert not strikes.record("p0", 64.0), "it is reported once"
     assert strikes.is_excluded("p0", 92.9)
     assert not strikes.is_excluded("p1", 92.9)
     assert not strikes.is_excluded("p0", 93.0)

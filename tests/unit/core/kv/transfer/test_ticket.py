@@ -1,4 +1,4 @@
-"""Which part of a ticket may be logged, and the number of each refusal on the wire."""
+"""Which part of a ticket may be logged, and which number each refusal has on the wire."""
 
 from __future__ import annotations
 

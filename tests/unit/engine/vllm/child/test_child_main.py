@@ -35,7 +35,7 @@ def test_a_child_ends_when_its_host_is_killed() -> None:
     assert not _is_alive(child)
 
 
-def test_the_main_module_is_as_before_afterwards() -> None:
+def test_the_main_module_is_restored_afterwards() -> None:
     main = sys.modules["__main__"]
     before = (main.__spec__, main.__dict__.get("__file__"))
     with guarded_children():

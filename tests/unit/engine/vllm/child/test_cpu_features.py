@@ -43,9 +43,9 @@ def test_fp8_needs_avx512_or_amx() -> None:
         assert stored in missing_for(stored, ZEN3)
         assert not missing_for(stored, ZEN4)
         assert not missing_for(stored, AMX_ALONE)
-        assert missing_for(stored, ZEN4 - {"avx512dq"}), "torch wants all four"
+        assert missing_for(stored, ZEN4 - {"avx512dq"}), "torch needs all four extensions"
         assert missing_for(stored, frozenset({"fp", "asimd", "bf16"})), "an Arm has neither"
-        assert not missing_for(stored, frozenset()), "nothing is known: vLLM will say"
+        assert not missing_for(stored, frozenset()), "with unknown flags, vLLM decides"
     assert not missing_for("auto", ZEN3)
 
 
@@ -65,7 +65,7 @@ async def test_an_instance_refuses_before_it_looks_for_its_model() -> None:
 
 
 @pytest.mark.usefixtures("on_zen3")
-def test_a_gpu_is_not_judged_by_the_processor_beside_it_and_slowness_is_one_line_of_the_log(
+def test_a_gpu_needs_no_cpu_features_and_a_slow_dtype_is_logged_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = capture_logs_of(preflight, monkeypatch)
@@ -80,7 +80,7 @@ def test_a_gpu_is_not_judged_by_the_processor_beside_it_and_slowness_is_one_line
 
 @pytest.mark.usefixtures("on_zen3")
 @pytest.mark.parametrize("variable", ["PDMESH_KV_CACHE_DTYPE", "PDMESH_DECODE_KV_CACHE_DTYPE"])
-def test_up_refuses_it_from_the_environment(
+def test_up_refuses_a_missing_feature_that_the_environment_asks_for(
     variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(up, "installed_device", lambda: "cpu")
@@ -97,7 +97,7 @@ def test_up_refuses_it_from_the_environment(
 
 @pytest.mark.usefixtures("on_zen3")
 @pytest.mark.parametrize("where", ["options", "role_options"])
-def test_up_refuses_it_from_the_file_of_groups(
+def test_up_refuses_a_missing_feature_that_the_groups_file_asks_for(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(up, "installed_device", lambda: "cpu")

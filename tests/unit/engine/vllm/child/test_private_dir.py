@@ -11,7 +11,7 @@ from pathlib import Path
 from pdmesh.engine.vllm.child.private_dir import make_private_dir
 
 
-def test_it_is_ours_alone_and_stays_while_we_live(tmp_path: Path) -> None:
+def test_the_directory_is_private_and_stays_while_its_process_lives(tmp_path: Path) -> None:
     first = make_private_dir(tmp_path)
     second = make_private_dir(tmp_path)
     assert first.exists()

@@ -61,7 +61,7 @@ def test_the_stored_format_has_one_name(stored: str, dtype: str) -> None:
 
 
 @pytest.mark.req("S126")
-def test_scales_that_lie_elsewhere_are_part_of_the_name() -> None:
+def test_scales_that_are_stored_elsewhere_are_part_of_the_name() -> None:
     ones, twos = [(1.0, 1.0)] * 2, [(1.0, 1.0), (1.0, 2.0)]
     assert kv_scales("auto", ones) == UNSCALED
     assert kv_scales("int8_per_token_head", ones) == BESIDE
@@ -97,7 +97,7 @@ def test_facts_are_read_from_vllms_configuration() -> None:
         {"hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "linear", "factor": 2})},
     ],
 )
-def test_what_changes_the_numbers_of_equal_weights_changes_their_name(changes: Any) -> None:
+def test_settings_that_change_the_results_of_equal_weights_change_the_name(changes: Any) -> None:
     plain, other = vllm_config("auto"), vllm_config("auto")
     vars(other.model_config).update(changes)
     assert kv_facts(plain, []).computed == kv_facts(vllm_config("auto"), []).computed

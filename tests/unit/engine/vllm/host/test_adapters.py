@@ -36,7 +36,7 @@ class Llm:
 
 @pytest.fixture(autouse=True)
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its two names that are used here: importing vLLM takes seconds."""
+    """The two names of vLLM that are used here: importing vLLM takes seconds."""
 
     def request(lora_name: str, lora_int_id: int, lora_path: str) -> SimpleNamespace:
         return SimpleNamespace(name=lora_name, id=lora_int_id, path=lora_path)
@@ -58,7 +58,7 @@ def test_a_slot_is_a_positive_number_of_63_bits() -> None:
     assert 0 < slot_id(A) < slot_id(B) < 1 << 62
 
 
-async def test_the_same_content_has_the_same_names_and_other_content_others() -> None:
+async def test_equal_content_has_equal_names_and_different_content_different_ones() -> None:
     llm = Llm()
     slots = VllmSlots(llm)
     await slots.load(A, Path("/own/a"))
@@ -72,7 +72,7 @@ async def test_the_same_content_has_the_same_names_and_other_content_others() ->
     assert slots.request_of(A) is again
 
 
-async def test_two_contents_of_one_number_are_not_loaded_together() -> None:
+async def test_two_adapters_whose_numbers_collide_are_not_loaded_together() -> None:
     slots = VllmSlots(Llm())
     await slots.load(A, Path("/own/a"))
     with pytest.raises(AdapterUnusable, match="60 bits"):

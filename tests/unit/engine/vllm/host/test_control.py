@@ -27,7 +27,7 @@ from pdmesh.engine.vllm.messages import (
 HELLO = RankHello(0, 1, 4242, "127.0.0.1:1", "fp", 10, 4096, 2)
 
 
-def test_frames_are_cut_wherever_the_stream_was() -> None:
+def test_frames_are_found_wherever_the_stream_was_cut() -> None:
     data = encode_frame(Staged(0, "t1")) + encode_frame(HELLO)
     frames = FrameBuffer()
     found = [frame for i in range(len(data)) for frame in frames.feed(data[i : i + 1])]
@@ -108,7 +108,7 @@ async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) 
         worker.close()
 
 
-async def test_a_bug_at_either_end_is_the_end_of_the_connection(tmp_path: Path) -> None:
+async def test_a_bug_at_either_end_closes_the_connection(tmp_path: Path) -> None:
     """Otherwise later messages would be lost, and both ends would take each other for healthy."""
 
     def broken(_: object) -> None:

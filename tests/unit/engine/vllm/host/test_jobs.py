@@ -204,15 +204,17 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
     core.decode(decode_job())
     failed, cancel = core.overdue(2)
     assert isinstance(failed, Failed)
-    assert failed.reason == "KV_TRANSFER_FAILED", "as every other failure of a pull"
-    assert failed.message.startswith("KV_PULL_OVERDUE"), "no word against its source"
+    assert failed.reason == "KV_TRANSFER_FAILED", "the reason of every failed pull"
+    assert failed.message.startswith("KV_PULL_OVERDUE"), (
+        "this cause is no strike against the source"
+    )
     assert cancel == CancelRequest(2)
     assert core.overdue(2) == []
     assert core.handle(RankLandingFreed(0, 2)) == [LandingFreed(2)]
     assert core.is_idle
 
 
-def test_a_deadline_means_nothing_once_the_kv_is_here() -> None:
+def test_a_deadline_has_no_effect_once_the_kv_is_there() -> None:
     core = jobs()
     core.decode(decode_job())
     core.handle(Pulling(0, 2))
@@ -221,7 +223,7 @@ def test_a_deadline_means_nothing_once_the_kv_is_here() -> None:
     assert core.overdue(2) == []
 
 
-def test_the_turn_has_come_and_the_kv_has_arrived_when_every_rank_says_so() -> None:
+def test_a_pull_has_started_or_arrived_when_every_rank_says_so() -> None:
     core = jobs(num_ranks=2)
     core.decode(decode_job(2))
     assert core.handle(Pulling(1, 2)) == []
@@ -291,7 +293,7 @@ def test_a_ticket_of_ranks_that_cannot_pair_with_ours_is_refused() -> None:
 
 
 @pytest.mark.req("S57")
-def test_kv_has_come_when_every_rank_has_it_and_took_as_long_as_the_slowest() -> None:
+def test_kv_is_complete_when_every_rank_has_it_and_took_as_long_as_the_slowest_rank() -> None:
     core = jobs(num_ranks=2)
     assert core.decode(decode_job(2)) == []
     assert core.handle(Received(1, 2, 120, 0.5, 0, 0.1)) == []
@@ -326,7 +328,7 @@ def test_a_constraint_that_allows_nothing_fails_each_kind_of_leg_without_a_retry
     assert not constraint_failed(2).is_retryable
 
 
-def test_another_error_once_the_kv_is_here_is_not_blamed_on_its_transfer() -> None:
+def test_a_later_error_is_not_blamed_on_the_transfer_of_the_kv() -> None:
     core = jobs()
     core.decode(decode_job())
     core.handle(Received(0, 2, 60, 0.1, 0, 0.0))

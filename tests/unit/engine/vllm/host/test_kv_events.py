@@ -63,7 +63,7 @@ def test_removed_blocks_are_named_and_can_still_be_parents() -> None:
     assert view.handle(2, [stored(2, 3)]) == BlocksChanged((NAMES[2],))
 
 
-def test_a_block_that_came_and_went_in_one_batch_is_in_neither() -> None:
+def test_a_block_that_was_stored_and_removed_in_one_batch_is_not_reported() -> None:
     assert names().handle(0, [stored(0, 1), BlockRemoved([b"v0"])]) is None
 
 
@@ -75,7 +75,7 @@ def test_clearing_starts_the_view_again() -> None:
     )
 
 
-def test_after_a_gap_nothing_is_believed_but_what_comes() -> None:
+def test_after_a_gap_only_later_events_count() -> None:
     """The lost batch removed block 0, and no later event would say so again.
 
     The block is still known as a parent.

@@ -86,7 +86,7 @@ def test_the_kv_may_be_taken_before_token_1_is_read() -> None:
     assert core.is_idle
 
 
-def test_token_1_before_the_news_of_the_ticket_brings_both() -> None:
+def test_if_token_1_comes_first_it_is_reported_together_with_the_ticket() -> None:
     core = jobs()
     assert say(core, RankTicketOpened(0, "t1"), TOKEN) == [OPENED, PREFILLED]
     assert say(core, RankTicketOpened(1, "t1")) == []
@@ -115,7 +115,7 @@ def test_an_abort_closes_the_ticket_whenever_it_comes(when: str) -> None:
         return
     cancel = [] if when == "drawn" else [CancelRequest(1)]
     assert core.abort(1) == [*cancel, RELEASE]
-    assert say(core, RankTicketOpened(0, "t1")) == [], "no news of a leg that was given up"
+    assert say(core, RankTicketOpened(0, "t1")) == [], "an aborted leg sends no events"
     assert say(core, *ended("released")) == [TicketClosed("t1", "released")]
     assert core.is_idle
 
@@ -188,7 +188,7 @@ def test_a_preempted_prompt_continues_from_where_it_was() -> None:
     assert parts(core) == [(1, (20, 21, 22), True)]
 
 
-def test_a_prompt_given_up_drops_its_ticket() -> None:
+def test_an_aborted_prompt_drops_its_ticket() -> None:
     core = storing()
     core.scheduled("a", 0, 5, lambda: BLOCKS)
     core.finished("a")

@@ -32,11 +32,11 @@ WAITS, ARRIVED, SILENT = 1, 2, 3
 
 
 @pytest.mark.fault("F8", "F23")
-async def test_a_deadline_covers_the_pull_and_neither_the_queue_before_it_nor_the_slot_after_it(
+async def test_a_deadline_covers_the_pull_but_no_wait_for_its_turn_or_for_a_slot(
     tmp_path: Path,
 ) -> None:
-    """All three were begun before a step that is longer than a pull. One waits for its turn, one
-    waits for a slot, and the third reports nothing.
+    """Three loads begin before a step that is longer than a pull. One waits for its turn, one waits
+    for a slot, and the third reports nothing.
     """
     config = VllmConfig(instance_id="decode-0", incarnation=1, model="m", model_dir=tmp_path)
     engine = VllmEngine(config)
@@ -58,4 +58,4 @@ async def test_a_deadline_covers_the_pull_and_neither_the_queue_before_it_nor_th
                 break
     assert said[:3] == [KvPulling(ARRIVED), KvArrived(ARRIVED), KvPulling(SILENT)]
     assert [output.leg for output in said if isinstance(output, Failed)] == cancelled == [SILENT]
-    assert not engine._deadlines, "nothing else will be called overdue"
+    assert not engine._deadlines, "no other load will become overdue"

@@ -25,7 +25,7 @@ LAYER = "model.layers.0.self_attn.q_proj.weight"
 
 
 class Llm:
-    """Answers a request with one token when it is told to, and notes what came in which order."""
+    """Answers a request with one token on demand, and notes the order of all calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
@@ -56,7 +56,7 @@ class Llm:
 
 @pytest.fixture(autouse=True)
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of it that are used here: importing vLLM takes seconds."""
+    """The names of vLLM that are used here: importing vLLM takes seconds."""
 
     def lora(lora_name: str, lora_int_id: int, lora_path: str) -> SimpleNamespace:
         return SimpleNamespace(name=lora_name, id=lora_int_id, path=lora_path)
@@ -165,7 +165,7 @@ async def test_a_request_whose_adapter_cannot_be_loaded_never_reaches_vllm(tmp_p
 
 
 async def test_a_request_given_up_while_its_adapter_loads_ends_at_once(tmp_path: Path) -> None:
-    """Else those of a store that hangs would become more and more."""
+    """Otherwise requests for an adapter on a hanging store would pile up."""
     site = Site(tmp_path)
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     site.submit(1, a)

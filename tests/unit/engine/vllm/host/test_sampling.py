@@ -39,7 +39,7 @@ def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
         ),
     ],
 )
-def test_each_token_comes_with_its_rank_and_the_likeliest(
+def test_each_token_comes_with_its_rank_and_the_likeliest_tokens(
     rows: list[list[tuple[int, float, int]]], expected: PromptLogprobs
 ) -> None:
     assert prompt_logprobs(flat(rows)) == expected
@@ -81,8 +81,8 @@ def test_an_error_shows_whether_the_constraint_is_its_cause(
     assert (found.is_error, found.is_constraint_error) == (is_error, is_constraint_error)
 
 
-def test_tokens_that_were_asked_for_are_told_in_vllms_order() -> None:
-    """The drawn token is the first, and named once."""
+def test_the_logprobs_of_requested_token_ids_come_in_the_order_of_vllm() -> None:
+    """The drawn token comes first, and appears only once."""
     values = {7: -2.0, 9: -0.5, 4: -3.0}
     choices = {token: SimpleNamespace(logprob=value) for token, value in values.items()}
     completion = SimpleNamespace(finish_reason=None, token_ids=[7], logprobs=[choices])

@@ -69,7 +69,7 @@ def stored(cache_dir: Path) -> Path:
 # -- which files count, and which part of them -----------------------------------------------------
 
 
-def test_checkpoints_that_differ_in_projections_of_k_and_v_alone_are_two_models(
+def test_checkpoints_that_differ_only_in_k_and_v_projections_are_two_models(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("torch")
@@ -81,12 +81,14 @@ def test_checkpoints_that_differ_in_projections_of_k_and_v_alone_are_two_models(
     tuned = write_tiny_llama(tmp_path / "tuned", kv_seed=1)
     sizes = {(d / WEIGHTS).stat().st_size for d in (original, again, tuned)}
     heads = {beginning(d / WEIGHTS) for d in (original, again, tuned)}
-    assert len(sizes) == len(heads) == 1, "one layout, and embeddings come first"
+    assert len(sizes) == len(heads) == 1, "sizes and beginnings are equal: embeddings come first"
     assert name_of(original) == name_of(again)
     assert name_of(original) != name_of(tuned)
 
 
-def test_a_model_is_known_by_what_its_config_says_and_by_all_its_bytes(model_dir: Path) -> None:
+def test_a_model_is_identified_by_its_config_and_by_all_bytes_of_its_weights(
+    model_dir: Path,
+) -> None:
     before = name_of(model_dir)
     (model_dir / "config.json").write_text('{"model_type": "llama",  "hidden_size": 64}')
     assert name_of(model_dir) == before
@@ -149,20 +151,20 @@ def test_files_that_an_artefact_verified_are_not_read_again(model_dir: Path) -> 
 
 
 def forge(path: Path) -> None:
-    """Replace the cached digests by impossible ones, and leave the rest as it was."""
+    """Replace the cached digests with impossible ones, and leave the rest as it was."""
     read = json.loads(path.read_text())
     for entry in read["files"].values():
         entry[-1] = "0" * 64
     path.write_text(json.dumps(read))
 
 
-def test_a_file_is_hashed_once_as_long_as_it_is_the_same(model_dir: Path, cache_dir: Path) -> None:
+def test_an_unchanged_file_is_hashed_once(model_dir: Path, cache_dir: Path) -> None:
     before = name_of(model_dir, cache_dir)
     assert name_of(model_dir, cache_dir) == before
     assert stored(cache_dir).stat().st_mode & 0o777 == 0o600
     assert cache_dir.stat().st_mode & 0o777 == 0o700
     forge(stored(cache_dir))
-    assert name_of(model_dir, cache_dir) != before, "what is there is what is taken"
+    assert name_of(model_dir, cache_dir) != before, "the cached digest is used"
 
 
 def _in_place(path: Path) -> None:
@@ -222,7 +224,7 @@ DOUBTFUL: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("why", DOUBTFUL)
-def test_a_doubtful_cache_is_none(why: str, model_dir: Path, cache_dir: Path) -> None:
+def test_a_doubtful_cache_is_ignored(why: str, model_dir: Path, cache_dir: Path) -> None:
     before = name_of(model_dir, cache_dir)
     forge(stored(cache_dir))
     DOUBTFUL[why](stored(cache_dir))
@@ -238,7 +240,7 @@ def test_a_file_that_was_changed_just_now_is_not_remembered(
     assert json.loads(stored(cache_dir).read_text())["files"] == {}
 
 
-def test_the_cache_has_a_bound(
+def test_the_number_of_cached_models_is_bounded(
     model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdmesh.engine.vllm.model.file_digests._MAX_FOLDERS", 3)
@@ -248,19 +250,21 @@ def test_the_cache_has_a_bound(
         name_of(folder, cache_dir)
         os.utime(newest(cache_dir), ns=(n, n))
     assert len(list(cache_dir.glob("*.json"))) == 3
-    assert len(list(cache_dir.iterdir())) == 6, "and their locks"
+    assert len(list(cache_dir.iterdir())) == 6, "three entries and their locks"
 
 
 def newest(cache_dir: Path) -> Path:
     return max(cache_dir.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_a_cache_that_cannot_be_made_is_done_without(model_dir: Path, tmp_path: Path) -> None:
+def test_if_the_cache_cannot_be_made_files_are_hashed_each_time(
+    model_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     assert name_of(model_dir, tmp_path / "file" / "below") == name_of(model_dir)
 
 
-def test_a_file_system_without_locks_is_done_without(
+def test_the_cache_works_on_a_file_system_without_locks(
     model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An example is a home on NFS whose lock daemon is down."""
@@ -281,7 +285,9 @@ def test_a_process_frozen_with_the_lock_does_not_block_others_forever(
         assert name_of(model_dir, cache_dir) == name_of(model_dir)
 
 
-def test_the_cache_lies_in_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_lies_in_the_home_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "pdmesh" / "digests"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")

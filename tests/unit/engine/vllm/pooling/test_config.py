@@ -24,7 +24,7 @@ def test_on_a_gpu_vllm_chooses_the_step_unless_it_is_set() -> None:
     assert config("cuda", 1024).step_tokens(4096, is_chunked=True) == 1024
 
 
-def test_it_is_a_pooling_model_without_a_tokenizer_or_a_connector() -> None:
+def test_vllm_gets_a_pooling_model_without_a_tokenizer_or_a_connector() -> None:
     arguments = pooling_arguments(config())
     assert (arguments["runner"], arguments["convert"]) == ("pooling", "auto")
     assert arguments["skip_tokenizer_init"] is True

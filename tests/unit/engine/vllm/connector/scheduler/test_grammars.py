@@ -41,7 +41,7 @@ def request(prompt: list[int], num_drawn: int = 0, **extra: Any) -> Any:
     )
 
 
-def test_it_continues_after_the_drawn_tokens(model: Path) -> None:
+def test_a_matcher_continues_after_the_drawn_tokens(model: Path) -> None:
     backend, tokens = Grammars(model, 0), load_vocabulary(model, 0).tokenize_str("time water")
     for num_drawn in range(len(tokens) + 1):
         drawing = drawing_of(backend, request([9, 9, *tokens[:num_drawn]], num_drawn))
@@ -60,13 +60,13 @@ def test_tokens_that_cannot_have_been_drawn_fail_the_request(model: Path) -> Non
     drawing = drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
     mask = torch.zeros((1, 4), dtype=torch.int32)
     drawing.fill_bitmask(mask, 0)
-    assert mask.eq(-1).all(), "a row of zeros would be a step without any token"
+    assert mask.eq(-1).all(), "a row of zeros would allow no token at all"
     assert drawing.validate_tokens(wrong) == []
     assert not drawing.accept_tokens("r", wrong)
     assert has_failed(ended(drawing))
 
 
-def test_a_request_whose_last_token_was_not_allowed_ended_by_its_constraint(model: Path) -> None:
+def test_a_refused_token_means_that_the_constraint_failed_the_request(model: Path) -> None:
     tokens = load_vocabulary(model, 0).tokenize_str("time water")
     drawing = drawing_of(Grammars(model, 0), request([9, 9]))
     assert not drawing.accept_tokens("r", tokens[1:]), "a draft"
@@ -83,7 +83,7 @@ def ended(grammar: Any) -> Any:
     return SimpleNamespace(structured_output_request=SimpleNamespace(grammar=grammar))
 
 
-def test_token_1_that_is_not_there_yet_is_not_taken_from_the_prompt(model: Path) -> None:
+def test_while_token_1_is_missing_its_stand_in_is_not_taken_as_drawn(model: Path) -> None:
     tokens = load_vocabulary(model, 0).tokenize_str("over")
     stand_in = 0
     drawing = drawing_of(Grammars(model, 0), request([9, stand_in], 1, is_early=True))

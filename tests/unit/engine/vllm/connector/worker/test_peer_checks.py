@@ -94,7 +94,7 @@ async def test_a_rank_probes_only_the_rank_of_its_number_until_the_peer_leaves()
 
 
 @pytest.mark.req("S16", "S57")
-async def test_with_other_ranks_those_are_met_whose_heads_are_needed() -> None:
+async def test_if_the_numbers_of_ranks_differ_a_rank_probes_those_whose_heads_it_needs() -> None:
     with ranks(4, INCARNATION) as senders, ranks(2, INCARNATION + 1) as receivers:
         checks, _ = host_of(receivers, num_heads=4)
         peer = KvPeer("prefill-0", INCARNATION, tuple(address for _, address in senders))

@@ -26,7 +26,7 @@ def of_ranks(num: int) -> Ticket:
 
 @pytest.mark.req("S57")
 @given(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)))
-def test_pieces_tile_the_landing_range_and_are_told_apart(
+def test_pieces_tile_the_landing_range_and_have_different_offsets(
     num_heads: int, num_sources: int, num_ranks: int
 ) -> None:
     for rank in range(num_ranks):
@@ -34,7 +34,7 @@ def test_pieces_tile_the_landing_range_and_are_told_apart(
         share = Share(num_heads, num_ranks, rank)
         found = share.pieces(of_ranks(num_sources), LANDING, num_bytes)
         offsets = [piece.landing.offset for piece in found]
-        assert len(set(offsets)) == len(found), "the agent names what is free by its offset"
+        assert len(set(offsets)) == len(found), "the agent names a freed landing by its offset"
         carrying = [piece for piece in found if piece.count]
         at, head = LANDING.offset, 0
         for piece in carrying:
@@ -48,7 +48,7 @@ def test_pieces_tile_the_landing_range_and_are_told_apart(
             assert found[0].source_rank == rank
 
 
-def test_a_prompt_that_is_here_already_still_has_a_place_for_each_word() -> None:
+def test_a_wholly_cached_prompt_still_has_a_place_for_each_acknowledgement() -> None:
     found = Share(4, 1, 0).pieces(of_ranks(4), LANDING, 0)
     assert [piece.source_rank for piece in found] == [0, 1, 2, 3]
     assert len({piece.landing.offset for piece in found}) == 4
@@ -70,7 +70,7 @@ def came(pull: Future[Any], num_bytes: int) -> None:
     pull.set_result(PullResult(num_bytes, 0.0))
 
 
-def test_it_is_over_with_the_last_piece() -> None:
+def test_a_pull_is_over_with_its_last_piece() -> None:
     whole, (first, second), told = together(10, 20)
     came(second, 20)
     assert told == []

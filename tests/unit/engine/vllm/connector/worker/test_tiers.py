@@ -60,9 +60,9 @@ def test_a_lease_continues_what_the_engine_holds() -> None:
     core = planner(offer=(7, 1, 3))
     assert core.num_external_tokens("a", 4) == 12
     assert core.num_external_tokens("a", 8) == 8, "the engine held more than was known"
-    assert core.num_external_tokens("a", 8) == 8, "asked again, since there was no room"
+    assert core.num_external_tokens("a", 8) == 8, "vLLM asks again after it had no room"
     core.allocated("a", BLOCKS, 8)
-    assert core.num_external_tokens("a", 0) == 0, "preempted: it computes"
+    assert core.num_external_tokens("a", 0) == 0, "a preempted request computes its KV"
     core.scheduled("a", 16, 2, lambda: BLOCKS)
     plan = core.take_plan()
     assert plan.loads == [TierLoad(7, 2, (12, 13))]
@@ -72,7 +72,7 @@ def test_a_lease_continues_what_the_engine_holds() -> None:
 
 
 @pytest.mark.parametrize("num_local", [0, 16])
-def test_a_lease_that_does_not_continue_them_is_given_back(num_local: int) -> None:
+def test_a_lease_that_does_not_continue_the_held_blocks_is_given_back(num_local: int) -> None:
     core = planner(offer=(7, 1, 3))
     assert core.num_external_tokens("a", num_local) == 0
     core.allocated("a", BLOCKS, 0)
@@ -110,7 +110,7 @@ def test_a_draft_that_may_be_rejected_has_no_name() -> None:
     assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, (11,))]
 
 
-def test_of_a_pulled_prompt_only_the_answer_is_saved() -> None:
+def test_after_a_pulled_prompt_only_the_answer_is_saved() -> None:
     tokens = TOKENS[:10]
     core = TierPlanner(4)
     core.add("a", SALT, tokens, None, is_pulled=True)
@@ -233,7 +233,9 @@ def test_blocks_saved_by_one_step_are_loaded_into_other_blocks_by_a_later_step(r
 
 
 @pytest.mark.req("S77")
-def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(rank: Rank) -> None:
+def test_computing_is_timed_from_the_beginning_of_the_step_whenever_vllm_asks_for_loads(
+    rank: Rank,
+) -> None:
     """In steps that load nothing, vLLM calls for loads after the forward.
 
     Timed from that call, computing seemed to take 0.4 ms per block. So no load seemed to pay, and
@@ -251,7 +253,7 @@ def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(ra
 
 
 @pytest.mark.req("S77")
-def test_loading_is_no_part_of_what_computing_takes(rank: Rank) -> None:
+def test_the_time_of_computing_does_not_include_loading(rank: Rank) -> None:
     costs = rank.worker.stack.costs
     costs.weight = 1.0
     rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
@@ -298,7 +300,7 @@ def test_a_load_without_its_lease_is_reported_to_vllm_and_writes_nothing(rank: R
 
 
 @pytest.mark.req("S78", "S98")
-def test_news_of_a_rank_are_outputs_of_the_engine(rank: Rank) -> None:
+def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
     rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
     rank.until(lambda: any(isinstance(m, TierNews) and m.stored for m in rank.said))
     outputs = [o for m in rank.said if isinstance(m, TierNews) for o in outputs_of(m)]
@@ -352,7 +354,7 @@ async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offer
     assert client.is_idle
 
 
-async def test_an_abort_that_meets_the_answer_is_not_lost_and_gives_the_lease_back() -> None:
+async def test_an_abort_that_crosses_the_answer_is_not_lost_and_gives_the_lease_back() -> None:
     said: list[RankMessage] = []
     client = TierClient(said.append, 1, 5.0)
     task = asyncio.create_task(client.fetch(3, NAMES, OWNER, 1))

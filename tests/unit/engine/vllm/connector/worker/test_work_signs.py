@@ -30,7 +30,7 @@ class Host:
         self.heard.append(message)
 
 
-def test_a_step_that_takes_long_is_heard_of_with_each_layer() -> None:
+def test_a_long_step_gives_a_sign_with_each_layer() -> None:
     host = Host()
     host.signs.step(512)
     for _ in range(3):
@@ -39,7 +39,7 @@ def test_a_step_that_takes_long_is_heard_of_with_each_layer() -> None:
     assert host.heard == [Working(1, number, 512) for number in (1, 2, 3, 4)]
 
 
-def test_short_steps_say_so_a_few_times_a_second() -> None:
+def test_short_steps_give_a_sign_a_few_times_a_second() -> None:
     host = Host()
     num_steps = 1000
     for _ in range(num_steps):
@@ -50,7 +50,7 @@ def test_short_steps_say_so_a_few_times_a_second() -> None:
     seconds = num_steps * 0.002
     assert seconds / EVERY_S - 1 <= len(host.heard) <= seconds / EVERY_S + 1
     signs = [word.num_signs for word in host.heard]
-    assert signs == sorted(set(signs)), "each says something new"
+    assert signs == sorted(set(signs)), "each sign says something new"
 
 
 def test_a_step_that_computes_nothing_is_no_sign_of_work() -> None:

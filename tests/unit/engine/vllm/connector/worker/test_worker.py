@@ -69,7 +69,7 @@ class Caches:
     def scatter(self, source: Any, block_ids: Any) -> None: ...
 
     def scatter_part(self, data: Any, offset: int, block_ids: Any, heads: Any) -> None:
-        assert heads is None, "of a sender with as many ranks"
+        assert heads is None, "the sender has as many ranks"
         self.scattered.append((offset, data.size, tuple(block_ids)))
 
 
@@ -145,7 +145,7 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
     return KvLoad(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
 
 
-def test_a_ticket_taken_without_bytes_frees_its_landing_without_a_step_of_vllm() -> None:
+def test_a_pull_without_bytes_frees_its_landing_without_a_step_of_vllm() -> None:
     """All blocks were cached and the answer was one token. So vLLM may be idle when the ack has
     gone out.
     """
@@ -156,7 +156,7 @@ def test_a_ticket_taken_without_bytes_frees_its_landing_without_a_step_of_vllm()
 
 
 @pytest.mark.req("S52")
-def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() -> None:
+def test_ranges_are_scattered_as_they_land_and_the_last_one_completes_the_load() -> None:
     rank = Rank()
     rank.incoming.pull(load(1))
     rank.agent.on_range["t1"](32, np.zeros(16, np.uint8))
@@ -172,7 +172,7 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
 
 
 @pytest.mark.req("S53")
-def test_pulls_take_turns_and_the_end_of_one_starts_the_next() -> None:
+def test_pulls_run_in_turn_and_the_end_of_one_starts_the_next() -> None:
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
         rank.incoming.pull(load(n))
@@ -185,7 +185,7 @@ def test_pulls_take_turns_and_the_end_of_one_starts_the_next() -> None:
     assert isinstance(failed, PullFailed)
     assert pulling == Pulling(0, 2)
     assert rank.incoming.take_results() == (set(), {"k1"})
-    assert rank.heard() == [], "all of it was said already"
+    assert rank.heard() == [], "everything was reported already"
     rank.incoming.cancel(load(3))
     assert rank.incoming.take_results() == (set(), {"k3"})
     assert rank.heard() == [RankLandingFreed(0, 3)]
@@ -195,7 +195,7 @@ def test_pulls_take_turns_and_the_end_of_one_starts_the_next() -> None:
 
 
 @pytest.mark.fault("F23", "F24")
-def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() -> None:
+def test_an_overdue_load_fails_without_a_strike_against_its_source() -> None:
     rank = Rank(max_pulls=1)
     rank.incoming.pull(load(1))
     rank.incoming.pull(replace(load(2), timeout_s=0.0))
@@ -211,9 +211,9 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
 
 
 @pytest.mark.fault("F23", "F24")
-def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
-    """The end of the first load makes room for the second. If the second were pulled and given up,
-    it would land in bytes that another load has by then.
+def test_all_overdue_loads_leave_the_queue_and_none_of_them_begins() -> None:
+    """Load 2 leaves the queue and makes room for load 3, which is overdue, too. If load 3 were
+    pulled and given up, its bytes would land in a range that another load has by then.
     """
     rank = Rank(max_pulls=8)
     for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
@@ -233,7 +233,9 @@ def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() 
 
 
 @pytest.mark.fault("F23")
-def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_falls_silent() -> None:
+def test_the_deadline_of_a_pull_counts_from_its_start_and_a_silent_pull_lets_the_next_begin() -> (
+    None
+):
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
         rank.incoming.pull(replace(load(n), timeout_s=4.5))
@@ -243,7 +245,7 @@ def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_fall
     assert list(rank.agent.pulls) == ["t1", "t2"]
     assert rank.agent.options["t2"]["deadline_s"] == 4.5
     rank.agent.pulls["t1"].set_result(ALL_CAME)
-    assert list(rank.agent.pulls) == ["t1", "t2"], "one at a time but for silent ones"
+    assert list(rank.agent.pulls) == ["t1", "t2"], "only silent pulls run beside another"
     rank.agent.pulls["t2"].set_result(ALL_CAME)
     rank.agent.pulls["t3"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1", "k2", "k3"}, set())
@@ -264,16 +266,18 @@ def test_the_outcome_of_a_pull_is_reported_at_once_and_not_with_the_next_step() 
     assert (failed.leg, failed.cause) == (2, PullFailure.TIMEOUT)
     assert pulling == Pulling(0, 3)
     rank.incoming.cancel(load(3))
-    assert not [m for m in rank.heard() if isinstance(m, PullFailed | Arrived)], "it was aborted"
+    assert not [m for m in rank.heard() if isinstance(m, PullFailed | Arrived)], "leg 3 was aborted"
 
 
 @pytest.mark.req("S48")
 @pytest.mark.parametrize("is_token_first", [False, True])
-def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_first: bool) -> None:
+def test_an_early_load_is_complete_when_it_has_both_its_kv_and_token_1(
+    is_token_first: bool,
+) -> None:
     rank = Rank(max_pulls=1)
     rank.incoming.pull(load(1))
     rank.incoming.pull(load(2, is_early=True))
-    assert "t2" in rank.agent.pulls, "it waits for prefill, not for its turn"
+    assert "t2" in rank.agent.pulls, "an early load waits for prefill, not for its turn"
     if is_token_first:
         rank.incoming.join(2, 77)
     rank.agent.pulls["t2"].set_result(ALL_CAME)
@@ -285,7 +289,7 @@ def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_f
     assert rank.incoming.take_first_tokens() == {}
 
 
-def test_a_load_given_up_when_it_had_just_arrived_is_not_handed_to_the_computation() -> None:
+def test_a_load_cancelled_just_after_it_arrived_is_not_passed_to_the_computation() -> None:
     """vLLM asks for results once per step. A request may end after its load but before that
     step.
     """
@@ -297,10 +301,10 @@ def test_a_load_given_up_when_it_had_just_arrived_is_not_handed_to_the_computati
     rank.incoming.entered(Entered(1, 0))
     received = rank.heard()[-1]
     assert isinstance(received, Received)
-    assert received.kv_bytes == 0, "what the first pull brought is forgotten"
+    assert received.kv_bytes == 0, "the result of the first pull is forgotten"
 
 
-def test_an_early_load_given_up_while_it_waits_for_token_1_gives_its_blocks_back() -> None:
+def test_an_early_load_cancelled_while_it_waits_for_token_1_gives_its_blocks_back() -> None:
     rank = Rank()
     rank.incoming.pull(load(2, is_early=True))
     rank.agent.pulls["t2"].set_result(ALL_CAME)

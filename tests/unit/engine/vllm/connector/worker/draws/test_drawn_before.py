@@ -1,4 +1,4 @@
-"""A request that goes on elsewhere looks to vLLM's model runner like a preempted request."""
+"""A request that continues on another engine looks to vLLM's model runner like a preempted one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_drawn_tokens_become_output_in_order(num_drawn: int) -> None:
     assert begun.num_prompt_tokens == 5 - num_drawn
 
 
-def test_min_tokens_is_of_the_whole_answer_and_the_schedulers_copy_stays() -> None:
+def test_min_tokens_counts_the_whole_answer_and_the_copy_in_the_scheduler_stays() -> None:
     begun = state(3, min_tokens=2)
     asked = begun.sampling_params
     move_drawn_to_output(begun)

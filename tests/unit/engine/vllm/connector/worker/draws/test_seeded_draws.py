@@ -115,7 +115,9 @@ def test_every_seed_is_one_that_vllm_honours() -> None:
     vllm = pytest.importorskip("vllm")
     from pdmesh.engine.vllm.host.sampling import sampling_params
 
-    assert vllm.SamplingParams(seed=-1).seed is None, "why there is a stand-in"
+    assert vllm.SamplingParams(seed=-1).seed is None, (
+        "vLLM ignores this seed, so another one stands in"
+    )
     seeds = [-(1 << 63), -2, -1, 0, 1, (1 << 63) - 17]
     taken = [sampling_params(Sampling(3, 1.0, seed=seed), 3).seed for seed in seeds]
     assert [t for t, s in zip(taken, seeds, strict=True) if s != -1] == [

@@ -1,4 +1,4 @@
-"""An answer that goes on in another engine has the thinking budget that is left of it."""
+"""An answer that continues on another engine keeps what is left of its thinking budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def params(budget: int, marks: ThinkingMarks) -> Any:
 
 
 def plain(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int]) -> Any:
-    """vLLM's own, with one request that begins."""
+    """vLLM's own budget tracker, with one request that begins."""
     config: Any = SimpleNamespace(
         reasoning_start_token_ids=list(marks.begin), reasoning_end_token_ids=list(marks.end)
     )
@@ -48,7 +48,7 @@ def plain(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int
 
 
 def joined(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int]) -> Any:
-    """Ours, with one request that goes on behind `output`."""
+    """Our budget tracker, with one request that continues after `output`."""
     budgets = ThinkingBudgets(RUNNER)
     added = ((0, params(budget, marks), prompt, output),)
     budgets.sync_batch(BatchUpdate(1, (), added, ()))
@@ -66,7 +66,9 @@ def forced(holder: Any, output: list[int]) -> int | None:
 
 @pytest.mark.req("S37")
 @pytest.mark.parametrize("marks", MARKS)
-def test_an_answer_cut_anywhere_is_forced_as_one_that_was_not(marks: ThinkingMarks) -> None:
+def test_an_answer_cut_anywhere_gets_the_same_forced_tokens_as_an_uncut_one(
+    marks: ThinkingMarks,
+) -> None:
     rng = random.Random(5)
     num_forced = 0
     for _ in range(150):
@@ -83,7 +85,7 @@ def test_an_answer_cut_anywhere_is_forced_as_one_that_was_not(marks: ThinkingMar
     assert num_forced > 50
 
 
-def test_a_long_answer_is_not_followed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_is_not_replayed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     output = [1, *[5] * 20_000]
     going_on = joined(30_000, MARKS[0], [5], output)
     looks: list[int] = []

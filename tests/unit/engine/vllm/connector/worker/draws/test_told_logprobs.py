@@ -1,4 +1,4 @@
-"""A request that asks for tokens by their ids changes nothing of its neighbours' answers."""
+"""A request for the logprobs of named token ids changes nothing in its neighbours' answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ROWS = 4
 
 @pytest.mark.parametrize("ids", [{1: [5, 6]}, {0: [1], 3: list(range(30))}])
 @pytest.mark.parametrize("vocab_size", [40, 12])
-def test_each_row_has_what_its_request_asked_for(
+def test_each_row_has_the_logprobs_that_its_request_asked_for(
     ids: dict[int, list[int]], vocab_size: int
 ) -> None:
     ids = {row: [each for each in asked if each < vocab_size] for row, asked in ids.items()}
@@ -44,6 +44,6 @@ def test_each_row_has_what_its_request_asked_for(
         assert kept.logprobs[row, :size].tolist() == expected[1][row].tolist()
 
 
-def test_nothing_is_done_where_all_ask_for_tokens_by_their_ids() -> None:
+def test_nothing_changes_if_all_requests_ask_for_logprobs_by_token_id() -> None:
     found = LogprobsTensors(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1))
     assert with_likeliest(found, torch.zeros(1, 9), {0: [4]}) is found
