@@ -169,6 +169,8 @@ class Gateway:
             self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
 
     def _make_gauges(self) -> None:
+        lanes = self.frontend.shared.tokenizers.lanes
+
         def sessions() -> float:
             return self.sessions.counts()[0]
 
@@ -198,7 +200,7 @@ class Gateway:
         metrics.gauge(
             names.GATEWAY_ENCODING,
             "Characters that wait to be tokenized",
-            lambda: self.frontend.shared.tokenizers.lanes.num_pending_chars,
+            lambda: lanes.num_pending_chars + lanes.num_bulk_chars,
         )
         metrics.gauge(
             names.GATEWAY_INCOMING,

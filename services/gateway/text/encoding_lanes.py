@@ -2,7 +2,8 @@
 
 A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
 while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
-behind other long texts, and never delays a short one. The amount of waiting text is bounded.
+behind other long texts, and never delays a short one. The many texts of a call for vectors or
+scores have a lane with a bound of their own, too. The amount of waiting text is bounded.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from pdmesh.errors import Overloaded
 
+T = TypeVar("T")
 Encode = Callable[[Sequence[str], bool], list["array[int]"]]
 
 MAX_PENDING_CHARS: Final = 32 << 20
@@ -30,8 +32,9 @@ class EncodingLanes:
     def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
         self._short = _Lane(num_threads, "tokenizer")
         self._long = _Lane(1, "tokenizer-long")
+        self._bulk = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-bulk")
         self._max_pending_chars = max_pending_chars
-        self.num_pending_chars = 0
+        self.num_pending_chars = self.num_bulk_chars = 0
 
     async def encode(self, encode: Encode, text: str, add_special_tokens: bool) -> array[int]:
         """Encode `text` on a thread with `encode(texts, add_special_tokens)`, which may raise.
@@ -47,9 +50,24 @@ class EncodingLanes:
         finally:
             self.num_pending_chars -= len(text)
 
+    async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
+        """Run the turns of one call one after the other, between those of other calls.
+
+        `num_chars`: of the texts of all turns. Raises Overloaded at the bound.
+        """
+        if self.num_bulk_chars + num_chars > self._max_pending_chars:
+            raise Overloaded("too much text waits to be tokenized")
+        loop = asyncio.get_running_loop()
+        self.num_bulk_chars += num_chars
+        try:
+            return [each for turn in turns for each in await loop.run_in_executor(self._bulk, turn)]
+        finally:
+            self.num_bulk_chars -= num_chars
+
     def close(self) -> None:
         self._short.close()
         self._long.close()
+        self._bulk.shutdown(wait=False, cancel_futures=True)
 
 
 class _Item:

@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.errors import MeshError
+from pdmesh.services.gateway.text.bulk_texts import BulkTexts
 from pdmesh.services.gateway.text.chat_template import (
     DEFAULT,
     WITH_TOOLS,
@@ -34,8 +35,6 @@ from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, Genera
 from pdmesh.services.gateway.text.text_stream import PLAIN, Detokenizer, TextRules, TextStream
 
 _INLINE_CHARS: Final = 2048
-_TEXTS_AT_ONCE: Final = 256  # whose tokens are awaited together
-_PAIRS_AT_ONCE: Final = 64  # encoded in one turn of a thread
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
@@ -52,37 +51,6 @@ class AnswerMarks:
     model_type: str = ""
     template: str = ""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TextCut:
-    """A text's tokens, special ones included, are cut to so many."""
-
-    max_tokens: int
-    keeps_end: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two texts as one input. `first_length`: its tokens before those of the second text.
-
-    It is that of all tokens if the tokenizer does not tell the texts apart.
-    """
-
-    tokens: array[int]
-    first_length: int
-
-
-def lengths_within(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of each text are kept, of the longer one first."""
-    if first + second <= room:
-        return first, second
-    shorter, longer = sorted((first, second))
-    longer = shorter if shorter > room else max(shorter, room - shorter)
-    if shorter + longer > room:
-        shorter = room // 2
-        longer = shorter + room % 2
-    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +93,7 @@ class Tokenizer:
         self._packed = facts.packed
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
         self._lanes = lanes or EncodingLanes(1)
+        self.bulk = BulkTexts(inner, self._lanes, self.max_token_chars)
 
     @classmethod
     def load(
@@ -214,85 +183,6 @@ class Tokenizer:
 
     def _strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self._inner.id_to_token(token_id) or "" for token_id in token_ids]
-
-    async def encode_texts(
-        self, texts: Sequence[str], *, add_special_tokens: bool, cut: TextCut | None = None
-    ) -> list[array[int]]:
-        """Each by itself, as many as there are. Raises Overloaded as `encode` does."""
-        encode = self._encode_all if cut is None else partial(self._encode_cut, cut)
-        if sum(map(len, texts)) <= _INLINE_CHARS:
-            return encode(texts, add_special_tokens)
-        found: list[array[int]] = []
-        for start in range(0, len(texts), _TEXTS_AT_ONCE):
-            some = texts[start : start + _TEXTS_AT_ONCE]
-            works = [self._lanes.encode(encode, text, add_special_tokens) for text in some]
-            found += await asyncio.gather(*works)
-        return found
-
-    def _encode_cut(
-        self, cut: TextCut, texts: Sequence[str], add_special_tokens: bool
-    ) -> list[array[int]]:
-        """Special tokens are put around what is left, as Hugging Face's tokenizers do."""
-        num_special = self._inner.num_special_tokens_to_add(False) if add_special_tokens else 0
-        room = max(0, cut.max_tokens - num_special)
-        side = "left" if cut.keeps_end else "right"
-        found = []
-        for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False):
-            encoding.truncate(room, direction=side)
-            whole = self._inner.post_process(encoding, add_special_tokens=add_special_tokens)
-            found.append(token_array(whole.ids))
-        return found
-
-    async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], cut: TextCut | None = None
-    ) -> list[Pair]:
-        """Each pair as one input with the model's special tokens. Blocks no other request."""
-        encode = partial(self._encode_pairs, cut)
-        found: list[Pair] = []
-        for start in range(0, len(pairs), _PAIRS_AT_ONCE):
-            found += await asyncio.to_thread(encode, pairs[start : start + _PAIRS_AT_ONCE])
-        return found
-
-    def _encode_pairs(self, cut: TextCut | None, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
-        """What is too long loses tokens of the longer text first, as Hugging Face's tokenizers do
-        it.
-        """
-        inner, found = self._inner, list[Pair]()
-        num_special = inner.num_special_tokens_to_add(True)
-        sides = [
-            inner.encode_batch([pair[side] for pair in pairs], add_special_tokens=False)
-            for side in (0, 1)
-        ]
-        for first, second in zip(*sides, strict=True):
-            if cut is not None:
-                side = "left" if cut.keeps_end else "right"
-                room = max(0, cut.max_tokens - num_special)
-                kept = lengths_within(len(first), len(second), room)
-                first.truncate(kept[0], direction=side)
-                second.truncate(kept[1], direction=side)
-            whole = inner.post_process(first, second)
-            types = whole.type_ids
-            length = types.index(1) if 1 in types else len(types)
-            found.append(Pair(token_array(whole.ids), length))
-        return found
-
-    async def shortened_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The beginnings of the texts that have at most so many tokens, special ones not counted.
-
-        They are cut between characters, so that their tokens are those of a text.
-        """
-        return await asyncio.to_thread(
-            lambda: [self._shortened(text, max_tokens) for text in texts]
-        )
-
-    def _shortened(self, text: str, max_tokens: int) -> str:
-        while text:
-            encoding = self._inner.encode(text, add_special_tokens=False)
-            if len(encoding.ids) <= max_tokens:
-                return text
-            end = min(encoding.offsets[max_tokens - 1][1], encoding.offsets[max_tokens][0])
-            text = text[: min(end, len(text) - 1)]
-        return text
 
     async def encode_words(self, words: Sequence[str]) -> list[array[int]]:
         """Encode each word by itself, without special tokens."""

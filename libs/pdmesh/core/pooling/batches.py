@@ -9,6 +9,7 @@ from typing import Final
 
 MAX_BATCH_INPUTS: Final = 32
 MAX_BATCH_TOKENS: Final = 16_384  # unless a single input has more
+MAX_CALL_TOKENS: Final = 1 << 21  # of one call: 8 MiB of token ids
 
 
 def batches(lengths: Sequence[int]) -> Iterator[range]:

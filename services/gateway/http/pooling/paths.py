@@ -21,7 +21,7 @@ from pdmesh.services.gateway.http.pooling.answers import (
     usage_of,
     write_embeddings,
 )
-from pdmesh.services.gateway.http.pooling.inputs import cut_of, tokens_of
+from pdmesh.services.gateway.http.pooling.inputs import Reading, cut_of, tokens_of
 from pdmesh.services.gateway.http.pooling.schema import (
     EmbeddingsRequest,
     PoolingRequest,
@@ -80,17 +80,14 @@ class PoolingPaths:
                 message = f"the model {spec.model.name} makes no vectors: it scores texts"
                 raise InvalidRequest(message, reason="WRONG_TASK", field="model")
             _check_dimensions(request.dimensions, spec.model.facts)
-            spec = replace(
-                spec,
-                num_dimensions=request.dimensions or 0,
-                inputs=await tokens_of(
-                    request.input,
-                    served,
-                    cut_of(request, served.context_length),
-                    add_special_tokens=request.add_special_tokens is not False,
-                    is_lower_case=spec.model.facts.is_lower_case,
-                ),
+            reading = Reading(
+                cut_of(request, served.context_length),
+                add_special_tokens=request.add_special_tokens is not False,
+                is_lower_case=spec.model.facts.is_lower_case,
             )
+            with exchange.watched():
+                inputs = await tokens_of(request.input, served, reading)
+            spec = replace(spec, num_dimensions=request.dimensions or 0, inputs=inputs)
             answer = await self._answer(exchange, spec, permit)
         finally:
             permit.leave()
@@ -149,7 +146,8 @@ class PoolingPaths:
         if not spec.model.facts.scores:
             message = f"the model {spec.model.name} has several classes: it scores no pairs"
             raise InvalidRequest(message, reason="WRONG_TASK", field="model")
-        spec = await scoring_spec(spec, scored, request, served)
+        with exchange.watched():
+            spec = await scoring_spec(spec, scored, request, served)
         answer = await self._answer(exchange, spec, permit)
         return spec, scores_of(spec, answer, len(scored.first))
 

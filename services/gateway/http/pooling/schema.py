@@ -6,8 +6,9 @@ lists those fields with the values that ask for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -150,6 +151,10 @@ class ScoredTexts:
     first: Sequence[str]
     second: Sequence[str]
     fields: tuple[str, str]
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        first = self.first if len(self.first) > 1 else repeat(self.first[0], len(self.second))
+        return zip(first, self.second, strict=True)
 
 
 def parse_score(body: bytes, ignored: list[str] | None = None) -> tuple[ScoreRequest, ScoredTexts]:

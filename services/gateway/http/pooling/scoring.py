@@ -5,17 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
+from pdmesh.core.pooling.cutting import Pair, TextCut, input_length, one_text, two_texts
 from pdmesh.core.pooling.facts import PoolingTask
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.http.pooling.inputs import cut_of, tokens_of
+from pdmesh.services.gateway.http.pooling.inputs import Reading, check_total, cut_of, tokens_of
 from pdmesh.services.gateway.http.pooling.schema import RerankRequest, ScoredTexts, ScoreRequest
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
-from pdmesh.services.gateway.text.tokenizer import TextCut
+
+_MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call whose texts are read as one
 
 
 async def scoring_spec(
@@ -25,43 +28,92 @@ async def scoring_spec(
     served: ServedModel,
 ) -> PoolingSpec:
     """`base` with its inputs. Raises MeshError."""
+    cut = cut_of(request, served.context_length)
     scored = await _limited(scored, request, served)
-    facts, cut = base.model.facts, cut_of(request, served.context_length)
-    if facts.is_lower_case:
-        first, second = ([t.lower() for t in each] for each in (scored.first, scored.second))
-        scored = ScoredTexts(first, second, scored.fields)
+    facts = base.model.facts
     if not facts.is_cross_encoder:
-        return await _vectors_spec(base, scored, served, cut)
-    num_each = 1 if len(scored.first) > 1 else len(scored.second)
-    pairs = list(zip(list(scored.first) * num_each, scored.second, strict=True))
-    _check_lengths(pairs, served, cut, scored.fields[1])
+        reading = Reading(cut, is_lower_case=facts.is_lower_case)
+        return await _vectors_spec(base, scored, served, reading)
+    _check_lengths(scored, served, cut)
     if facts.joins_pairs:
-        joined = [one + other for one, other in pairs]
-        inputs = await served.tokenizer.encode_texts(joined, add_special_tokens=True, cut=cut)
-        lengths: tuple[int, ...] = ()
-    else:
-        found = await served.tokenizer.encode_pairs(pairs, cut)
-        inputs = [pair.tokens for pair in found]
-        lengths = tuple(pair.first_length for pair in found)
-    for place, tokens in enumerate(inputs):
-        if len(tokens) > served.context_length:
-            field = f"{scored.fields[1]}[{place}]"
-            raise context_exceeded(f"{len(tokens)} tokens", served.context_length, field)
-        if not tokens:
-            raise InvalidRequest("a pair of texts is empty", field=f"{scored.fields[1]}[{place}]")
-    return replace(base, task=PoolingTask.CLASSIFY, inputs=tuple(inputs), first_lengths=lengths)
+        return await _joined_spec(base, scored, served, cut)
+    return await _pairs_spec(
+        base, scored, served, cut, cuts_second=bool(request.max_tokens_per_doc)
+    )
 
 
 async def _vectors_spec(
-    base: PoolingSpec, scored: ScoredTexts, served: ServedModel, cut: TextCut | None
+    base: PoolingSpec, scored: ScoredTexts, served: ServedModel, reading: Reading
 ) -> PoolingSpec:
     """The vectors of the first texts, then of the second ones."""
     inputs: list[array[int]] = []
     for texts, field in zip((scored.first, scored.second), scored.fields, strict=True):
-        inputs += await tokens_of(
-            list(texts), served, cut, add_special_tokens=True, is_lower_case=False, field=field
-        )
+        inputs += await tokens_of(list(texts), served, reading, field)
+    check_total(sum(map(len, inputs)), scored.fields[1])
     return replace(base, task=PoolingTask.EMBED, inputs=tuple(inputs))
+
+
+async def _joined_spec(
+    base: PoolingSpec, scored: ScoredTexts, served: ServedModel, cut: TextCut | None
+) -> PoolingSpec:
+    """Each pair is one text. It is joined only while it is encoded."""
+    bulk, field = served.tokenizer.bulk, scored.fields[1]
+    pairs = [
+        bulk.bounded_pair(one, other, served.context_length, cut) for one, other in scored.pairs()
+    ]
+    num_chars = sum(len(one) + len(other) for one, other in pairs)
+    if num_chars > _MAX_JOINED_CHARS:
+        message = f"the texts of all pairs have {num_chars} characters, at most {_MAX_JOINED_CHARS}"
+        raise InvalidRequest(f"{message} are allowed: send fewer at once", field=field)
+    contents = await bulk.contents(pairs, cut=cut)
+    special = bulk.around_one
+    _check_inputs([input_length(c.length, special, cut) for c in contents], served, field)
+    inputs = tuple(one_text(content, special, cut) for content in contents)
+    return replace(base, task=PoolingTask.CLASSIFY, inputs=inputs)
+
+
+async def _pairs_spec(
+    base: PoolingSpec,
+    scored: ScoredTexts,
+    served: ServedModel,
+    cut: TextCut | None,
+    *,
+    cuts_second: bool,
+) -> PoolingSpec:
+    bulk, field = served.tokenizer.bulk, scored.fields[1]
+    sides = [
+        await bulk.contents([bulk.bounded(t, served.context_length, cut) for t in texts], cut=cut)
+        for texts in (scored.first, scored.second)
+    ]
+    num_each = 1 if len(sides[0]) > 1 else len(sides[1])
+    pairs = list(zip(sides[0] * num_each, sides[1], strict=True))
+    special = bulk.around_two
+    lengths = [input_length(one.length + other.length, special, cut) for one, other in pairs]
+    _check_inputs(lengths, served, field)
+    found: list[Pair] = []
+    for one, other in pairs:
+        pair = two_texts(one, other, special, cut, cuts_second=cuts_second)
+        if pair is None:
+            message = "it leaves no token of a document after the query"
+            raise InvalidRequest(message, field="truncate_prompt_tokens")
+        found.append(pair)
+    return replace(
+        base,
+        task=PoolingTask.CLASSIFY,
+        inputs=tuple(pair.tokens for pair in found),
+        first_lengths=tuple(pair.first_length for pair in found),
+    )
+
+
+def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> None:
+    """Before the inputs are made: a long query is in each of them. Raises InvalidRequest."""
+    for place, length in enumerate(lengths):
+        if length > served.context_length:
+            name = f"{field}[{place}]"
+            raise context_exceeded(f"{length} tokens", served.context_length, name)
+        if not length:
+            raise InvalidRequest("a pair of texts is empty", field=f"{field}[{place}]")
+    check_total(sum(lengths), field)
 
 
 async def _limited(
@@ -69,26 +121,28 @@ async def _limited(
 ) -> ScoredTexts:
     """Each text cut to the tokens that the request allows it."""
     sides: list[Sequence[str]] = []
+    bulk, context = served.tokenizer.bulk, served.context_length
     limits = {
         "max_tokens_per_query": request.max_tokens_per_query,
         "max_tokens_per_doc": request.max_tokens_per_doc,
     }
-    for texts, (field, limit) in zip((scored.first, scored.second), limits.items(), strict=True):
-        if limit and limit >= served.context_length:
-            message = f"{field} must be less than the model's context, {served.context_length}"
+    for field, limit in limits.items():
+        if limit and limit >= context:
+            message = f"{field} must be less than the model's context, {context}"
             raise InvalidRequest(message, field=field)
-        sides.append(await served.tokenizer.shortened_texts(texts, limit) if limit else texts)
+    for texts, limit in zip((scored.first, scored.second), limits.values(), strict=True):
+        if limit:
+            texts = await bulk.shortened([bulk.bounded(t, context, None) for t in texts], limit)
+        sides.append(texts)
     first, second = sides
     return ScoredTexts(first, second, scored.fields)
 
 
-def _check_lengths(
-    pairs: Sequence[tuple[str, str]], served: ServedModel, cut: TextCut | None, field: str
-) -> None:
+def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None) -> None:
     """A pair that cannot fit is refused before it is encoded."""
-    longest = max(len(one) + len(other) for one, other in pairs)
+    longest = max(len(one) + len(other) for one, other in scored.pairs())
     if cut is None and longest > served.context_length * served.tokenizer.max_token_chars:
-        raise context_exceeded(f"{longest} characters", served.context_length, field)
+        raise context_exceeded(f"{longest} characters", served.context_length, scored.fields[1])
 
 
 def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[float]:

@@ -117,6 +117,38 @@ async def test_texts_are_cut_where_the_limits_say(cross: httpx.AsyncClient) -> N
     assert both == 3 * 7
 
 
+async def test_a_long_query_is_read_once_and_cut_with_each_document(
+    cross: httpx.AsyncClient,
+) -> None:
+    """A tenth of the largest body: as many times it would not fit into the gateway's memory."""
+    body: dict[str, Any] = {
+        "model": "ranker",
+        "query": "a b " * 200_000,
+        "documents": [f"{i} " * 30 for i in range(200)],
+        "truncate_prompt_tokens": 16,
+    }
+    answer = await cross.post("/rerank", json=body)
+    assert answer.status_code == 200, answer.text[:500]
+    assert answer.json()["usage"]["prompt_tokens"] == 200 * 16
+
+
+async def test_pairs_that_are_too_much_together_are_refused_before_they_are_made(
+    tmp_path: Path,
+) -> None:
+    async with (
+        pooling_instance("pooling-0", "ranker", scores_pairs=True, max_model_len=1 << 16) as site,
+        gateway_mesh(tmp_path, 0, 0) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=60) as client,
+    ):
+        mesh.register(site.record)
+        body = {"model": "ranker", "query": "a" * 60_000, "documents": ["b"] * 2000}
+        answer = await client.post("/rerank", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "documents"
+    assert "tokens together" in error["message"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {}, "text_1"),
     ("/score", {"text_1": "a"}, "text_1"),

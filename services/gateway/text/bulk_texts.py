@@ -1,0 +1,171 @@
+"""Makes tokens of many texts at once, for vectors and scores, beside the texts of chats.
+
+Each distinct text is encoded once, in turns of bounded length on a thread of its own. So a call
+with megabytes of text delays no chat, and only for a turn another call like it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import islice
+from typing import Final, TypeVar
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as HfTokenizer
+
+from pdmesh.core.kv.prefix.block_hash import token_array
+from pdmesh.core.pooling.cutting import Content, SpecialTokens, TextCut, content_of
+from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+
+_INLINE_CHARS: Final = 2048
+_TURN_CHARS: Final = 131072
+_TURN_TEXTS: Final = 256
+_NUM_PROBES: Final = 64
+
+T = TypeVar("T")
+_Text = str | tuple[str, str]  # two are joined when their turn comes
+
+
+class BulkTexts:
+    """`max_token_chars`: of the longest token of the vocabulary."""
+
+    def __init__(self, inner: HfTokenizer, lanes: EncodingLanes, max_token_chars: int) -> None:
+        self._inner, self._lanes = inner, lanes
+        self.max_token_chars = max_token_chars
+
+    def bounded(self, text: str, max_tokens: int, cut: TextCut | None) -> str:
+        """The text without what no token of an input can come from."""
+        most = max_tokens * self.max_token_chars
+        if len(text) <= most:
+            return text
+        return text[-most:] if cut is not None and cut.side == "left" else text[:most]
+
+    def bounded_pair(
+        self, one: str, other: str, max_tokens: int, cut: TextCut | None
+    ) -> tuple[str, str]:
+        """As `bounded`, of two texts that will be one."""
+        most = max_tokens * self.max_token_chars
+        if len(one) + len(other) <= most:
+            return one, other
+        if cut is not None and cut.side == "left":
+            other = other[-most:]
+            return one[len(one) - min(len(one), most - len(other)) :], other
+        one = one[:most]
+        return one, other[: most - len(one)]
+
+    async def contents(
+        self, texts: Sequence[_Text], *, cut: TextCut | None = None, is_lower_case: bool = False
+    ) -> list[Content]:
+        """The tokens of each text, without special ones. Raises Overloaded."""
+        encode = partial(self._contents, cut, is_lower_case)
+        return await self._each(texts, encode)
+
+    async def shortened(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The beginnings of the texts that have at most so many tokens, special ones not counted.
+
+        They are cut between characters, so that their tokens are those of a text. Raises
+        Overloaded.
+        """
+        return await self._each(texts, partial(self._shortened, max_tokens))
+
+    @cached_property
+    def around_one(self) -> SpecialTokens:
+        """The special tokens of an input of one text."""
+        return next((s for p in self._probes() if (s := self._around(p)) is not None), _NO_TOKENS)
+
+    @cached_property
+    def around_two(self) -> SpecialTokens:
+        """The special tokens of an input of two texts."""
+        pairs = ((probe, probe) for probe in self._probes())
+        return next((s for p in pairs if (s := self._around(p)) is not None), _NO_TOKENS)
+
+    async def _each(
+        self, texts: Sequence[_Text], work: Callable[[Sequence[_Text]], list[T]]
+    ) -> list[T]:
+        distinct = list(dict.fromkeys(texts))
+        num_chars = sum(map(_size, distinct))
+        if num_chars <= _INLINE_CHARS:
+            found = work(distinct)
+        else:
+            turns = (partial(work, some) for some in _turns(distinct))
+            found = await self._lanes.in_turns(turns, num_chars)
+        by_text = dict(zip(distinct, found, strict=True))
+        return [by_text[text] for text in texts]
+
+    def _contents(
+        self, cut: TextCut | None, is_lower_case: bool, texts: Sequence[_Text]
+    ) -> list[Content]:
+        whole = [text if isinstance(text, str) else "".join(text) for text in texts]
+        if is_lower_case:
+            whole = [text.lower() for text in whole]
+        found = self._inner.encode_batch_fast(whole, add_special_tokens=False)
+        return [content_of(token_array(encoding.ids), cut) for encoding in found]
+
+    def _shortened(self, max_tokens: int, texts: Sequence[_Text]) -> list[str]:
+        """A single text goes as a batch, too: only then others run meanwhile."""
+        kept = [text if isinstance(text, str) else "".join(text) for text in texts]
+        places = [place for place, text in enumerate(kept) if text]
+        while places:
+            found = self._inner.encode_batch([kept[p] for p in places], add_special_tokens=False)
+            long = [(p, e) for p, e in zip(places, found, strict=True) if len(e) > max_tokens]
+            for place, encoding in long:
+                kept[place] = _before(kept[place], encoding, max_tokens)
+            places = [place for place, _ in long if kept[place]]
+        return kept
+
+    def _probes(self) -> Iterator[str]:
+        """Texts of which one has tokens, whatever the vocabulary is."""
+        yield "a"
+        yield from islice(self._inner.get_vocab(with_added_tokens=False), _NUM_PROBES)
+
+    def _around(self, probe: str | tuple[str, str]) -> SpecialTokens | None:
+        """None if a text of the probe has no token."""
+        (whole,) = self._inner.encode_batch([probe], add_special_tokens=True)
+        owners: list[int | None] = whole.sequence_ids
+        firsts = [place for place, owner in enumerate(owners) if owner == 0]
+        seconds = [place for place, owner in enumerate(owners) if owner == 1]
+        if not firsts or not (seconds or isinstance(probe, str)):
+            return None
+        ids, types = token_array(whole.ids), list(whole.type_ids)
+        if not seconds:
+            return SpecialTokens(before=ids[: firsts[0]], after=ids[firsts[-1] + 1 :])
+        types = [
+            *types[: firsts[0] + 1],
+            *types[firsts[-1] + 1 : seconds[0] + 1],
+            *types[seconds[-1] + 1 :],
+        ]
+        return SpecialTokens(
+            ids[: firsts[0]],
+            ids[firsts[-1] + 1 : seconds[0]],
+            ids[seconds[-1] + 1 :],
+            tuple(types),
+        )
+
+
+_NO_TOKENS: Final = SpecialTokens(array("I"), array("I"), array("I"), (0, 1))
+
+
+def _size(text: _Text) -> int:
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def _turns(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
+    start = num_chars = 0
+    for place, text in enumerate(texts):
+        size = _size(text)
+        is_full = place - start >= _TURN_TEXTS or num_chars + size > _TURN_CHARS
+        if place > start and is_full:
+            yield texts[start:place]
+            start, num_chars = place, 0
+        num_chars += size
+    if start < len(texts):
+        yield texts[start:]
+
+
+def _before(text: str, encoding: Encoding, max_tokens: int) -> str:
+    """The text's characters before those of its first token too many."""
+    offsets = encoding.offsets
+    end = min(offsets[max_tokens - 1][1], offsets[max_tokens][0])
+    return text[: min(end, len(text) - 1)]

@@ -1,0 +1,148 @@
+"""The texts of vectors and scores: each is encoded once, beside the texts of chats."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import BertProcessing
+
+from pdmesh.core.pooling.cutting import SpecialTokens, TextCut
+from pdmesh.errors import Overloaded
+from pdmesh.services.gateway.text.bulk_texts import BulkTexts
+from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from tests.support.waiting import until
+
+WORDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "paris": 3, "is": 4, "big": 5}
+LONG = "paris is " * 10_000
+
+
+class Counting:
+    """A real tokenizer that notes which texts it encodes, and waits for `gate`."""
+
+    def __init__(self, *, has_special: bool = True) -> None:
+        self._inner = Tokenizer(WordLevel(WORDS, unk_token="[UNK]"))
+        self._inner.pre_tokenizer = WhitespaceSplit()
+        if has_special:
+            self._inner.post_processor = BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+        self.sizes: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool) -> Any:
+        self.sizes += map(len, texts)
+        assert self.gate.wait(60)
+        return self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[Any], add_special_tokens: bool) -> Any:
+        """The only other way that lets other threads run meanwhile."""
+        return self._inner.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+        return self._inner.get_vocab(with_added_tokens)
+
+
+@pytest.fixture
+def lanes() -> Iterator[EncodingLanes]:
+    lanes = EncodingLanes(1, max_pending_chars=200_000)
+    yield lanes
+    lanes.close()
+
+
+def bulk_of(inner: Counting, lanes: EncodingLanes) -> BulkTexts:
+    return BulkTexts(inner, lanes, max_token_chars=5)  # type: ignore[arg-type]
+
+
+async def test_a_text_that_is_asked_for_often_is_encoded_once(lanes: EncodingLanes) -> None:
+    inner = Counting()
+    found = await bulk_of(inner, lanes).contents(["big", LONG, "big", LONG, "paris"])
+    assert sorted(inner.sizes) == [3, 5, len(LONG)]
+    assert [c.length for c in found] == [1, 20_000, 1, 20_000, 1]
+    assert list(found[0].tokens) == [5]
+
+
+async def test_only_tokens_that_an_input_may_have_are_kept(lanes: EncodingLanes) -> None:
+    bulk = bulk_of(Counting(), lanes)
+    (found,) = await bulk.contents([LONG], cut=TextCut(3))
+    assert (list(found.tokens), found.length) == ([3, 4, 3], 20_000)
+    (found,) = await bulk.contents([LONG], cut=TextCut(3, "left"))
+    assert list(found.tokens) == [4, 3, 4]
+
+
+async def test_a_call_with_much_text_delays_no_chat_and_has_its_own_bound(
+    lanes: EncodingLanes,
+) -> None:
+    inner = Counting()
+    inner.gate.clear()
+    call = asyncio.create_task(bulk_of(inner, lanes).contents([LONG, f"{LONG}big"]))
+    await until(lambda: bool(inner.sizes))
+    chat = await lanes.encode(lambda texts, _: [[len(t)] for t in texts], "x" * 150_000, True)  # type: ignore[misc]
+    assert list(chat) == [150_000]
+    with pytest.raises(Overloaded):
+        await bulk_of(inner, lanes).contents([LONG])
+    inner.gate.set()
+    assert [c.length for c in await call] == [20_000, 20_001]
+    assert lanes.num_bulk_chars == 0
+
+
+async def test_calls_take_turns_and_one_that_is_given_up_takes_no_more(
+    lanes: EncodingLanes,
+) -> None:
+    inner = Counting()
+    inner.gate.clear()
+    long = asyncio.create_task(bulk_of(inner, lanes).contents([LONG, f"{LONG}big"]))
+    await until(lambda: len(inner.sizes) == 1)
+    gone = asyncio.create_task(bulk_of(inner, lanes).contents(["is " * 1000]))
+    other = asyncio.create_task(bulk_of(inner, lanes).contents(["big " * 1000]))
+    await until(lambda: lanes.num_bulk_chars == 2 * len(LONG) + 3 + 3000 + 4000)
+    gone.cancel()
+    await asyncio.wait([gone])
+    inner.gate.set()
+    await asyncio.gather(long, other)
+    assert inner.sizes == [len(LONG), 4000, len(LONG) + 3]
+    assert lanes.num_bulk_chars == 0
+
+
+async def test_two_texts_are_joined_only_for_their_turn(lanes: EncodingLanes) -> None:
+    inner = Counting()
+    found = await bulk_of(inner, lanes).contents([("paris ", "is"), ("paris ", "big big")])
+    assert [list(c.tokens) for c in found] == [[3, 4], [3, 5, 5]]
+
+
+async def test_special_tokens_are_those_of_the_tokenizer(lanes: EncodingLanes) -> None:
+    bulk = bulk_of(Counting(), lanes)
+    one, two = bulk.around_one, bulk.around_two
+    assert (list(one.before), list(one.after)) == ([1], [2])
+    parts = (two.before, two.between, two.after)
+    assert [list(part) for part in parts] == [[1], [2], [2]]
+    assert two.types == (0, 0, 0, 1, 1)
+    plain = bulk_of(Counting(has_special=False), lanes)
+    assert len(plain.around_one) == len(plain.around_two) == 0
+    assert plain.around_two.types == (0, 1)
+    assert len(SpecialTokens()) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "kept"),
+    [("paris is big", 2, "paris is"), ("paris", 2, "paris"), ("", 2, ""), (LONG, 1, "paris")],
+)
+async def test_a_text_is_shortened_between_its_words(
+    lanes: EncodingLanes, text: str, limit: int, kept: str
+) -> None:
+    found = await bulk_of(Counting(), lanes).shortened(["is", text], limit)
+    assert found == ["is", kept]
+
+
+def test_what_no_input_can_have_is_cut_before(lanes: EncodingLanes) -> None:
+    bulk = bulk_of(Counting(), lanes)
+    assert bulk.bounded("x" * 30 + "y", 6, TextCut(3)) == "x" * 30
+    assert bulk.bounded("x" * 30 + "y", 6, TextCut(3, "left")) == "x" * 29 + "y"
+    assert bulk.bounded_pair("x" * 20, "y" * 20, 6, TextCut(3)) == ("x" * 20, "y" * 10)
+    assert bulk.bounded_pair("x" * 20, "y" * 20, 6, TextCut(3, "left")) == ("x" * 10, "y" * 20)
+    assert bulk.bounded_pair("x" * 40, "y" * 20, 6, None) == ("x" * 30, "")
