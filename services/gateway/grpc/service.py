@@ -164,7 +164,7 @@ class InferenceServicer:
 
         Raises MeshError.
         """
-        is_quiet = not is_streamed and not spec.sampling.stop
+        is_quiet = not (is_streamed or spec.sampling.ends_by_text)
         traceparent = _metadata(context, "traceparent")
         call = await charged(
             permit,

@@ -63,7 +63,9 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
     has_form = sampling.constraint is not None or may_call(request)
     constrained = tokens_to_bytes(prompt) if has_form else b""
-    parsing = await parsing_of(request, model, frontend.shared.parsers, constrained)
+    form_field = sampling.constraint.asked_by if sampling.constraint is not None else ""
+    parsers = frontend.shared.parsers
+    parsing = await parsing_of(request, model, parsers, constrained, form_field)
     if parsing is not None:
         sampling = await _parsed_sampling(sampling, parsing, request, model, frontend, tenant)
     is_hidden = parsing is not None and request.include_reasoning is False

@@ -27,10 +27,12 @@ async def parsing_of(
     model: ServedModel,
     parsers: AnswerParsers,
     constrained_prompt: bytes = b"",
+    form_field: str = "",
 ) -> Parsing | None:
     """How to parse the answers, or None if they are plain text. Raises MeshError.
 
-    `constrained_prompt`: the prompt's tokens, if the answers have a constraint.
+    `constrained_prompt`: the prompt's tokens, if the answers may have a constraint. `form_field`:
+    the field that asks for a form of the answers, if one does.
     """
     found = parsers.model(model.tokenizer)
     calls_tools = may_call(request)
@@ -52,6 +54,10 @@ async def parsing_of(
             raise
         return None
     calls = asked_calls(prepared.constraint, request) if prepared.constraint else None
+    field = calls.field if calls is not None else form_field
+    if prepared.lacks_end and field:
+        message = f"{field}: no token ends this model's reasoning, so no form can follow it"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     is_named = isinstance(request.tool_choice, NamedTool)
     begins_after = tuple(prepared.begins_after)
     return Parsing(parsers, found, body, prepared.are_special_shown, is_named, begins_after, calls)

@@ -79,11 +79,13 @@ class PreparedAnswer(msgspec.Struct, tag=True):
     """`constraint`: vLLM's structured outputs as JSON, if the answer must have a form.
 
     `begins_after`: the tokens after which a constraint begins; empty: it begins at once.
+    `lacks_end`: no token ends the reasoning, so that no constraint can follow it.
     """
 
     are_special_shown: bool
     constraint: str = ""
     begins_after: list[int] = []
+    lacks_end: bool = False
 
 
 class MarksFound(msgspec.Struct, tag=True):

@@ -91,16 +91,14 @@ class ModelParsers:
         prepared = PreparedAnswer(not request.skip_special_tokens, constraint.decode())
         if frame.constrained_prompt:
             prompt = array("I", frame.constrained_prompt).tolist()
-            prepared.begins_after = self._reasoning_end(request, variables, prompt)
+            end = self._reasoning_end(request, variables, prompt)
+            prepared.begins_after, prepared.lacks_end = end or [], end is None
         return prepared
 
     def _reasoning_end(
         self, request: Any, variables: dict[str, Any], prompt: list[int]
-    ) -> list[int]:
-        """The token that ends the reasoning.
-
-        It is none if the prompt ends it or there is no such token.
-        """
+    ) -> list[int] | None:
+        """The token that ends the reasoning. Empty: the prompt ends it. None: no one token does."""
         parser = self._kind(
             self._tokenizer,
             request.tools,
@@ -114,7 +112,8 @@ class ModelParsers:
             for name in _END_TOKENS:
                 if isinstance(found := getattr(holder, name, None), int):
                     return [found]
-        raise BadParser("this model's reasoning has no token that ends it: no form can follow it")
+        found = self._tokenizer.get_added_vocab().get(reasoner.reasoning_end_str)
+        return None if found is None else [found]
 
     def marks(self) -> MarksFound:
         """The marks of the reasoning, as vLLM finds them for this parser. Raises BadParser."""

@@ -40,6 +40,11 @@ class SamplingSpec:
     are_special_shown: bool = False
     repetition: RepetitionRule | None = None
 
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether the gateway may end an answer before its instance does."""
+        return bool(self.stop) or self.repetition is not None
+
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end an answer; `eos_token_ids` are the model's own."""
         own = frozenset[int]() if self.ignore_eos else eos_token_ids

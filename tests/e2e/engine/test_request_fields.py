@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh.services.gateway.http.messages.schema import MessagesRequest
+from pdmesh.services.gateway.http.responses.schema import ResponsesRequest
 from tests.unit.gateway.openai.test_vllm_fields import told
 
 pytestmark = pytest.mark.vllm
@@ -35,6 +37,20 @@ def fields_of(file: str, name: str) -> set[str]:
 def test_each_field_of_a_request_is_in_one_row(file: str, name: str, what: str) -> None:
     rows = (told(f"{what}: {row}") for row in ("taken", "refused", "ignored"))
     assert set.union(*rows) == fields_of(file, name)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "ours"),
+    [
+        ("entrypoints/openai/responses/protocol.py", "ResponsesRequest", ResponsesRequest),
+        ("entrypoints/anthropic/protocol.py", "AnthropicMessagesRequest", MessagesRequest),
+    ],
+)
+def test_other_formats_know_each_field_too(
+    file: str, name: str, ours: type[ResponsesRequest | MessagesRequest]
+) -> None:
+    unknown = fields_of(file, name) - set(ours.__struct_fields__)
+    assert unknown == {"return_mm_kwargs"}, "it would only add to an answer"
 
 
 def test_each_sampling_parameter_can_be_asked_for_or_is_vllms_own() -> None:

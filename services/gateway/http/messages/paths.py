@@ -94,7 +94,8 @@ class MessagesPaths:
         """Raises MeshError."""
         if not has_later_system(request):
             return chat_of(request)
-        model = await self._frontend.served_model(request.model, tenant)
+        scenario = request.scenario if isinstance(request, MessagesRequest) else ""
+        model = await self._frontend.served_model(request.model, tenant, scenario)
         return chat_of(request, merges_system=not model.tokenizer.takes_later_system)
 
     async def _count_tokens(self, exchange: HttpExchange) -> None:

@@ -7,12 +7,13 @@ are accepted. A request becomes a chat, and the chat's checks bound its lengths,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.json_body import decoded
+from pdmesh.services.gateway.openai.neutral import check_neutral
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 
@@ -85,11 +86,23 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, _Anything] | None = None
     cache_control: _Anything = None
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
     """Anthropic's fields, then vLLM's, then pdmesh's own."""
+
+    # The values of unsupported fields that have no effect. None never has one.
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "container": ("", {}),
+        "mcp_servers": ([],),
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "vllm_xargs": ({},),
+        "mm_payload": (),
+    }
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -101,6 +114,11 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     service_tier: str | None = None
     container: _Anything = None
     mcp_servers: _Anything = None
+    watermarking: _Anything = None
+    kv_transfer_params: _Anything = None
+    ec_transfer_params: _Anything = None
+    vllm_xargs: _Anything = None
+    mm_payload: _Anything = None
     seed: int | None = None
     ignore_eos: bool = False
     cache_salt: str = ""
@@ -132,10 +150,20 @@ def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesReq
     An unknown field is refused, or added to `ignored` by its path.
     """
     request = decoded(_messages_decoder, _NESTED, body, ignored)
-    for field in ("container", "mcp_servers"):
-        if getattr(request, field):
-            raise unsupported(field)
+    check_neutral(request, MessagesRequest.UNSUPPORTED)
+    _check_thinking(request)
     return request
+
+
+def _check_thinking(request: MessagesRequest) -> None:
+    """A budget leaves room for an answer, as in Anthropic's API."""
+    thinking, field = request.thinking, "thinking.budget_tokens"
+    if thinking is None or thinking.type != "enabled":
+        return
+    if thinking.budget_tokens is None:
+        raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+    if thinking.budget_tokens >= request.max_tokens:
+        raise InvalidRequest(f"{field} must be less than max_tokens", field=field)
 
 
 def parse_count_tokens(body: bytes, ignored: list[str] | None = None) -> CountTokensRequest:

@@ -55,6 +55,7 @@ def chat_of(request: CountTokensRequest, *, merges_system: bool = False) -> Tran
             conversation.add(message, f"messages[{index}]")
     names = conversation.names
     chat = ChatCompletionRequest(model=request.model, messages=conversation.messages)
+    chat.chat_template_kwargs = request.chat_template_kwargs
     if request.tools:
         chat.tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(request.tools)]
         for at in range(len(request.tools)):

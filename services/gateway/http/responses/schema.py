@@ -7,12 +7,13 @@ here are accepted. A request becomes a chat, which has checks of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.openai.json_body import decoded
+from pdmesh.services.gateway.openai.neutral import check_neutral
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
@@ -99,6 +100,24 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """OpenAI's fields, then vLLM's, then pdmesh's own."""
 
+    # The values of unsupported fields that have no effect. None never has one.
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "service_tier": ("auto", "default"),
+        "prompt": (),
+        "conversation": (),
+        "moderation": (),
+        "priority": (0,),
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "vllm_xargs": ({},),
+        "mm_payload": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "previous_input_messages": ([],),
+        "enable_response_messages": (False,),
+    }
+
     model: str
     input: str | list[InputItem]
     instructions: str | None = None
@@ -142,19 +161,25 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, _Anything] | None = None
+    include_reasoning: bool | None = None
+    request_id: str | None = None  # the gateway's own id names the request
+    session_id: str | None = None
+    priority: _Anything = None
+    watermarking: _Anything = None
+    kv_transfer_params: _Anything = None
+    ec_transfer_params: _Anything = None
+    vllm_xargs: _Anything = None
+    mm_payload: _Anything = None
+    media_io_kwargs: _Anything = None
+    mm_processor_kwargs: _Anything = None
+    previous_input_messages: _Anything = None
+    enable_response_messages: _Anything = None
     ignore_eos: bool = False
     cache_salt: str = ""
     chat_id: str = ""
     scenario: str = ""
 
 
-# The values of unsupported fields that have no effect. None never has one.
-UNSUPPORTED_IN_RESPONSES: Final[Mapping[str, tuple[object, ...]]] = {
-    "service_tier": ("auto", "default"),
-    "prompt": (),
-    "conversation": (),
-    "moderation": (),
-}
 NESTED_IN_ITEMS: Final[Nested] = {
     InputItem: {"content": ItemPart, "summary": ItemPart, "output": ItemPart}
 }
@@ -179,9 +204,7 @@ def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesR
     An unknown field is refused, or added to `ignored` by its path.
     """
     request = decoded(_decoder, _NESTED, body, ignored)
-    for field, values in UNSUPPORTED_IN_RESPONSES.items():
-        if (value := getattr(request, field)) is not None and value not in values:
-            raise unsupported(field)
+    check_neutral(request, ResponsesRequest.UNSUPPORTED)
     if request.background and request.store is False:
         raise InvalidRequest("background needs store", field="background")
     if request.background and request.stream:

@@ -42,7 +42,7 @@ _SAME: Final = (
     "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs",
-    "chat_template_kwargs", "ignore_eos", "cache_salt", "chat_id", "scenario",
+    "chat_template_kwargs", "include_reasoning", "ignore_eos", "cache_salt", "chat_id", "scenario",
 )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ async def opened(
     is_streamed: bool,
 ) -> Call:
     """Begin a call, which must be closed. Raises MeshError."""
-    is_quiet = not is_streamed and not spec.sampling.stop
+    is_quiet = not (is_streamed or spec.sampling.ends_by_text)
     traceparent = exchange.header(b"traceparent")
     return await charged(
         permit,

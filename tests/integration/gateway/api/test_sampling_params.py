@@ -19,6 +19,7 @@ from pdmesh.v1.common_pb2 import FINISH_REASON_REPETITION, ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
+from tests.support.waiting import until
 
 SHAPING: dict[str, Any] = {
     "presence_penalty": 0.5,
@@ -218,6 +219,29 @@ async def test_the_reported_repetition_is_the_one_that_counts(mesh: GatewayMesh)
         told = await stub.Generate(pb.GenerateRequest(model="tiny", text="abc", params=params))
     assert (told.text, told.finish_reason) == ("xyxyxy", FINISH_REASON_REPETITION)
     assert not told.HasField("stop_reason")
+
+
+async def test_a_repetition_ends_the_work_on_a_whole_answer(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """The instance would draw all of the tokens: it does not look for repetitions."""
+    for instance in mesh.instances.values():
+        instance.script, instance.breaks_at, instance.step_s = (5, 6), None, 0.001
+        instance.aborted.clear()
+    text = await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=4000, extra_body=REPEATED
+    )
+    assert text.choices[0].finish_reason == "repetition"  # type: ignore[comparison-overlap]
+    params = pb.GenerationParams(max_tokens=4000)
+    params.repetition_detection.max_pattern_size = params.repetition_detection.min_count = 3
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+        stub = InferenceServiceStub(channel)
+        told = await stub.Generate(pb.GenerateRequest(model="tiny", text="abc", params=params))
+    assert told.finish_reason == FINISH_REASON_REPETITION
+    decodes = [i for i in mesh.instances.values() if i.role == ROLE_DECODE]
+    await until(lambda: sum(len(i.aborted) for i in decodes) == 2)
+    for instance in mesh.instances.values():
+        instance.step_s = 0.0
 
 
 @pytest.mark.parametrize(

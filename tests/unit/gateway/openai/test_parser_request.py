@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,8 +12,12 @@ from pdmesh.engine.grammars.asked import GrammarKind, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarRefused
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.calls import MAX_VARIABLES, template_variables
-from pdmesh.services.gateway.openai.parser_request import asked_calls, parser_request
+from pdmesh.services.gateway.openai.parser_request import asked_calls, parser_request, parsing_of
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest, parse_chat
+from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
+from pdmesh.services.gateway.parsing.defaults import ParserNames
+from pdmesh.services.gateway.parsing.frames import PreparedAnswer
+from pdmesh.services.gateway.request.spec import ServedModel
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
@@ -78,3 +83,38 @@ def test_a_schema_of_calls_stays_a_schema() -> None:
     schema = {"type": "array", "minItems": 1}
     asked = asked_calls(json.dumps({"json": schema}), chat(tools=[TOOL], tool_choice="required"))
     assert (asked.kind, json.loads(asked.text)) == (GrammarKind.JSON, schema)
+
+
+class EndlessReasoning:
+    """The parsers of a model whose reasoning no token ends. `constraint`: the form of its calls."""
+
+    is_installed = True
+
+    def __init__(self, constraint: str = "") -> None:
+        self._reply = PreparedAnswer(False, constraint, [], lacks_end=True)
+
+    def model(self, tokenizer: object) -> Any:
+        return SimpleNamespace(names=ParserNames("hermes", "granite"))
+
+    async def prepared(self, *asked: object) -> PreparedAnswer:
+        return self._reply
+
+
+async def test_only_a_form_is_refused_where_no_token_ends_the_reasoning() -> None:
+    model = ServedModel("m", cast(Any, None), 10)
+
+    async def parsed(parsers: EndlessReasoning, form_field: str = "", **fields: Any) -> object:
+        request = chat(tools=[TOOL], **fields)
+        return await parsing_of(request, model, cast(AnswerParsers, parsers), b"p", form_field)
+
+    assert await parsed(EndlessReasoning()) is not None
+    forced = {"tool_choice": "required"}
+    cases: list[tuple[Any, str, dict[str, Any], str]] = [
+        (EndlessReasoning(), "response_format", {}, "response_format"),
+        (EndlessReasoning(tag("json")), "", forced, "tool_choice"),
+    ]
+    for parsers, form_field, fields, expected in cases:
+        with pytest.raises(InvalidRequest) as caught:
+            await parsed(parsers, form_field, **fields)
+        assert (caught.value.field, caught.value.reason) == (expected, "UNSUPPORTED_FIELD")
+        assert expected in caught.value.message

@@ -158,7 +158,7 @@ def desk() -> Any:
     from pdmesh.services.gateway.parsing.desk import Desk
     from pdmesh.services.gateway.parsing.frames import LoadParsers, ParserDone
 
-    made = Desk(max_models=len(FAMILIES))
+    made = Desk(max_models=2 * len(FAMILIES))
     for name, family in FAMILIES.items():
         told = made.handle(
             LoadParsers(
@@ -369,6 +369,38 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
     end = [inner.token_to_id("</think>")] if family.reasoning else []
     assert begins_after(family.prompt) == end
     assert begins_after(f"{family.prompt}<think>\n\n</think>\n\n") == []
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "variables", "end"),
+    [
+        ("deepseek_v3", {"thinking": True}, "</think>"),
+        ("step3", {}, "</think>"),
+        ("deepseek_v3", {}, ""),
+        ("granite", {}, None),  # a sentence ends it, and no one token
+    ],
+)
+def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
+    desk: Any, reasoning: str, variables: dict[str, bool], end: str | None
+) -> None:
+    """Some parsers hold their end token under a name of their own, or in a parser within."""
+    from pdmesh.services.gateway.parsing.frames import (
+        LoadParsers,
+        ParserDone,
+        PrepareAnswer,
+        PreparedAnswer,
+    )
+
+    inner, model = tokenizer_of("qwen3"), f"{reasoning} {variables}"
+    load = LoadParsers(model, inner.to_str(), {"eos_token": "<eos>"}, "", "hermes", reasoning)
+    assert desk.handle(load) == ParserDone()
+    prompt = array("I", inner.encode("<user>Weather?<assistant>").ids).tobytes()
+    request = request_of(FAMILIES["qwen3"], chat_template_kwargs=variables)
+    reply = desk.handle(PrepareAnswer(model, request, prompt))
+    assert isinstance(reply, PreparedAnswer), reply
+    assert reply.constraint == ""
+    assert reply.lacks_end is (end is None)
+    assert reply.begins_after == ([inner.token_to_id(end)] if end else [])
 
 
 @pytest.mark.parametrize("begins_in_prompt", [False, True])

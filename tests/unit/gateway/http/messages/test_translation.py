@@ -11,7 +11,7 @@ import pytest
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import NoApiKey
 from pdmesh.services.gateway.http.messages.errors import error_body
-from pdmesh.services.gateway.http.messages.schema import parse_messages
+from pdmesh.services.gateway.http.messages.schema import parse_count_tokens, parse_messages
 from pdmesh.services.gateway.http.messages.translation import chat_of
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.schema import check_chat
@@ -117,7 +117,8 @@ def test_thinking_and_output() -> None:
     assert translated(output_config=effort).chat.reasoning_effort == "low"
     off = translated(output_config=effort, thinking={"type": "disabled"}).chat
     assert off.reasoning_effort == "none"
-    on = translated(thinking={"type": "enabled", "budget_tokens": 1024}).chat
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    on = translated(thinking=enabled, max_tokens=1025).chat
     assert on.thinking_token_budget == 1024
     schema = {"type": "object"}
     found = translated(output_config={"format": {"type": "json_schema", "schema": schema}}).chat
@@ -152,6 +153,12 @@ def test_thinking_and_output() -> None:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"watermarking": True}, "watermarking"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_errors_name_the_fields_of_the_request(fields: dict[str, Any], field: str) -> None:
@@ -160,6 +167,18 @@ def test_errors_name_the_fields_of_the_request(fields: dict[str, Any], field: st
         with chat.naming():
             check_chat(chat.chat)
     assert caught.value.field == field
+
+
+def test_vllms_own_fields_have_their_effect_or_none_to_have() -> None:
+    variables = {"enable_thinking": False}
+    found = translated(chat_template_kwargs=variables, watermarking=False, vllm_xargs={}).chat
+    assert found.chat_template_kwargs == variables
+    counted = parse_count_tokens(
+        json.dumps(
+            {"model": "m", "messages": [user("x")], "chat_template_kwargs": variables}
+        ).encode()
+    )
+    assert chat_of(counted).chat.chat_template_kwargs == variables
 
 
 def test_a_schema_that_is_nested_too_deeply_is_named() -> None:

@@ -164,3 +164,29 @@ def test_metadata_that_is_no_text_is_named_by_its_key(wrong: Any) -> None:
         chat("x", metadata={"a": "b", "c": wrong, "d": wrong})
     assert caught.value.field == "metadata.c"
     assert caught.value.message.startswith("metadata.c: expected `str`")
+
+
+def test_reasoning_is_left_out_if_the_client_asks_for_that() -> None:
+    body = {"model": "m", "input": "x", "include_reasoning": False}
+    assert chat_of(parse_responses(json.dumps(body).encode())).chat.include_reasoning is False
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("priority", 1, 0),
+        ("watermarking", True, False),
+        ("kv_transfer_params", {"a": 1}, {}),
+        ("vllm_xargs", {"a": 1}, {}),
+        ("previous_input_messages", [{}], []),
+        ("enable_response_messages", True, False),
+        ("conversation", "c", None),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(
+    field: str, value: Any, neutral: Any
+) -> None:
+    chat("x", **{field: neutral})
+    with pytest.raises(InvalidRequest) as caught:
+        chat("x", **{field: value})
+    assert (caught.value.field, caught.value.reason) == (field, "UNSUPPORTED_FIELD")
