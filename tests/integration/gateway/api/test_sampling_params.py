@@ -231,7 +231,7 @@ async def test_a_repetition_ends_the_work_on_a_whole_answer(
     text = await client.completions.create(
         model="tiny", prompt="abc", max_tokens=4000, extra_body=REPEATED
     )
-    assert text.choices[0].finish_reason == "repetition"  # type: ignore[comparison-overlap]
+    assert text.choices[0].finish_reason == "repetition"
     params = pb.GenerationParams(max_tokens=4000)
     params.repetition_detection.max_pattern_size = params.repetition_detection.min_count = 3
     async with grpc.aio.insecure_channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
