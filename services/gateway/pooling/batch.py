@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import structlog
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
@@ -43,9 +44,9 @@ class PoolingBatch:
     def __init__(
         self, shared: Collaborators, spec: PoolingSpec, places: range, identity: BatchIdentity
     ) -> None:
-        self._shared, self._spec, self._places, self._identity = shared, spec, places, identity
+        self._shared, self._spec, self.places, self._identity = shared, spec, places, identity
         limits = shared.slos.limits_for(spec.scenario, spec.num_tokens)
-        self.life = life.BatchLife(limits, identity.began_at)
+        self.life = life.BatchLife(limits, shared.budget, identity.began_at)
         self.instance_id = ""  # that took it
         self.accepted_at = 0.0
         self._done: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()
@@ -127,8 +128,8 @@ class PoolingBatch:
             request_id=identity.request_id,
             attempt=attempt,
             task=task_to_proto(spec.task),
-            inputs=[tokens_to_bytes(spec.inputs[place]) for place in self._places],
-            first_lengths=[spec.first_lengths[p] for p in self._places]
+            inputs=[tokens_to_bytes(spec.inputs[place]) for place in self.places],
+            first_lengths=[spec.first_lengths[p] for p in self.places]
             if spec.first_lengths
             else [],
             num_dimensions=spec.num_dimensions,
@@ -169,7 +170,7 @@ class PoolingBatch:
 
     def on_slot_freed(self, instance_id: str) -> None:
         self._waiting_number = None
-        self._step(life.PlaceFreed())
+        self._step(life.PlaceFreed(instance_id))
 
     def on_evicted(self) -> None:
         self._waiting_number = None
@@ -199,7 +200,7 @@ class PoolingBatch:
             case leg_events.LegLost(key):
                 self._ended(key)
                 log.info("batch.lost", instance_id=self._asked.instance_id)
-                self._step(life.BatchLost(key, may_retry=self._shared.budget.spend()))
+                self._step(life.BatchLost(key))
 
     def _on_accepted(self) -> None:
         self.instance_id = self._asked.instance_id
@@ -213,11 +214,17 @@ class PoolingBatch:
 
     def _on_pooled(self, key: int, pooled: Pooled) -> None:
         wanted = self._spec.num_values
-        num_bytes = 4 * wanted * len(self._places)
+        num_bytes = 4 * wanted * len(self.places)
         if pooled.num_values != wanted or len(pooled.values) != num_bytes:
-            error = EngineFailed("the instance made vectors of another size")
-            self._step(life.BatchFailed(key, error, is_retryable=True))
+            self._unusable(key, "the instance made vectors of another size")
+            return
+        if not np.isfinite(np.frombuffer(pooled.values, dtype="<f4")).all():
+            self._unusable(key, "the model made numbers that are not finite")
             return
         self._step(life.Answered(key))
         if self.life.is_over and not self._done.done():
             self._done.set_result(pooled)
+
+    def _unusable(self, key: int, message: str) -> None:
+        log.warning("batch.unusable", instance_id=self._asked.instance_id, reason=message)
+        self._step(life.BatchFailed(key, EngineFailed(message), is_retryable=True))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import tenant_root, tokens_to_bytes
 from pdmesh.core.pooling.batches import batches
-from pdmesh.core.request.poison import Victim
-from pdmesh.errors import InvalidRequest, MeshError, PoisonRequest, ScenarioNotFound
+from pdmesh.errors import InvalidRequest, MeshError, Overloaded, PoisonRequest, ScenarioNotFound
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.pooling.batch import BatchIdentity, PoolingBatch
@@ -24,6 +24,7 @@ from pdmesh.telemetry import traces
 from pdmesh.v1.instance_service_pb2 import Pooled
 
 MAX_VALUES: Final = 1 << 23  # numbers of one answer: 32 MiB
+MAX_OPEN_BYTES: Final = 256 << 20  # of the inputs and answers of all calls together
 _WIDTH: Final = 8  # batches of one call that are out at once: it cannot take every slot
 
 
@@ -49,33 +50,51 @@ class OpenCall:
 class PoolingDesk:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend, self._shared = frontend, frontend.shared
+        self.num_open_bytes = 0  # of the inputs and answers of all calls
 
-    async def answer(
+    @contextlib.asynccontextmanager
+    async def answered(
         self,
         spec: PoolingSpec,
         permit: Permit,
         request_id: str,
         traceparent: str,
         watch: Callable[[Callable[[], None]], None],
-    ) -> PoolingAnswer:
-        """Raises MeshError, and CallerGone once `watch` has told that the client is gone."""
+    ) -> AsyncIterator[PoolingAnswer]:
+        """The answer, which is written within: until then the call is open.
+
+        Raises MeshError, and CallerGone once `watch` has told that the client is gone.
+        """
         self._frontend.check_open()
         spec = self._with_scenario(spec)
         num_values = len(spec.inputs) * spec.num_values
         if num_values > MAX_VALUES:
             message = f"the answer would have {num_values} numbers, and may have {MAX_VALUES}"
             raise InvalidRequest(f"{message}: send fewer inputs at once", field="input")
-        digest = self._digest(spec)
-        if self._shared.poison.is_poison(digest, time.monotonic()):
-            raise PoisonRequest("instances died recently while they worked on these inputs")
-        await charged(permit, lambda: permit.charge(spec.num_tokens))
+        places = list(batches([len(tokens) for tokens in spec.inputs]))
+        if self._shared.poison:
+            self._refuse_poison(spec, places)
+        num_bytes = 4 * (num_values + spec.num_tokens)
+        if self.num_open_bytes + num_bytes > MAX_OPEN_BYTES:
+            raise Overloaded("too many large calls for vectors are open")
+        self.num_open_bytes += num_bytes
         call = OpenCall()
-        report = PoolingReport(spec, request_id, start_span(spec, traceparent))
-        self._frontend.take_in(call)
-        watch(call.cancel)
+        try:
+            await charged(permit, lambda: permit.charge(spec.num_tokens))
+            report = PoolingReport(spec, request_id, start_span(spec, traceparent))
+            self._frontend.take_in(call)
+            watch(call.cancel)
+            yield await self._answer(places, report, call, permit)
+        finally:
+            self._frontend.let_go(call)
+            self.num_open_bytes -= num_bytes
+
+    async def _answer(
+        self, places: Sequence[range], report: PoolingReport, call: OpenCall, permit: Permit
+    ) -> PoolingAnswer:
         done: list[PoolingBatch] = []
         try:
-            answer = await self._all(spec, report, call, done)
+            answer = await self._all(places, report, call, done)
             report.outcome, report.reason = "completed", "stop"
             report.num_cached_tokens = answer.num_cached_tokens
             return answer
@@ -86,31 +105,33 @@ class PoolingDesk:
             report.outcome, report.reason = "failed", exc.reason
             raise
         finally:
-            self._frontend.let_go(call)
-            was_answered = report.outcome == "completed"
-            permit.settle(spec.num_tokens if was_answered else 0)
-            self._judge(digest, done, was_answered=was_answered)
+            permit.settle(_num_used_tokens(report, done))
+            self._judge(report.spec, done)
             report_call(self._frontend.observer, report, done)
 
     async def _all(
-        self, spec: PoolingSpec, report: PoolingReport, call: OpenCall, out: list[PoolingBatch]
+        self,
+        places: Sequence[range],
+        report: PoolingReport,
+        call: OpenCall,
+        out: list[PoolingBatch],
     ) -> PoolingAnswer:
+        spec = report.spec
         gate = asyncio.Semaphore(_WIDTH)
         traceparent = traces.traceparent(report.span)
         salt = tenant_root(
             self._shared.hash_secret, spec.tenant.name, spec.cache_salt, spec.model.fingerprint, ""
         ).hex()
 
-        async def one(number: int, places: range) -> Pooled:
+        async def one(number: int, of: range) -> Pooled:
             async with gate:
                 name = report.request_id if not number else f"{report.request_id}-{number}"
                 identity = BatchIdentity(name, traceparent, salt, report.started_at)
-                batch = PoolingBatch(self._shared, spec, places, identity)
+                batch = PoolingBatch(self._shared, spec, of, identity)
                 out.append(batch)
                 self._shared.budget.earn()
                 return await batch.run()
 
-        places = batches([len(tokens) for tokens in spec.inputs])
         tasks = [asyncio.create_task(one(number, each)) for number, each in enumerate(places)]
         try:
             found = await _results(tasks, call.ended)
@@ -132,22 +153,41 @@ class PoolingDesk:
             raise ScenarioNotFound(message, field="scenario")
         return spec
 
-    def _digest(self, spec: PoolingSpec) -> bytes:
+    def _refuse_poison(self, spec: PoolingSpec, places: Sequence[range]) -> None:
+        now = time.monotonic()
+        if any(self._shared.poison.is_poison(self._digest(spec, each), now) for each in places):
+            raise PoisonRequest("instances died recently while they worked on these inputs")
+
+    def _judge(self, spec: PoolingSpec, done: Sequence[PoolingBatch]) -> None:
+        """Remember the batches that killed instances, each by itself; forget the answered ones."""
+        poison = self._shared.poison
+        for batch in done:
+            if batch.life.is_answered:
+                if poison:
+                    poison.clear(self._digest(spec, batch.places))
+            elif batch.life.victims:
+                digest = self._digest(spec, batch.places)
+                poison.add(digest, batch.life.victims, time.monotonic())
+
+    def _digest(self, spec: PoolingSpec, places: range) -> bytes:
         """A name for this tenant's inputs that reveals nothing of them."""
         key = hmac.digest(self._shared.hash_secret, spec.tenant.name.encode(), "sha256")
         state = hashlib.blake2b(digest_size=16, key=key, person=b"pool")
-        for tokens in spec.inputs:
+        for place in places:
+            tokens = spec.inputs[place]
             state.update(len(tokens).to_bytes(4, "little") + tokens_to_bytes(tokens))
         return state.digest()
 
-    def _judge(self, digest: bytes, done: Sequence[PoolingBatch], *, was_answered: bool) -> None:
-        poison = self._shared.poison
-        if was_answered:
-            poison.clear(digest)
-            return
-        victims: list[Victim] = [victim for batch in done for victim in batch.life.victims]
-        if victims:
-            poison.add(digest, victims, time.monotonic())
+
+def _num_used_tokens(report: PoolingReport, done: Sequence[PoolingBatch]) -> int:
+    """What the tenant is charged for; a client that leaves pays for what instances had begun."""
+    spec = report.spec
+    if report.outcome == "completed":
+        return spec.num_tokens
+    if report.outcome == "failed":
+        return 0
+    begun = (batch.places for batch in done if batch.accepted_at)
+    return sum(len(spec.inputs[place]) for places in begun for place in places)
 
 
 async def _results(

@@ -1,10 +1,10 @@
 """Decides where one batch of inputs goes, and what follows when an instance refuses it or is lost.
 
 Nothing of a batch is kept anywhere: its loss costs what was computed, and the batch runs once more
-on another instance (minimum-cost recovery of a stateless call). A batch that instances die of is
-not tried a third time (F38). It waits only for a slot, for at
-most `ttft_s`. An accepted batch has no bound of its own but the deadline: an engine that hangs ends
-its instance, and a frozen instance breaks its session.
+on another instance (minimum-cost recovery of a stateless call), within the gateway's budget of
+retries. A batch that two instances die of, or whose engines do, is not tried a third time (F38). It
+waits only for a slot, for at most `ttft_s`. An accepted batch has no bound of its own but the
+deadline: an engine that hangs ends its instance, and a frozen instance breaks its session.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final
 from pdmesh.core.model import PeerId, Tick
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.poison import Victim
+from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.errors import (
     DeadlineExceeded,
     InstanceLost,
@@ -35,7 +36,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The instances that may take it, best first."""
+    """All instances that may take it, best first."""
 
     instances: Sequence[PeerId]
 
@@ -73,15 +74,16 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class BatchLost:
-    """The session broke. `may_retry`: the gateway's budget of retries is not used up."""
+    """The session broke."""
 
     key: int
-    may_retry: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceFreed:
-    """Its turn in the waiting room has come."""
+    """Its turn in the waiting room has come: this instance has a slot."""
+
+    instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ Effect = Rank | SendBatch | Abort | WaitForPlace | Done | GiveBatchUp
 
 
 _MOST_RETRY_S: Final = 2.0
+_MOST_AWAITED: Final = 64  # instances
+_ENGINE_DIED: Final = "ENGINE_DIED"
 
 
 @dataclass(slots=True)
@@ -156,12 +160,14 @@ class BatchLife:
     """
 
     limits: RequestLimits
+    budget: RetryBudget
     began_at: float
     num_rejections: int = 0
     num_losses: int = 0
-    victims: list[Victim] = field(default_factory=list)  # instances lost while they had it
+    victims: dict[Victim, None] = field(default_factory=dict)  # instances that died while it ran
     wake_at: float = math.inf
     is_over: bool = False
+    is_answered: bool = False
     attempt: int = 0
     _key: int = 0  # of the attempt that is heard
     _asked: PeerId | None = None
@@ -170,7 +176,10 @@ class BatchLife:
     _num_waits: int = 0
     _wait_by: float = math.inf
     _queue: list[PeerId] = field(default_factory=list)
+    _rest: list[PeerId] = field(default_factory=list)  # those that this round does not ask
     _busy: list[PeerId] = field(default_factory=list)
+    _freed_id: str = ""  # the instance that has a slot for it
+    _asked_before: set[PeerId] = field(default_factory=set)  # in the last rounds
     _excluded: set[PeerId] = field(default_factory=set)
 
     def sent(self, key: int) -> None:
@@ -187,13 +196,12 @@ class BatchLife:
                 self._wait_by = now + self.limits.ttft_s
                 return [self._rank()]
             case Ranked(instances):
-                self._queue = list(instances[: self.limits.max_candidates])
-                self._busy = []
-                return self._next(now)
+                return self._begin_round(instances, now)
             case Unsent():
                 self._forget_asked()
                 return self._next(now)
-            case PlaceFreed() if self._is_waiting:
+            case PlaceFreed(instance_id) if self._is_waiting:
+                self._freed_id = instance_id
                 return [self._rank()]
             case BatchEvicted() if self._is_waiting:
                 return self._give_up(Overloaded("too many requests are waiting"))
@@ -217,20 +225,19 @@ class BatchLife:
                 self.num_rejections += 1
                 return self._rejected(event, now)
             case Answered():
-                self.is_over = True
+                self.is_over = self.is_answered = True
                 return [Done()]
-            case BatchFailed(_, error, False):
-                return self._give_up(error)
-            case BatchFailed():
-                self._exclude()
-                return self._again(event.error, now)
+            case BatchFailed(_, error, is_retryable):
+                if error.reason == _ENGINE_DIED:
+                    self._count_death(self._asked)
+                return self._again(error, now) if is_retryable else self._give_up(error)
             case BatchLost():
-                self.victims.append((self._asked.instance_id, self._asked.incarnation))
-                self._exclude()
-                if len(self.victims) >= self.limits.max_deaths:
-                    return self._give_up(PoisonRequest("instances died while they computed this"))
+                self._count_death(self._asked)
                 lost = InstanceLost("the instances that computed this request were lost")
-                return self._again(lost, now) if event.may_retry else self._give_up(lost)
+                return self._again(lost, now)
+
+    def _count_death(self, instance: PeerId) -> None:
+        self.victims[instance.instance_id, instance.incarnation] = None
 
     def _rejected(self, event: BatchRejected, now: float) -> list[Effect]:
         assert self._asked is not None
@@ -245,10 +252,13 @@ class BatchLife:
         return self._next(now)
 
     def _again(self, error: MeshError, now: float) -> list[Effect]:
+        self._exclude()
         self.num_losses += 1
-        self._wait_by = now + self.limits.ttft_s
-        if self.num_losses > self.limits.max_migrations:
+        if len(self.victims) >= self.limits.max_deaths:
+            return self._give_up(PoisonRequest("instances died while they computed this"))
+        if self.num_losses > self.limits.max_migrations or not self.budget.spend():
             return self._give_up(error)
+        self._wait_by = now + self.limits.ttft_s
         return [self._rank()]
 
     def _rank(self) -> Rank:
@@ -256,23 +266,38 @@ class BatchLife:
         self._forget_asked()
         return Rank(frozenset(self._excluded))
 
+    def _begin_round(self, instances: Sequence[PeerId], now: float) -> list[Effect]:
+        """Ask the instance that has a slot first, and last those that refused in earlier rounds.
+
+        In a large fleet that is full, each round asks others.
+        """
+        if self._asked_before.issuperset(instances):
+            self._asked_before.clear()
+        freed, self._freed_id = self._freed_id, ""
+        order = sorted(instances, key=lambda i: (i.instance_id != freed, i in self._asked_before))
+        num_asked = self.limits.max_candidates
+        self._queue, self._rest, self._busy = order[:num_asked], order[num_asked:], []
+        return self._next(now)
+
     def _next(self, now: float) -> list[Effect]:
         """SendBatch the next instance; when none is left, wait for one."""
         if self._queue:
             self._asked = self._queue.pop(0)
+            self._asked_before.add(self._asked)
             self.attempt += 1
             self._is_accepted = False
             self.wake_at = now + self.limits.answer_s
             return [SendBatch(self._asked, self.attempt)]
         if now >= self._wait_by:
             return self._out_of_time()
-        if not self._busy:
+        awaited = [*self._busy, *self._rest][:_MOST_AWAITED]
+        if not awaited:
             self._excluded.clear()  # there is no other: they may be well again
         self._is_waiting = True
         wait_s = min(_MOST_RETRY_S, self.limits.retry_s * 2.0 ** min(self._num_waits, 16))
         self._num_waits += 1
         self.wake_at = min(self._wait_by, now + wait_s)
-        return [WaitForPlace(tuple(self._busy), self._wait_by)]
+        return [WaitForPlace(tuple(awaited), self._wait_by)]
 
     def _tick(self, now: float) -> list[Effect]:
         if now < self.wake_at:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -43,6 +47,7 @@ from pdmesh.services.gateway.request.spec import ServedModel
 
 _SCORE_PATHS: Final = ("/score", "/v1/score")
 _RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
+_MAX_VALUES_HERE: Final = 1 << 17  # compared on the event loop
 _encode: Final = msgspec.json.encode
 
 
@@ -88,51 +93,55 @@ class PoolingPaths:
             with exchange.watched():
                 inputs = await tokens_of(request.input, served, reading)
             spec = replace(spec, num_dimensions=request.dimensions or 0, inputs=inputs)
-            answer = await self._answer(exchange, spec, permit)
+            empty = Embeddings(
+                id=exchange.request_id,
+                object="list",
+                created=int(time.time()),
+                model=spec.model.name,
+                data=[],
+                usage=usage_of(spec.num_tokens),
+            )
+            is_base64 = request.encoding_format == "base64"
+            async with self._answered(exchange, spec, permit) as answer:
+                await write_embeddings(exchange, empty, answer, is_base64=is_base64)
         finally:
             permit.leave()
-        empty = Embeddings(
-            id=exchange.request_id,
-            object="list",
-            created=int(time.time()),
-            model=spec.model.name,
-            data=[],
-            usage=usage_of(spec.num_tokens),
-        )
-        is_base64 = request.encoding_format == "base64"
-        await write_embeddings(exchange, empty, answer, is_base64=is_base64)
 
     async def _score(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
         try:
             body = await self._intake.body(exchange)
             request, scored = parse_score(body, self._intake.ignored(exchange))
-            spec, scores = await self._scores(exchange, request, scored, "score", permit)
+            async with self._scores(exchange, request, scored, "score", permit) as (spec, scores):
+                answer = Scores(
+                    id=exchange.request_id,
+                    object="list",
+                    created=int(time.time()),
+                    model=spec.model.name,
+                    data=[Score(place, "score", score) for place, score in enumerate(scores)],
+                    usage=usage_of(spec.num_tokens),
+                )
+                await exchange.json(_encode(answer))
         finally:
             permit.leave()
-        answer = Scores(
-            id=exchange.request_id,
-            object="list",
-            created=int(time.time()),
-            model=spec.model.name,
-            data=[Score(place, "score", score) for place, score in enumerate(scores)],
-            usage=usage_of(spec.num_tokens),
-        )
-        await exchange.json(_encode(answer))
 
     async def _rerank(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
         try:
             body = await self._intake.body(exchange)
             request, scored = parse_rerank(body, self._intake.ignored(exchange))
-            spec, scores = await self._scores(exchange, request, scored, "rerank", permit)
+            async with self._scores(exchange, request, scored, "rerank", permit) as (spec, scores):
+                has_documents = request.return_documents is not False
+                results = reranked(
+                    scores, scored.second, request.top_n or 0, has_documents=has_documents
+                )
+                usage = usage_of(spec.num_tokens)
+                name = spec.model.name
+                await exchange.json(_encode(Reranked(exchange.request_id, name, results, usage)))
         finally:
             permit.leave()
-        has_documents = request.return_documents is not False
-        results = reranked(scores, scored.second, request.top_n or 0, has_documents=has_documents)
-        usage = usage_of(spec.num_tokens)
-        await exchange.json(_encode(Reranked(exchange.request_id, spec.model.name, results, usage)))
 
+    @contextlib.asynccontextmanager
     async def _scores(
         self,
         exchange: HttpExchange,
@@ -140,7 +149,7 @@ class PoolingPaths:
         scored: ScoredTexts,
         operation: str,
         permit: Permit,
-    ) -> tuple[PoolingSpec, list[float]]:
+    ) -> AsyncIterator[tuple[PoolingSpec, list[float]]]:
         """Raises MeshError, ClientDisconnected."""
         spec, served = await self._spec(request, operation, permit)
         if not spec.model.facts.scores:
@@ -148,8 +157,10 @@ class PoolingPaths:
             raise InvalidRequest(message, reason="WRONG_TASK", field="model")
         with exchange.watched():
             spec = await scoring_spec(spec, scored, request, served)
-        answer = await self._answer(exchange, spec, permit)
-        return spec, scores_of(spec, answer, len(scored.first))
+        async with self._answered(exchange, spec, permit) as answer:
+            work = partial(scores_of, spec, answer, len(scored.first))
+            is_small = spec.num_values * len(spec.inputs) <= _MAX_VALUES_HERE
+            yield spec, work() if is_small else await asyncio.to_thread(work)
 
     async def _spec(
         self, request: PoolingRequest, operation: str, permit: Permit
@@ -170,18 +181,20 @@ class PoolingPaths:
         )
         return spec, served
 
-    async def _answer(
+    @contextlib.asynccontextmanager
+    async def _answered(
         self, exchange: HttpExchange, spec: PoolingSpec, permit: Permit
-    ) -> PoolingAnswer:
+    ) -> AsyncIterator[PoolingAnswer]:
         """Raises MeshError, ClientDisconnected."""
         try:
-            return await self._desk.answer(
+            async with self._desk.answered(
                 spec,
                 permit,
                 exchange.request_id,
                 exchange.header(b"traceparent"),
                 exchange.connection.watch,
-            )
+            ) as answer:
+                yield answer
         except CallerGone:
             raise ClientDisconnected from None
         finally:

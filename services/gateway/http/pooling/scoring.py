@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pdmesh.core.pooling.cutting import Pair, TextCut, input_length, one_text, two_texts
 from pdmesh.core.pooling.facts import PoolingTask
@@ -18,6 +19,7 @@ from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
+Numbers = npt.NDArray[np.floating]
 _MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call whose texts are read as one
 
 
@@ -146,12 +148,18 @@ def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None
 
 
 def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[float]:
-    """One for each pair."""
+    """One for each pair. Takes some milliseconds for each million numbers."""
     numbers = np.frombuffer(b"".join(answer.parts), dtype="<f4")
     if spec.task is PoolingTask.CLASSIFY:
         return [float(each) for each in numbers]
     vectors = numbers.reshape(len(spec.inputs), answer.num_values)
-    first, second = vectors[:num_first], vectors[num_first:]
-    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    products = (first * second).sum(axis=1)
-    return [float(each) for each in products / np.maximum(lengths, 1e-8)]
+    second = vectors[num_first:]
+    first = np.broadcast_to(vectors[:num_first], second.shape)
+
+    def products(one: Numbers, other: Numbers) -> Numbers:
+        """Those of large numbers need more than float32."""
+        found: Numbers = np.einsum("ij,ij->i", one, other, dtype=np.float64)
+        return found
+
+    lengths = np.sqrt(products(first, first) * products(second, second))
+    return [float(each) for each in products(first, second) / np.maximum(lengths, 1e-8)]

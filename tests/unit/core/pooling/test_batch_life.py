@@ -29,6 +29,7 @@ from pdmesh.core.pooling.batch_life import (
     WaitForPlace,
 )
 from pdmesh.core.request.events import RequestLimits
+from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -47,8 +48,11 @@ LIMITS = RequestLimits(deadline_s=60, ttft_s=5, answer_s=1, retry_s=0.25, max_mi
 class Batch:
     """A batch with a clock; keys count up."""
 
-    def __init__(self, *instances: PeerId, limits: RequestLimits = LIMITS) -> None:
-        self.life = BatchLife(limits, began_at=0.0)
+    def __init__(
+        self, *instances: PeerId, limits: RequestLimits = LIMITS, num_retries: float = 100.0
+    ) -> None:
+        self.budget = RetryBudget(reserve=num_retries)
+        self.life = BatchLife(limits, self.budget, began_at=0.0)
         self.instances: Sequence[PeerId] = instances
         self.now, self.key = 0.0, 0
         self.effects: list[Effect] = []
@@ -108,8 +112,8 @@ def test_if_all_instances_are_busy_a_batch_waits_and_is_called_when_a_slot_is_fr
     batch.tell(BatchRejected(1))
     assert batch.tell(BatchRejected(2)) == [WaitForPlace((A, B), 5.0)]
     batch.now = 0.1
-    batch.tell(PlaceFreed())
-    assert batch.asked == [A, B, A]
+    batch.tell(PlaceFreed("b"))
+    assert batch.asked == [A, B, B]
 
 
 def test_a_batch_that_is_not_called_asks_again_ever_less_often_until_its_deadline() -> None:
@@ -168,7 +172,7 @@ def test_a_lost_instance_costs_a_run_on_another() -> None:
     batch.tell(BatchAccepted(1))
     batch.tell(BatchLost(1))
     assert batch.asked == [A, B]
-    assert batch.life.victims == [("a", 1)]
+    assert list(batch.life.victims) == [("a", 1)]
     assert batch.tell(Answered(2)) == [Done()]
 
 
@@ -180,10 +184,77 @@ def test_inputs_that_killed_two_instances_are_given_up() -> None:
     assert batch.asked == [A, B]
 
 
-def test_without_a_budget_for_retries_a_loss_is_an_error() -> None:
-    batch = Batch(A, B)
-    batch.tell(BatchLost(1, may_retry=False))
-    assert isinstance(batch.error, InstanceLost)
+def died(key: int) -> BatchFailed:
+    return BatchFailed(key, EngineFailed("x", reason="ENGINE_DIED"), is_retryable=True)
+
+
+def test_an_engine_that_dies_counts_as_its_instance() -> None:
+    """The instance tells it before it ends, so its session does not break first."""
+    batch = Batch(A, B, C)
+    batch.tell(died(1))
+    batch.tell(died(2))
+    assert isinstance(batch.error, PoisonRequest)
+    assert batch.asked == [A, B]
+    assert list(batch.life.victims) == [("a", 1), ("b", 1)]
+
+
+def test_an_instance_whose_session_breaks_twice_died_once() -> None:
+    batch = Batch(A)
+    batch.tell(BatchLost(1))
+    batch.wait(0.25)
+    batch.tell(BatchLost(2))
+    assert batch.error is None
+    assert list(batch.life.victims) == [("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("news", "error"),
+    [(BatchLost(1), InstanceLost), (BatchFailed(1, EngineFailed("no"), True), EngineFailed)],
+    ids=["lost", "failed"],
+)
+def test_without_a_budget_for_retries_it_is_not_tried_again(
+    news: Event, error: type[MeshError]
+) -> None:
+    batch = Batch(A, B, num_retries=0.5)
+    batch.tell(news)
+    assert isinstance(batch.error, error)
+    assert batch.asked == [A]
+
+
+def test_only_a_further_try_costs_a_retry() -> None:
+    batch = Batch(A, B, num_retries=1.0)
+    batch.tell(BatchFailed(1, InvalidRequest("no"), is_retryable=False))
+    assert batch.budget.spend()
+
+
+MANY = tuple(PeerId(f"m{number:02}", 1) for number in range(20))
+
+
+def refuse_round(batch: Batch) -> list[PeerId]:
+    """The instances of the round, each of which is busy."""
+    before = len(batch.asked)
+    while not batch.life.is_over and not isinstance(batch.effects[-1], WaitForPlace):
+        batch.tell(BatchRejected(batch.key))
+    return batch.asked[before - 1 :]
+
+
+def test_a_slot_of_an_instance_that_was_not_asked_wakes_it_and_is_used() -> None:
+    batch = Batch(*MANY)
+    assert refuse_round(batch) == list(MANY[: LIMITS.max_candidates])
+    assert isinstance(batch.effects[-1], WaitForPlace)
+    assert set(batch.effects[-1].instances) == set(MANY)
+    batch.tell(PlaceFreed("m19"))
+    assert batch.asked[-1] == MANY[19]
+
+
+def test_each_round_asks_instances_that_were_not_asked_before() -> None:
+    batch = Batch(*MANY)
+    refuse_round(batch)
+    for _ in range(2):
+        batch.now = batch.life.wake_at
+        batch.tell(Tick())
+        refuse_round(batch)
+    assert set(batch.asked) == set(MANY)
 
 
 def test_a_failure_goes_elsewhere_until_all_tries_are_used() -> None:
