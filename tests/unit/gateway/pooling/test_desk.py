@@ -13,8 +13,8 @@ from pdmesh.errors import EngineFailed, MeshError, Overloaded, PoisonRequest
 from pdmesh.services.gateway.pooling import desk as desk_module
 from pdmesh.services.gateway.pooling.desk import CallerGone, PoolingDesk
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
-from tests.fakes.pooling_shared import FakeFrontend, FakePermit, Said, answered, spec_of
 from tests.support.waiting import until
+from tests.unit.gateway.pooling.shared import FakeFrontend, FakePermit, Said, answered, spec_of
 
 
 class Desk:
