@@ -73,7 +73,6 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
         POLICIES[settings.policy](),
         weights,
         settings.max_candidates,
-        ChatAffinity(settings.chat_ttl_s, settings.max_chats),
     )
 
 
@@ -95,7 +94,8 @@ class Master:
         self._settings, self._app, self._view = settings, app, view
         self._publisher = EventPublisher(bus, app.instance_id, app.incarnation)
         self.index = PrefixIndex(max_blocks=settings.max_blocks)
-        self.fleet, self.scenarios = Fleet(), Scenarios()
+        self.fleet = Fleet(chats=ChatAffinity(settings.chat_ttl_s, settings.max_chats))
+        self.scenarios = Scenarios()
         groups = GroupTracker()
         placement = _placement(self.fleet, settings, random.Random(app.incarnation))
         self.election = LeaderElection(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
@@ -48,8 +49,10 @@ def planned(placement: Placement, query: Query, now: float = 0.0, **matches: int
     return plan
 
 
-def load(name: str, used: int = 0, free: int = 1000, slots: int = 8) -> LoadReported:
-    return LoadReported(name, 1, slots, used, free, is_draining=False)
+def load(
+    name: str, used: int = 0, free: int = 1000, slots: int = 8, admitted: Sequence[str] = ()
+) -> LoadReported:
+    return LoadReported(name, 1, slots, used, free, is_draining=False, admitted=admitted)
 
 
 QUERY = Query(model="m", num_prompt_tokens=640, max_tokens=64, block_hashes=(b"x",) * 10)

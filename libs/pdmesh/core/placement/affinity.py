@@ -1,19 +1,46 @@
 """Remembers which instances served a chat last, so that its next turn finds its KV (S94).
 
-Bounded by age and number.
+A plan names them, and then the reports of instances say which of them took the request: it may have
+gone to another candidate than the first. Bounded by age and number.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The last turn of a chat, and which instances serve it.
+
+    `decode_id` is empty if one instance does both phases. `excluded` instances failed for it.
+    """
+
+    request_id: str
+    prefill_id: str
+    decode_id: str = ""
+    excluded: Collection[str] = ()
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        return (self.prefill_id, self.decode_id) if self.decode_id else (self.prefill_id,)
+
+    def taken_by(self, instance_id: str, *, is_decode: bool) -> Turn:
+        if instance_id in self.excluded:
+            return self  # the report is older than the plan
+        if is_decode and self.decode_id:
+            return replace(self, decode_id=instance_id)
+        return replace(self, prefill_id=instance_id)
 
 
 @dataclass(slots=True)
 class ChatAffinity:
     ttl_s: float = 600.0
     max_chats: int = 100_000
-    _chats: OrderedDict[str, tuple[float, tuple[str, ...]]] = field(default_factory=OrderedDict)
+    _chats: OrderedDict[str, tuple[float, Turn]] = field(default_factory=OrderedDict)
+    _chat_of: dict[str, str] = field(default_factory=dict)  # by the id of a chat's last request
 
     def __len__(self) -> int:
         return len(self._chats)
@@ -24,17 +51,31 @@ class ChatAffinity:
         if found is None:
             return ()
         if now - found[0] > self.ttl_s:
-            del self._chats[chat_id]
+            self._forget(chat_id)
             return ()
-        return found[1]
+        return found[1].instance_ids
 
-    def put(self, chat_id: str, instance_ids: tuple[str, ...], now: float) -> None:
+    def put(self, chat_id: str, turn: Turn, now: float) -> None:
         if not chat_id:
             return
-        self._chats[chat_id] = (now, instance_ids)
-        self._chats.move_to_end(chat_id)
+        self._forget(chat_id)
+        self._chats[chat_id] = (now, turn)
+        self._chat_of[turn.request_id] = chat_id
         while len(self._chats) > self.max_chats or self._is_oldest_over(now):
-            self._chats.popitem(last=False)
+            self._forget(next(iter(self._chats)))
+
+    def admitted(self, instance_id: str, request_ids: Iterable[str], *, is_decode: bool) -> None:
+        """The instance took these requests. Only the last one of a chat says where its KV is."""
+        for request_id in request_ids:
+            chat_id = self._chat_of.get(request_id)
+            if chat_id is not None:
+                at, turn = self._chats[chat_id]
+                self._chats[chat_id] = (at, turn.taken_by(instance_id, is_decode=is_decode))
+
+    def _forget(self, chat_id: str) -> None:
+        found = self._chats.pop(chat_id, None)
+        if found is not None and self._chat_of.get(found[1].request_id) == chat_id:
+            del self._chat_of[found[1].request_id]
 
     def _is_oldest_over(self, now: float) -> bool:
         oldest_at, _ = next(iter(self._chats.values()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
+from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.instance import Identity, Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 from pdmesh.core.placement.reservations import Reservations
@@ -99,6 +100,7 @@ class Fleet:
     instances: dict[str, Instance] = field(default_factory=dict)
     predictor: LatencyPredictor = field(default_factory=LatencyPredictor)
     reservations: Reservations = field(default_factory=Reservations)
+    chats: ChatAffinity = field(default_factory=ChatAffinity)
     version: int = 0  # grows whenever the set of possible candidates may have changed
     # A verdict may come before the record.
     _judged: dict[str, HealthJudged] = field(default_factory=dict)
@@ -210,6 +212,7 @@ class Fleet:
             self.version += 1
         instance.reported_at = now
         self.reservations.admitted(instance, event.admitted, now)
+        self.chats.admitted(instance.id, event.admitted, is_decode=instance.is_decode)
         for prefill in event.computed:
             self.reservations.computed(prefill.request_id, now)
             if prefill.seconds > 0:

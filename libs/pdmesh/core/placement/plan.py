@@ -21,7 +21,7 @@ from typing import Final
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.kv.transfer.source_exclusions import Fit, KvExchange
 from pdmesh.core.model import Role
-from pdmesh.core.placement.affinity import ChatAffinity
+from pdmesh.core.placement.affinity import Turn
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.instance import Booking, Instance
@@ -183,7 +183,6 @@ class Placement:
     policy: Policy = field(default_factory=POLICIES["default"])
     weights: Weights = field(default_factory=Weights)
     max_candidates: int = 8
-    chats: ChatAffinity = field(default_factory=ChatAffinity)
     shares: Mapping[str, float] = field(default_factory=dict)  # of requests, by canary's group
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
@@ -207,7 +206,7 @@ class Placement:
         cells = self._cells_for(query)
         if isinstance(cells, NoPlan):
             return cells
-        affine = self.chats.get(query.chat_id, now)
+        affine = self.fleet.chats.get(query.chat_id, now)
         predictor = self.fleet.predictor
         known = Known(matches, predictor, self.weights, now, affine, peers, num_cached)
         prefills, cell = self._rank_prefills(query, cells, known)
@@ -353,8 +352,8 @@ class Placement:
             now,
         )
         if query.chat_id:
-            ids = (prefill.id, decode.id) if decode else (prefill.id,)
-            self.chats.put(query.chat_id, ids, now)
+            turn = Turn(request_id, prefill.id, decode.id if decode else "", query.excluded)
+            self.fleet.chats.put(query.chat_id, turn, now)
 
 
 def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
