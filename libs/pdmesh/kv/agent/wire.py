@@ -29,7 +29,7 @@ from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
-VERSION = 4
+VERSION = 5
 
 MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
 MAX_RANGES = MAX_SPANS

@@ -25,10 +25,12 @@ import structlog
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.base import MAX_MESSAGE, ConnectionHandler, KvConnection
 from pdmesh.kv.transport.ucx_connection import UcxConnection
+from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, close_endpoint
 from pdmesh.kv.transport.ucx_handshake import (
     HANDSHAKE,
     Address,
     Hello,
+    Welcome,
     pack_hello,
     pack_welcome,
     parse_address,
@@ -40,7 +42,6 @@ from pdmesh.kv.transport.ucx_worker import (
     LENGTH,
     MESSAGE_TAG,
     UcxWorker,
-    close_endpoint,
     give_worker_back,
     is_local,
     options_for,
@@ -72,6 +73,7 @@ class UcxTransport:
         self._life = secrets.randbits(64)
         self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
+        self._greeting: dict[tuple[bytes, int], UcxConnection] = {}  # by peer, turn of its hello
         self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
         self._emptied = asyncio.Event()  # set when no connection is left
         self._dying: list[UcxConnection] = []  # their endpoints are to be closed
@@ -122,11 +124,16 @@ class UcxTransport:
         try:
             async with asyncio.timeout(timeout_s):
                 there = parse_address(address)
-                connection = self._add(self._ucx.endpoint_to(there.worker))
+                endpoint = self._ucx.endpoints.next(there.worker)
+                connection = self._add(endpoint)
                 connection.greeted = asyncio.get_running_loop().create_future()
                 connection.there = there
-                self._say_hello(connection, there)
-                await connection.greeted
+                self._greeting[there.worker, endpoint.turn] = connection
+                try:
+                    self._say_hello(connection, there, endpoint)
+                    await connection.greeted
+                finally:
+                    del self._greeting[there.worker, endpoint.turn]
                 if connection.close_reason:
                     # Close it without a report: its opening was never reported, either.
                     raise ConnectionError(connection.close_reason)
@@ -203,7 +210,7 @@ class UcxTransport:
             return
         size = sum(map(len, body)) + sum(map(len, more))
         frame = b"".join((FRAME.pack(connection.peer_number, size), *body, *more))
-        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        request = self.post(connection.endpoint.raw.tag_send, frame, MESSAGE_TAG)
         if request is None:
             connection.abort("the endpoint refused a message")
         elif request.completed:
@@ -264,18 +271,19 @@ class UcxTransport:
 
     # -- the handshake ----------------------------------------------------------------------------
 
-    def _add(self, endpoint: Any) -> UcxConnection:
+    def _add(self, endpoint: PairedEndpoint) -> UcxConnection:
         assert self._ucx is not None
         key = self._ucx.next_key()
         connection = UcxConnection(self, endpoint, key, secrets.randbits(32) << 32 | key)
         self._by_number[connection.number] = connection
         return connection
 
-    def _say_hello(self, connection: UcxConnection, there: Address) -> None:
+    def _say_hello(self, connection: UcxConnection, there: Address, on: PairedEndpoint) -> None:
         assert self._ucx is not None
-        hello = pack_hello(Hello(there.life, connection.number, self._ucx.address), there.key)
+        own = Hello(there.life, connection.number, on.turn, self._ucx.address)
+        hello = pack_hello(own, there.key)
         frame = FRAME.pack(HANDSHAKE, len(hello)) + hello
-        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        request = self.post(on.raw.tag_send, frame, MESSAGE_TAG)
         if request is None:
             raise ConnectionError("the endpoint refused a message")
         connection.num_unsent += 1
@@ -295,25 +303,53 @@ class UcxTransport:
         if is_full:
             log.warning("kv.connections.full", num_connections=len(self._by_number))
         if is_full or self._is_closing or hello.life != self._life:
-            ucx.turn_away(hello.worker, hello.number)
+            ucx.turn_away(hello)
             return
         try:
-            connection = self._add(ucx.endpoint_to(hello.worker))
-        except self._ucx_error:
+            endpoint = self._endpoint_for(hello, ucx)
+            connection = self._add(endpoint)
+        except (self._ucx_error, RuntimeError):
             return  # the peer is gone, or on a device that we do not have
         connection.peer_number = hello.number
         connection.is_announced = True
-        connection.send([pack_welcome(hello.number, connection.number, ucx.key)])
+        own = Welcome(connection.number, endpoint.turn)
+        connection.send([pack_welcome(hello.number, own, ucx.key)])
         assert self._handler is not None
         self._handler.on_connected(connection)
 
+    def _endpoint_for(self, hello: Hello, ucx: UcxWorker) -> PairedEndpoint:
+        """The endpoint to answer on.
+
+        A hello of our own may have crossed this one: then both came on the same pair of endpoints.
+        One side, the one with the lower address, gives its end of it to the answer, and its own
+        connection goes on with the next pair, which the other side answers on.
+        """
+        crossed = self._greeting.get((hello.worker, hello.turn))
+        if crossed is None or crossed.endpoint is None or not ucx.address < hello.worker:
+            return ucx.endpoints.answering(hello.worker, hello.turn)
+        endpoint = crossed.endpoint
+        if crossed.close_reason or crossed.peer_number or endpoint.turn != hello.turn:
+            return ucx.endpoints.answering(hello.worker, hello.turn)
+        crossed.move_to(ucx.endpoints.next(hello.worker))
+        return endpoint
+
     def _on_welcome(self, connection: UcxConnection, message: memoryview) -> None:
         assert connection.there is not None, "a peer that connected to us has a number"
-        number = read_welcome(bytes(message), connection.number, connection.there.key)
-        if number is None:
+        assert self._ucx is not None
+        there, endpoint = connection.there, connection.endpoint
+        welcome = read_welcome(bytes(message), connection.number, there.key)
+        if welcome is None:
             connection.abort("no welcome")
             return
-        connection.peer_number = number
+        connection.peer_number = welcome.number
+        if endpoint is not None and not connection.close_reason:
+            try:
+                found = self._ucx.endpoints.follow(there.worker, endpoint, welcome.turn)
+                if found is not endpoint:
+                    connection.move_to(found)
+            except (self._ucx_error, RuntimeError):
+                connection.lose("the peer is gone")
+                return
         _settle(connection.greeted, "")
 
     # -- the end ----------------------------------------------------------------------------------
@@ -329,7 +365,8 @@ class UcxTransport:
             self.send_frame(connection)
             self._say_goodbye(connection, self._ucx)
             endpoint, connection.endpoint = connection.endpoint, None
-            close_endpoint(endpoint)
+            if endpoint is not None:
+                close_endpoint(endpoint.raw)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
             # This is for receives on an endpoint that ended by itself. ucxx only marks them for
@@ -349,9 +386,9 @@ class UcxTransport:
         """Best effort; while both processes live, nothing else tells the peer of the end."""
         if ucx is None:
             return
-        if connection.peer_number:
+        if connection.peer_number and connection.endpoint is not None:
             frame = FRAME.pack(connection.peer_number, 0)
-            self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+            self.post(connection.endpoint.raw.tag_send, frame, MESSAGE_TAG)
         elif connection.there is not None:
             ucx.give_up(connection.number, connection.there)
 

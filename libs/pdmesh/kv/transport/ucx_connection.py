@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint
 from pdmesh.kv.transport.ucx_handshake import Address
 
 
@@ -31,13 +32,13 @@ class Owner(Protocol):
 class UcxConnection:
     """One endpoint. `number` is ours, `peer_number` the other side's; both make up tags."""
 
-    def __init__(self, transport: Owner, endpoint: Any, key: int, number: int) -> None:
+    def __init__(self, transport: Owner, endpoint: PairedEndpoint, key: int, number: int) -> None:
         self.key = key
         self.number = number
         self.peer_number = 0  # 0 until the peer's welcome
         self.there: Address | None = None  # the worker's address that it sent a hello to
         self.greeted: asyncio.Future[None] | None = None  # only of a connection that we opened
-        self.endpoint = endpoint
+        self.endpoint: PairedEndpoint | None = endpoint  # None once it is closed
         self.is_announced = False
         self.close_reason = ""
         self.is_fenced = False  # we dropped it: later messages from it are ignored
@@ -46,20 +47,27 @@ class UcxConnection:
         self.num_unsent = 0  # frames on their way out
         self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
         self._transport = transport
-        endpoint.set_close_callback(self._on_endpoint_closed)
+        endpoint.raw.set_close_callback(self._on_endpoint_closed)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         if not self.close_reason:
             self._transport.add_message(self, parts)
 
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
-        if not self.close_reason:
+        if not self.close_reason and self.endpoint is not None:
             self._transport.send_frame(self)  # this frame announces the payload
-            self._post_payload(self.endpoint.tag_send, self.peer_number, key, buffer, on_sent)
+            self._post_payload(self.endpoint.raw.tag_send, self.peer_number, key, buffer, on_sent)
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
-        if not self.close_reason:
-            self._post_payload(self.endpoint.tag_recv, self.number, key, buffer, on_received)
+        if not self.close_reason and self.endpoint is not None:
+            self._post_payload(self.endpoint.raw.tag_recv, self.number, key, buffer, on_received)
+
+    def move_to(self, endpoint: PairedEndpoint) -> None:
+        """Use another endpoint to the same peer. Nothing but the greeting was sent so far."""
+        if self.endpoint is not None:
+            self.endpoint.raw.remove_close_callback()
+        self.endpoint = endpoint
+        endpoint.raw.set_close_callback(self._on_endpoint_closed)
 
     def abort(self, reason: str) -> None:
         self.is_fenced = True

@@ -21,10 +21,12 @@ HANDSHAKE = 0  # the connection number that hellos are sent to; no connection ha
 KEY_BYTES = 16
 MAX_WORKER_ADDRESS = 8 << 10
 _SCHEME = "ucx:"
-_MAGIC = b"PDKVUCX4"
+_MAGIC = b"PDKVUCX5"
 _DIGEST_BYTES = 16
-_HELLO = struct.Struct("<8sQQ")  # magic, the wanted transport's life, the connecting side's number
-_WELCOME = struct.Struct("<8sQQ")  # magic, the connecting side's number, the accepting side's
+# magic, the wanted transport's life, the connecting side's number and turn
+_HELLO = struct.Struct("<8sQQI")
+# magic, the connecting side's number, the accepting side's number and turn
+_WELCOME = struct.Struct("<8sQQI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,28 @@ def make_key() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """I want to connect to this life of yours; answer to this number at this worker's address."""
+    """I want to connect to this life of yours; answer to this number at this worker's address.
+
+    `turn`: of the endpoint that this hello comes on (`ucx_endpoints`).
+    """
 
     life: int
     number: int
+    turn: int
     worker: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The accepting side's number of the connection, and the turn of its endpoint."""
+
+    number: int
+    turn: int
+
+
 def pack_hello(hello: Hello, key: bytes) -> bytes:
-    return _sealed(_HELLO.pack(_MAGIC, hello.life, hello.number) + hello.worker, key)
+    head = _HELLO.pack(_MAGIC, hello.life, hello.number, hello.turn)
+    return _sealed(head + hello.worker, key)
 
 
 def read_hello(data: bytes, key: bytes) -> Hello | None:
@@ -73,21 +88,21 @@ def read_hello(data: bytes, key: bytes) -> Hello | None:
     body = _opened(data, key)
     if body is None or not 0 < len(body) - _HELLO.size <= MAX_WORKER_ADDRESS:
         return None
-    magic, life, number = _HELLO.unpack_from(body)
-    return Hello(life, number, body[_HELLO.size :]) if magic == _MAGIC and number else None
+    magic, life, number, turn = _HELLO.unpack_from(body)
+    return Hello(life, number, turn, body[_HELLO.size :]) if magic == _MAGIC and number else None
 
 
-def pack_welcome(number: int, own_number: int, key: bytes) -> bytes:
-    return _sealed(_WELCOME.pack(_MAGIC, number, own_number), key)
+def pack_welcome(number: int, own: Welcome, key: bytes) -> bytes:
+    return _sealed(_WELCOME.pack(_MAGIC, number, own.number, own.turn), key)
 
 
-def read_welcome(data: bytes, number: int, key: bytes) -> int | None:
-    """The accepting side's number; None if this does not answer the hello of `number`."""
+def read_welcome(data: bytes, number: int, key: bytes) -> Welcome | None:
+    """None if this does not answer the hello of `number`."""
     body = _opened(data, key)
     if body is None or len(body) != _WELCOME.size:
         return None
-    magic, asked, theirs = _WELCOME.unpack(body)
-    return int(theirs) if magic == _MAGIC and asked == number and theirs else None
+    magic, asked, theirs, turn = _WELCOME.unpack(body)
+    return Welcome(theirs, turn) if magic == _MAGIC and asked == number and theirs else None
 
 
 def _sealed(body: bytes, key: bytes) -> bytes:

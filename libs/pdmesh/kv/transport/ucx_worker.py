@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 import structlog
 
-from pdmesh.kv.transport.ucx_handshake import HANDSHAKE, Address, make_key, read_hello, read_welcome
+from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, PeerEndpoints, close_endpoint
+from pdmesh.kv.transport.ucx_handshake import (
+    HANDSHAKE,
+    Address,
+    Hello,
+    make_key,
+    read_hello,
+    read_welcome,
+)
 from pdmesh.net.loopback import is_loopback
 
 log = structlog.get_logger(__name__)
@@ -59,7 +67,6 @@ _GUARD_S = 0.5
 # A large payload must not keep the loop to itself. This time is not measured by `loop.time()`,
 # which stands still within a callback under uvloop.
 _TURN_S = 0.002
-_CLOSE_NS = 1_000_000_000
 MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
 MAX_GIVEN_UP = 256  # connections that ended before their welcome, and are remembered
@@ -97,15 +104,6 @@ def options_for(host: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
-def close_endpoint(endpoint: Any) -> None:
-    """Close at once, without the peer's consent; posted operations end with it.
-
-    Do not call it within a callback of UCX.
-    """
-    endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
-    endpoint.remove_close_callback()
-
-
 class UcxWorker:
     """Progress, completions and arrivals of one UCX context.
 
@@ -126,8 +124,11 @@ class UcxWorker:
         )
         self.worker.init_blocking_progress_mode()
         self.address: bytes = self.worker.address.tobytes()
+        self.endpoints = PeerEndpoints(self.address, self._make_endpoint)
         self.key = make_key()
-        self._refusing: dict[int, Any] = {}  # endpoints of peers that are being turned away
+        self._refusing: dict[
+            int, PairedEndpoint
+        ] = {}  # endpoints of peers that are being turned away
         self._given_up: OrderedDict[int, Address] = OrderedDict()  # by our number, oldest first
         _keep_for_good(self._context, self.worker)
         self._fd: int = self.worker.epoll_file_descriptor
@@ -184,6 +185,7 @@ class UcxWorker:
     def end(self) -> None:
         """The transport is done: until the next one, peers that connect are turned away."""
         self._on_progressed = self._turn_away
+        self.endpoints.close_spare()
         self.kick()
 
     def stop(self) -> None:
@@ -193,19 +195,21 @@ class UcxWorker:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
 
-    def endpoint_to(self, address: bytes) -> Any:
-        """An endpoint to a peer's worker at a trusted address; it connects at its first use."""
+    def _make_endpoint(self, address: bytes) -> Any:
         there = self.api.UCXAddress.create_from_buffer(address)
         return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
 
-    def turn_away(self, address: bytes, number: int) -> None:
+    def turn_away(self, hello: Hello) -> None:
         """Send a goodbye to a peer that connects, so that it need not wait for its deadline."""
+        self._dismiss(hello.number, lambda: self.endpoints.answering(hello.worker, hello.turn))
+
+    def _dismiss(self, number: int, make: Callable[[], PairedEndpoint]) -> None:
         if len(self._refusing) >= MAX_REFUSING or self._loop is None:
             return
         key, goodbye = self.next_key(), FRAME.pack(number, 0)
         try:
-            endpoint = self.endpoint_to(address)
-            request = endpoint.tag_send(self.array(goodbye), self.tag(MESSAGE_TAG))
+            endpoint = make()
+            request = endpoint.raw.tag_send(self.array(goodbye), self.tag(MESSAGE_TAG))
         except self.api.UCXError:
             return
         self._refusing[key] = endpoint
@@ -230,12 +234,12 @@ class UcxWorker:
         theirs = read_welcome(bytes(body[LENGTH.size : LENGTH.size + length]), number, there.key)
         if theirs is not None:
             del self._given_up[number]
-            self.turn_away(there.worker, theirs)
+            self._dismiss(theirs.number, lambda: self.endpoints.next(there.worker))
 
     def _refused(self, key: int) -> None:
         endpoint = self._refusing.pop(key, None)
         if endpoint is not None:
-            close_endpoint(endpoint)
+            close_endpoint(endpoint.raw)
             self.kick()
 
     def _turn_away(self) -> bool:
@@ -251,7 +255,7 @@ class UcxWorker:
             return
         hello = read_hello(bytes(body), self.key)
         if hello is not None:
-            self.turn_away(hello.worker, hello.number)
+            self.turn_away(hello)
 
     # -- frames -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from pdmesh.kv.transport import ucx_handshake as handshake
 
 KEY, OTHER = bytes(range(16)), bytes(16)
 WORKER = bytes(range(52))
-HELLO = handshake.Hello(7, 9, WORKER)
+HELLO, WELCOME = handshake.Hello(7, 9, 3, WORKER), handshake.Welcome(11, 4)
 
 
 def flips(data: bytes) -> list[bytes]:
@@ -50,9 +50,9 @@ def test_an_invalid_address_is_a_value_error(text: str) -> None:
 
 @pytest.mark.fault("F34", "F39")
 def test_hello_and_welcome_are_accepted_only_with_the_key_and_unchanged() -> None:
-    hello, welcome = handshake.pack_hello(HELLO, KEY), handshake.pack_welcome(9, 11, KEY)
+    hello, welcome = handshake.pack_hello(HELLO, KEY), handshake.pack_welcome(9, WELCOME, KEY)
     assert handshake.read_hello(hello, KEY) == HELLO
-    assert handshake.read_welcome(welcome, 9, KEY) == 11
+    assert handshake.read_welcome(welcome, 9, KEY) == WELCOME
     assert handshake.read_hello(hello, OTHER) is None
     assert handshake.read_welcome(welcome, 9, OTHER) is None
     assert handshake.read_welcome(welcome, 8, KEY) is None, "it answers another hello"

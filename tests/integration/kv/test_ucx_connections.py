@@ -1,0 +1,110 @@
+"""A UCX connection ends with its own end only: not with that of an earlier or a crossing one.
+
+UCX pairs the endpoints of two workers by the order in which each side made them. A connection whose
+ends belonged to two pairs could be lost in UCX's next round of keepalive, once with its first pull.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.transport import ucx
+from pdmesh.kv.transport.base import KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
+from pdmesh.kv.transport.ucx_connection import UcxConnection
+from pdmesh.kv.transport.ucx_handshake import parse_address
+from pdmesh.kv.transport.ucx_worker import options_for
+from tests.fakes.kv.pair import INCARNATION, kv_pair
+from tests.support.waiting import until
+
+NUM_PAIRS, NUM_CONNECTIONS = 30, 5
+
+
+async def say_hello_in_vain(transport: UcxTransport, address: str) -> None:
+    """A hello that gets no answer, as if the peer were frozen."""
+    stranger = replace(parse_address(address), key=bytes(16))
+    with pytest.raises(KvTransferFailed):
+        await transport.connect(str(stranger), 0.05)
+
+
+@pytest.mark.fault("F4", "F25")
+async def test_hellos_without_an_answer_cost_no_later_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the two sides kept in step, about every second of these pairs lost a connection."""
+    often = {"KEEPALIVE_INTERVAL": "50ms"}
+    monkeypatch.setattr(ucx, "options_for", lambda host: options_for(host) | often)
+    rng = random.Random(3)
+    for number in range(NUM_PAIRS):
+        async with kv_pair(UcxTransport) as pair:
+            if number % 3 == 0:
+                sides = [pair.sender, pair.receiver]
+                rng.shuffle(sides)
+                transport = sides[0]._transport
+                assert isinstance(transport, UcxTransport)
+                await say_hello_in_vain(transport, sides[1].address)
+            for _ in range(NUM_CONNECTIONS):
+                await pair.receiver.probe(pair.address, INCARNATION, deadline_s=30)
+                pair.receiver.disconnect(pair.address)
+                await until(lambda: pair.receiver.stats().num_peers == 0)
+                await until(lambda: pair.sender.stats().num_peers == 0)
+
+
+class Side:
+    """A transport, and the connections that peers opened to it."""
+
+    def __init__(self) -> None:
+        self.transport, self.address = UcxTransport(), ""
+        self.accepted: list[KvConnection] = []
+
+    def on_connected(self, connection: KvConnection) -> None:
+        self.accepted.append(connection)
+
+    def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
+
+    def on_closed(self, connection: KvConnection, reason: str) -> None: ...
+
+    async def connect(self, to: Side) -> KvConnection:
+        return await self.transport.connect(to.address, 30)
+
+
+@asynccontextmanager
+async def two_sides() -> AsyncIterator[tuple[Side, Side]]:
+    sides = Side(), Side()
+    for side in sides:
+        side.address = await side.transport.start(side)
+    try:
+        yield sides
+    finally:
+        for side in sides:
+            await side.transport.close()
+
+
+def turn_of(connection: KvConnection) -> int:
+    assert isinstance(connection, UcxConnection)
+    assert connection.endpoint is not None
+    return connection.endpoint.turn
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("num_in_vain", [0, 3])
+async def test_both_ends_of_a_connection_are_one_pair_though_two_connections_cross(
+    num_in_vain: int,
+) -> None:
+    async with two_sides() as (a, b):
+        for _ in range(num_in_vain):
+            await say_hello_in_vain(a.transport, b.address)
+        for _ in range(8):
+            to_b, to_a = await asyncio.gather(a.connect(b), b.connect(a))
+            assert turn_of(to_b) == turn_of(b.accepted[-1])
+            assert turn_of(to_a) == turn_of(a.accepted[-1])
+            to_b.abort("the test ends it")
+            to_a.abort("the test ends it")
+            await until(lambda: not a.transport.num_connections + b.transport.num_connections)
