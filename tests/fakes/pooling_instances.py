@@ -36,7 +36,7 @@ class PoolingSite:
     server: grpc.aio.Server
 
     async def die(self) -> None:
-        """As if its process was killed: every stream breaks at once."""
+        """Behave as if the process were killed: every stream breaks at once."""
         await self.server.stop(0)
 
     async def until_idle(self) -> None:

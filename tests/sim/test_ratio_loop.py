@@ -37,7 +37,7 @@ def test_the_formula_says_within_five_percent_what_the_simulator_carries(split: 
 
 
 @pytest.mark.req("S61")
-def test_the_papers_mismatch_four_prefills_carry_what_one_decode_does() -> None:
+def test_a_mismatched_ratio_carries_no_more_than_its_scarce_role() -> None:
     assert best(PAPER, Split(1, 1), 1).per_s == pytest.approx(0.6, rel=0.03)
     assert best(PAPER, Split(4, 1), 1).per_s == pytest.approx(0.7, rel=0.03)
     assert best(PAPER, Split(1, 4), 1).per_s == pytest.approx(0.6, rel=0.03)
@@ -100,7 +100,7 @@ def test_an_instance_that_dies_is_replaced_and_its_requests_migrate(seed: int) -
 
 @pytest.mark.req("S38")
 @pytest.mark.parametrize("rate", faults.RATES)
-def test_a_week_of_ten_thousand_devices_has_the_faults_of_its_rate_and_spares_for_them(
+def test_a_week_of_ten_thousand_devices_has_as_many_faults_as_its_rate_and_enough_spares(
     rate: float,
 ) -> None:
     weeks = [faults.machines_of_a_week(rate, seed) for seed in range(50)]
@@ -114,7 +114,7 @@ def test_a_week_of_ten_thousand_devices_has_the_faults_of_its_rate_and_spares_fo
 
 
 @pytest.mark.req("S38")
-def test_two_faults_in_one_group_at_a_time_without_a_spare_fail_no_request() -> None:
+def test_two_simultaneous_faults_in_a_group_without_a_spare_fail_no_request() -> None:
     losses = (faults.Loss(60.0, Role.PREFILL, 0.0), faults.Loss(90.0, Role.DECODE, 200.0))
     outcome = faults.play(2.0, faults.Episode(0, 0.0, 900.0, losses), 1)
     assert (outcome.num_failed, outcome.num_faults) == (0, 2)
@@ -157,9 +157,7 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
 
 
 @pytest.mark.req("S63")
-def test_on_one_law_and_one_slo_disaggregated_instances_carry_1_4_times_the_aggregated_ones() -> (
-    None
-):
+def test_disaggregated_instances_carry_1_4_times_the_load_of_aggregated_ones() -> None:
     """Both have the same number of instances; the aggregated ones use their best chunk size.
 
     This is a small run with one seed and one scene. `make bench NAME=ratio` measures the factor of
@@ -176,4 +174,6 @@ def test_on_one_law_and_one_slo_disaggregated_instances_carry_1_4_times_the_aggr
 
     assert kept("P/D 4:4", 100.0)
     assert not any(kept(mode, 70.0) for mode in chunks)
-    assert any(kept(mode, 50.0) for mode in reversed(chunks)), "then they are not serving at all"
+    assert any(kept(mode, 50.0) for mode in reversed(chunks)), (
+        "a factor this high means that the aggregated instances do not serve at all"
+    )

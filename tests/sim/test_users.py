@@ -39,7 +39,9 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 
 
 @pytest.mark.req("S7", "S62")
-def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of_no_age() -> None:
+def test_queues_lose_a_third_if_reports_are_100_ms_old_and_almost_nothing_if_they_are_fresh() -> (
+    None
+):
     """The queues are the same. All requests between two reports go to the prefill whose queue was
     shortest at the first report.
     """
@@ -51,7 +53,7 @@ def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of
 
 
 @pytest.mark.req("S7")
-def test_ttft_is_known_better_from_what_is_booked_than_from_queues_of_100_ms_ago() -> None:
+def test_bookings_predict_ttft_better_than_queue_reports_that_are_100_ms_old() -> None:
     _, ours_s = play(ON_DEMAND)
     _, queues_s = play(QUEUES)
     assert ours_s < queues_s / 5

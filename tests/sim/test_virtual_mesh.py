@@ -70,7 +70,7 @@ def test_every_request_is_answered_and_everything_given_back(
 
 @pytest.mark.req("S6", "S108")
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) -> None:
+def test_the_default_policy_finds_more_prefixes_than_policies_that_ignore_them(seed: int) -> None:
     """Three caches hold four prefixes each, and six prefixes are in use. A policy that looks at
     them computes less, and so finishes sooner.
     """

@@ -117,7 +117,7 @@ def test_an_address_that_cannot_be_read_is_a_line_without_its_password(
         "tls://token@host", "redis://:a%2Fb@host:6379/0", "unix:///run/valkey.sock",
     ],
 )  # fmt: skip
-def test_an_address_may_be_written_as_its_server_takes_it(url: str) -> None:
+def test_an_address_may_have_any_form_that_its_server_accepts(url: str) -> None:
     assert not url_problem(url)
 
 
@@ -136,7 +136,7 @@ def test_every_setting_is_described_and_no_secret_is_shown() -> None:
     assert by_name["PDMESH_MASTER_SCHEDULER_NUM_PLANS"].shared_variable is None
 
 
-def test_a_settings_type_is_told_as_an_operator_writes_it() -> None:
+def test_the_type_of_a_setting_is_shown_as_an_operator_writes_it() -> None:
     types = {line.variable: line.type_name for line in describe(Settings)}
     prefix = str(Settings.model_config["env_prefix"])
     assert types[f"{prefix}LOG_FORMAT"] == "auto, json or pretty"
@@ -156,7 +156,7 @@ def test_a_variable_that_no_field_reads_is_named() -> None:
     assert unknown_variables(Settings, environ) == [f"{prefix}HSOT"]
 
 
-def test_a_secret_comes_from_its_setting_or_its_file_and_is_no_short_one(tmp_path: Path) -> None:
+def test_a_secret_comes_from_its_setting_or_its_file_and_must_not_be_short(tmp_path: Path) -> None:
     def read(value: str, file: Path | None) -> str:
         return read_secret("MESH_TOKEN", value, file, "a mesh token")
 

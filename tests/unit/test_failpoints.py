@@ -35,13 +35,13 @@ def test_a_point_may_be_armed_for_one_instance() -> None:
     ]
 
 
-def test_raise_raises() -> None:
+def test_the_action_raise_raises_an_error() -> None:
     failpoints.arm("a=raise@1")
     with pytest.raises(failpoints.FailpointHit):
         failpoints.hit("a")
 
 
 @pytest.mark.parametrize("spec", ["a", "a=", "=x", "a=x@", "a=x@y", "a=x;b=y"])
-def test_a_spec_that_means_nothing_is_refused(spec: str) -> None:
+def test_a_meaningless_failpoint_spec_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="is not name=action"):
         failpoints.arm(spec)

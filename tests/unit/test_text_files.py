@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "tiny")
 
 
-def test_weights_code_and_other_files_are_none_of_text(folder: Path) -> None:
+def test_weights_code_and_other_files_are_not_tokenizer_files(folder: Path) -> None:
     before = read_text_files(folder)
     for name in ("model.safetensors", "tokenization_evil.py", "README.md", ".tokenizer.json"):
         (folder / name).write_text("x")
@@ -29,7 +29,7 @@ def test_weights_code_and_other_files_are_none_of_text(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_named_templates_belong_to_it_and_no_path_leads_out_of_the_folder(folder: Path) -> None:
+def test_named_templates_are_included_and_no_path_leads_out_of_the_folder(folder: Path) -> None:
     before = read_text_files(folder)
     named = folder / "additional_chat_templates" / "tool_use.jinja"
     named.parent.mkdir()
@@ -45,7 +45,7 @@ def test_named_templates_belong_to_it_and_no_path_leads_out_of_the_folder(folder
         assert not is_text_file(name), name
 
 
-def test_another_template_is_another_text_of_the_same_vocabulary(folder: Path) -> None:
+def test_another_template_changes_the_digest_but_not_the_vocabulary(folder: Path) -> None:
     before = read_text_files(folder)
     (folder / "chat_template.jinja").write_text("another")
     after = read_text_files(folder)
@@ -68,7 +68,7 @@ def test_a_vocabulary_need_not_be_a_tokenizer_json(tmp_path: Path, names: list[s
     assert set(read_text_files(tmp_path).digests) == {"tokenizer.json", "config.json"}
 
 
-def test_a_folder_without_a_vocabulary_has_no_text(tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadTextFiles, match="no tokenizer"):
         read_text_files(tmp_path)

@@ -243,7 +243,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
 
 
 async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
-    """Of each file's pieces, and of each layer in vLLM's worker: no step is computed meanwhile."""
+    """Each piece of a file is a sign, and so is each layer in vLLM's worker; no step runs."""
     host, adapter = adapted.decode, wanted.adapters["three"]
     host.engine.keep_adapters([])
     await host.until(lambda: not host.adapters)

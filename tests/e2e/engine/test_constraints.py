@@ -107,7 +107,7 @@ def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> d
 
 
 @pytest.mark.req("S37")
-async def test_a_choice_that_goes_on_elsewhere_is_still_one_of_them(
+async def test_an_answer_that_continues_elsewhere_is_still_one_of_the_choices(
     fusion: Host, model_dir: Path
 ) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -120,7 +120,7 @@ async def test_a_choice_that_goes_on_elsewhere_is_still_one_of_them(
 
 
 @pytest.mark.nightly
-def test_each_answer_that_ends_is_of_its_form(expected: list[list[int]], model_dir: Path) -> None:
+def test_each_answer_that_ends_has_its_form(expected: list[list[int]], model_dir: Path) -> None:
     """Otherwise the equality of answers would prove nothing."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     num_ended = dict.fromkeys(FEATURES, 0)
@@ -235,7 +235,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-async def test_a_form_that_no_engine_can_keep_to_fails_without_a_retry(
+async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
     pair: Pair, name: str
 ) -> None:
     """So the gateway does not ask others for it, one after the other."""

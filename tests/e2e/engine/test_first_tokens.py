@@ -29,7 +29,9 @@ def request(prompt: list[int]) -> Any:
 
 @pytest.mark.parametrize("length", [3, 4, 5, 8])
 @pytest.mark.parametrize("is_token_first", [False, True])
-def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_first: bool) -> None:
+def test_the_request_looks_as_if_token_1_had_always_been_known(
+    length: int, is_token_first: bool
+) -> None:
     from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 
     prompt = list(range(10, 10 + length - 1))
@@ -49,7 +51,7 @@ def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_fir
     assert early.block_hashes == expected.block_hashes
 
 
-def test_all_ranks_report_the_same() -> None:
+def test_all_ranks_report_the_same_tokens() -> None:
     from pdmesh.engine.vllm.connector.scheduler.first_tokens import FirstTokens
 
     both = FirstTokens({1: 5}).aggregate(FirstTokens({1: 5, 2: 6}))

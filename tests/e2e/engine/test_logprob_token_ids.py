@@ -110,13 +110,13 @@ def check(found: Sequence[TokenLogprob], expected: Told) -> None:
 
 
 @pytest.mark.req("S1", "S49")
-async def test_a_pair_tells_what_plain_vllm_tells(pair: Pair, plain_named: Plain) -> None:
+async def test_a_pair_gives_the_logprobs_of_plain_vllm(pair: Pair, plain_named: Plain) -> None:
     for case, expected in zip(CASES, plain_named.told(), strict=True):
         check(await by_pair(pair, case.prompt, case.sampling()), expected)
 
 
 @pytest.mark.req("S37", "S72")
-async def test_so_does_fusion_from_the_beginning_and_after_a_death(
+async def test_fusion_gives_the_logprobs_of_plain_vllm_also_after_a_death(
     fusion: Host, plain_named: Plain
 ) -> None:
     async def whole_and_rest(case: Case, tokens: list[int], told: Told) -> None:
@@ -130,7 +130,7 @@ async def test_so_does_fusion_from_the_beginning_and_after_a_death(
     await asyncio.gather(*(whole_and_rest(*each) for each in drawn))
 
 
-async def test_a_neighbour_in_the_batch_keeps_its_likeliest(fusion: Host) -> None:
+async def test_a_neighbour_in_the_batch_keeps_its_likeliest_tokens(fusion: Host) -> None:
     """vLLM itself gives it log probabilities of no token."""
     likeliest = Sampling(NUM_TOKENS, num_logprobs=3)
     alone = await by_fusion(fusion, CASES[0].prompt, likeliest)

@@ -128,7 +128,7 @@ async def test_a_prefill_that_gives_up_fails_its_decode(pair: Pair, reference: R
 
 
 @pytest.mark.req("S48")
-async def test_a_prompt_that_decode_has_wholly_waits_for_its_token(
+async def test_a_prompt_whose_kv_decode_already_holds_waits_for_token_1(
     pair: Pair, reference: Reference
 ) -> None:
     """No KV is pulled, so vLLM could compute at once with a token that is not known yet."""

@@ -116,7 +116,7 @@ async def test_the_compared_outputs_depend_on_the_kv_format(plain: dict[str, Pla
 
 
 @pytest.mark.req("S126", "S127")
-async def test_an_engine_that_keeps_kv_otherwise_refuses_and_says_how(
+async def test_an_engine_with_another_kv_format_refuses_and_names_both(
     prefill: Host, tiny_llama: Path
 ) -> None:
     other = replace(config(tiny_llama, "decode-bf16", 3), kv_cache_dtype="auto")

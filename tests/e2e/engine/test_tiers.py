@@ -98,7 +98,7 @@ async def test_evicted_blocks_are_loaded_from_the_host_pool_and_outputs_stay_equ
         print(f"served {served} of {num_blocks(todo)} blocks, computed {computed} of {num_tokens}")
         assert served > num_blocks(todo) // 2, "the rest was still in the engine"
         assert computed <= num_tokens - BLOCK_SIZE * num_blocks(todo), (
-            f"nothing twice: {host.tier_counts}, {stats}"
+            f"no block may count twice: {host.tier_counts}, {stats}"
         )
         assert host.pool_blocks, "announced"
         assert host.engine.stats().extra["num_kv_connections"] == 1, "the decode's"
@@ -170,7 +170,7 @@ async def until_stored(files: Path, num_blocks: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.req("S76", "S77", "S68")
-async def test_another_engines_host_pool_serves_what_that_one_computed(
+async def test_the_host_pool_of_another_engine_serves_the_blocks_that_it_computed(
     pair: Pair, reference: Reference, model_dir: Path
 ) -> None:
     todo, expected = long_prompts(reference)
@@ -278,7 +278,7 @@ async def small(model_dir: Path) -> AsyncIterator[Host]:
 
 
 @pytest.mark.req("S72", "S76")
-async def test_a_local_job_is_served_and_so_is_its_answer(
+async def test_a_local_job_is_served_from_the_pool_and_its_answer_is_stored_there(
     pair: Pair, reference: Reference, small: Host
 ) -> None:
     """With fusion, turn 2 of a chat also finds the KV of turn 1's answer, although it was
@@ -300,7 +300,7 @@ async def test_a_local_job_is_served_and_so_is_its_answer(
 
 
 @pytest.mark.req("S49")
-async def test_staged_blocks_are_the_engines_again_before_any_pull(pair: Pair, small: Host) -> None:
+async def test_staged_blocks_return_to_the_engine_before_any_pull(pair: Pair, small: Host) -> None:
     """Prompts of twice the cache's size wait in the staging arena, and the next prompt is computed
     as usual.
     """

@@ -230,7 +230,7 @@ BACKENDS = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", BACKENDS)
-async def test_vllms_own_benchmark_runs_against_it(
+async def test_vllms_own_benchmark_runs_against_the_mesh(
     mesh: Mesh, model_dir: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     result = await bench(mesh.http_url, model_dir, tmp_path, *options)
@@ -242,7 +242,7 @@ async def test_vllms_own_benchmark_runs_against_it(
     "options",
     [BACKENDS[0], pytest.param(*BACKENDS[1].values, id="chat", marks=pytest.mark.nightly)],
 )
-async def test_it_runs_against_a_mesh_on_sim(
+async def test_vllms_own_benchmark_runs_against_a_mesh_on_sim(
     model_dir: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """The benchmark sends its sampling parameters, each of which changes the sim's tokens."""

@@ -43,7 +43,7 @@ async def ask_all(prefill: Process, decode: Process, cases: Sequence[Case]) -> l
 
 
 @pytest.mark.req("S16", "S17", "S20", "S22", "S23")
-async def test_two_processes_change_places_and_the_text_stays(
+async def test_two_processes_swap_roles_and_the_text_stays_the_same(
     model_dir: Path, reference: Reference, tmp_path: Path
 ) -> None:
     manifests = {

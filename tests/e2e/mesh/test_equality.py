@@ -101,7 +101,7 @@ async def test_the_mesh_answers_as_plain_vllm_does(
     await until(lambda: _nothing_held(mesh), within_s=15)
 
 
-async def test_a_newcomer_gets_paris(mesh: Mesh) -> None:
+async def test_the_example_of_the_readme_gives_paris(mesh: Mesh) -> None:
     client = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none", timeout=120)
     stream = await client.chat.completions.create(
         model="default",

@@ -78,7 +78,7 @@ def near(got: list[float], wanted: list[float]) -> bool:
 async def test_vectors_and_their_nearness_are_those_of_plain_vllm(
     tmp_path: Path, kind: str
 ) -> None:
-    """Of a model that makes answers, converted, and of an embedding model."""
+    """The models are an embedding model, and a converted model that otherwise makes answers."""
     if kind == "decoder":
         model, convert = smollm2.DEFAULT_DIR.absolute(), "embed"
     else:

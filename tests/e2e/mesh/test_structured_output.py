@@ -98,7 +98,7 @@ async def ask_and_kill(
 
 @pytest.mark.req("S37", "S43")
 @pytest.mark.fault("F1", "F7")
-async def test_every_answer_that_ends_is_valid_whoever_dies(
+async def test_every_answer_that_ends_is_valid_whichever_vllm_instance_dies(
     model_dir: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     spec = mesh_spec(model_dir, 1, 0)
@@ -114,7 +114,7 @@ async def test_every_answer_that_ends_is_valid_whoever_dies(
 
 
 def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
-    """Its pieces are the text of its tokens, and it is of its schema."""
+    """The pieces of an answer are the text of its tokens, and the answer fits its schema."""
     num_valid = 0
     for number, outcome in enumerate(outcomes):
         assert outcome.fault_in_ending() == ""
@@ -133,7 +133,7 @@ def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
 async def compare_with_whole(
     client: httpx.AsyncClient, mesh: Mesh, number: int, outcome: StreamOutcome
 ) -> None:
-    """What nobody killed says the same, and at once."""
+    """A mesh without a kill gives the same answers, without a wait."""
     if not outcome.is_complete:
         return
     prompt, more = asked(number)

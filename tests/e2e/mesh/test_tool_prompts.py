@@ -84,7 +84,7 @@ TOOLS: Final = [
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    """A question each; every second one after a call and its result."""
+    """Conversations with one question each, which in every second one follows a call's result."""
     found: list[list[dict[str, Any]]] = []
     for index, town in enumerate(TOWNS):
         question = {"role": "user", "content": f"What is the weather in {town}?"}
@@ -169,7 +169,7 @@ async def told(
         for choice in chunk.choices:
             drawn += getattr(choice, "token_ids", None) or []
         if mesh is not None and 0 < kill_at <= len(drawn):
-            assert len(drawn) < num_tokens, "it dies within the answer"
+            assert len(drawn) < num_tokens, "the decode dies within the answer"
             mesh.kill("decode-0")
             kill_at = 0
     assert kill_at <= 0
@@ -216,7 +216,7 @@ async def test_an_answer_is_the_same_through_the_death_of_its_decode(
 
 
 @pytest.mark.req("S72")
-async def test_so_does_fusion(
+async def test_fusion_answers_as_plain_vllm_does_with_tools(
     tools_dir: Path, expected: tuple[list[Case], list[list[int]]], tmp_path: Path
 ) -> None:
     async with Mesh(spec(tools_dir, 0, 1), tmp_path) as fusion:

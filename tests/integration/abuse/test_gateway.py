@@ -275,7 +275,7 @@ async def test_bytes_that_are_not_http_end_the_connection(mesh: Mesh) -> None:
         for bad in (hello, b"\x00" * 1000, b"GET\r\n\r\n", preface, both, two):
             ended = await attack(mesh, bad)
             assert ended.status in {0, 400, 408}, bad[:40]
-            assert ended.answer.count(b"HTTP/1.1") <= 1, "one request is never taken for two"
+            assert ended.answer.count(b"HTTP/1.1") <= 1, "no request is parsed as two"
 
     await twice_as_long_at_most(mesh, attacked)
 
@@ -356,7 +356,7 @@ async def test_the_grpc_port_survives_garbage(mesh: Mesh) -> None:
         )
         await asyncio.gather(*(attack(mesh, g, port=grpc_port) for g in garbage for _ in range(10)))
         async with rpc.channel(mesh.grpc_address) as channel:
-            untyped: Any = channel.unary_unary  # the stubs want serializers
+            untyped: Any = channel.unary_unary  # grpc-stubs requires serializers
             call = untyped(method)
             for payload, metadata, allowed in (
                 (b"\xff" * 1000, (), {grpc.StatusCode.INVALID_ARGUMENT}),

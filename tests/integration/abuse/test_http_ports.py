@@ -59,7 +59,7 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.fault("F29", "F31")
 @pytest.mark.parametrize("case", FLOODS)
-async def test_nothing_that_has_no_end_is_taken(mesh: Mesh, case: str) -> None:
+async def test_endless_input_is_cut_on_every_port(mesh: Mesh, case: str) -> None:
     first, unit = FLOODS[case]
     ports = http_ports(mesh)
     processes = {process for process, _ in ports.values()}
@@ -138,7 +138,7 @@ async def test_a_slow_request_is_cut_on_every_port(mesh: Mesh) -> None:
 
 
 @pytest.mark.fault("F31")
-async def test_every_port_holds_a_head_to_the_rfc(mesh: Mesh) -> None:
+async def test_every_port_refuses_heads_that_violate_the_rfc(mesh: Mesh) -> None:
     close = b"connection: close\r\n\r\n"
     path = {"public": b"/v1%2fmodels"}
     for name, (_, port) in http_ports(mesh).items():

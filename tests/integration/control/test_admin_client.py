@@ -82,7 +82,7 @@ async def ask(bus: NatsBus, within_s: float = 10.0) -> pb.ListGroupStatesRespons
     )
 
 
-async def test_the_token_is_shown_to_the_leader_of_the_last_epoch_alone(bus: NatsBus) -> None:
+async def test_the_token_is_shown_only_to_the_leader_of_the_last_epoch(bus: NatsBus) -> None:
     follower, former, leader = Master(0), Master(2), Master(3)
     async with (
         registered(bus, "master-a", follower, 0),

@@ -183,7 +183,7 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
 
 @pytest.mark.req("S16", "S25", "S26")
 @pytest.mark.fault("F23")
-async def test_a_pair_that_cannot_talk_is_named_and_joins_when_it_can(
+async def test_a_pair_that_cannot_connect_is_named_and_joins_when_it_can(
     site: Site, master: Master
 ) -> None:
     _, q, d = await asyncio.gather(*(blank(site, name) for name in ("p", "q", "d")))
@@ -280,7 +280,7 @@ async def test_health_is_reported_at_once_and_fixed_roles_follow_assignments_too
 
 @pytest.mark.req("S23", "S35", "S36")
 @pytest.mark.fault("F1", "F5", "F37")
-async def test_a_killed_process_comes_back_blank_and_its_old_assignment_is_not_its_own(
+async def test_a_killed_process_comes_back_blank_and_ignores_its_old_assignment(
     site: Site, master: Master
 ) -> None:
     old, d = await asyncio.gather(blank(site, "p"), blank(site, "d"))
@@ -334,7 +334,9 @@ def held(process: Process) -> tuple[int, int]:
 
 
 @pytest.mark.req("S22", "S36")
-async def test_lives_leave_nothing_behind_in_the_process(site: Site, master: Master) -> None:
+async def test_incarnations_leave_nothing_behind_in_their_process(
+    site: Site, master: Master
+) -> None:
     """Each of five lives has a host pool, arenas, sockets and threads. The fifth life holds no more
     of them than the second did.
     """

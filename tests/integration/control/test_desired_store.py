@@ -101,7 +101,7 @@ async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
         await each.close()
 
 
-async def test_a_hold_stands_until_it_is_lifted(bus: NatsBus) -> None:
+async def test_an_instance_is_out_of_service_until_its_entry_is_removed(bus: NatsBus) -> None:
     board = out_of_service_board(bus)
     view = board.watch(lambda _: None)
     entry = OutOfService(instance_id="blank-1", mode=LEAVE_MODE_AT_ONCE, reason="ECC")

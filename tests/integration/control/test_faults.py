@@ -92,7 +92,7 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
 
 
 @pytest.mark.req("S36", "S74")
-async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(site: Site) -> None:
+async def test_when_an_ejection_is_lifted_earlier_restarts_are_forgotten(site: Site) -> None:
     """The fault once stood for ten minutes, and the leader ejected the instance again at once."""
     for n in range(1, 4):
         await site.until_level("decode-0", 2, HANGS)

@@ -196,7 +196,9 @@ async def test_a_pin_ends_with_its_time_and_every_change_is_reported(leader: Lea
     assert [(c.model_fingerprint, c.num_blocks) for c in state.coverage] == [("fp", 3)]
     stored = leader.pins.known["a"]
     assert len(stored.blocks[0].names) == 3
-    assert tokens_to_bytes(TOKENS)[:16] not in stored.SerializeToString(), "names, and no tokens"
+    assert tokens_to_bytes(TOKENS)[:16] not in stored.SerializeToString(), (
+        "the record has block names and no tokens"
+    )
     await leader.pins.add(leader.request(reason="longer", ttl_s=120), 1)
     leader.now += 100
     await leader.pins.round()
@@ -242,7 +244,7 @@ async def test_a_prefix_that_cannot_be_pinned_is_refused_by_field(
     assert not leader.pins.known
 
 
-async def test_pins_have_bounds_together(leader: Leader) -> None:
+async def test_pins_have_a_common_bound(leader: Leader) -> None:
     long = tokens_to_bytes(list(range(2000 * BLOCK_TOKENS)))
     await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)
     with pytest.raises(InvalidRequest) as caught:

@@ -10,7 +10,7 @@ from loadtests.placement.staleness import measure
 
 
 @pytest.mark.req("S100")
-async def test_a_change_is_known_as_soon_as_polls_every_20_and_50_ms_would_tell_it(
+async def test_a_change_is_known_as_soon_as_with_polls_every_20_and_50_ms(
     tmp_path: Path,
 ) -> None:
     """The same instances also report the same changes in the way of polls, for comparison.

@@ -122,10 +122,10 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_without_the_ma
         assert len({q.request_id for q in master.asked}) == num_asked
         mesh.instances["prefill-0"].free_slots(64)
         assert {r.status_code for r in await asyncio.gather(*waiting)} == {200}
-        assert (await ask(client)).status_code == 200, "the queue is gone"
+        assert (await ask(client)).status_code == 200, "the queue is empty by now"
 
 
-async def test_at_the_masters_limit_the_queue_is_full(tmp_path: Path) -> None:
+async def test_at_the_limit_of_the_master_the_queue_is_full(tmp_path: Path) -> None:
     async with pressed(tmp_path, max_waiting=5) as (mesh, master, client):
         waiting = await fill(mesh, master, client, 5)
         refused = await ask(client)

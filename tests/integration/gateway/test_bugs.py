@@ -31,7 +31,7 @@ def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sessions, "session", first_fails)
 
 
-async def test_a_request_that_trips_over_a_bug_fails_alone(
+async def test_a_request_that_meets_a_bug_fails_alone(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
@@ -50,7 +50,7 @@ async def test_a_request_that_trips_over_a_bug_fails_alone(
     assert mesh.gateway.observer.num_ended["failed"] == 1
 
 
-async def test_an_event_that_cannot_be_ends_one_request_and_is_logged_with_its_story(
+async def test_an_impossible_event_ends_one_request_and_is_logged_with_its_story(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,

@@ -121,7 +121,7 @@ async def test_after_the_last_migration_there_is_one_error_event_and_no_done(
 
 
 @pytest.mark.fault("F1")
-async def test_a_prefill_lost_at_work_is_replaced(
+async def test_a_prefill_lost_while_it_computes_is_replaced(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     for instance in of_role(mesh, ROLE_PREFILL):
@@ -165,7 +165,9 @@ async def test_when_all_stay_busy_the_client_gets_429_at_its_deadline(tmp_path: 
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
-        assert took_s > 0.39, "when its time is over; its client's would be an exception"
+        assert took_s > 0.39, (
+            "the gateway answers at the deadline; a timeout of the client would raise"
+        )
 
 
 @pytest.mark.req("S43", "S44")
@@ -192,7 +194,7 @@ async def test_a_full_waiting_room_answers_429_at_once(tmp_path: Path) -> None:
         mesh.instances["prefill-0"].reject_with = REJECT_REASON_BUSY
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         response = await client.post(f"{mesh.url}/v1/completions", json=body)
-        assert response.status_code == 429, "and not at the end of its time to wait"
+        assert response.status_code == 429, "the request is refused before its deadline"
 
 
 async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
@@ -201,7 +203,7 @@ async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
     for instance in of_role(mesh, ROLE_PREFILL):
         instance.reject_with = REJECT_REASON_TOO_LONG
     answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
-    assert answer.choices[0].text == mesh.expected_text("abc", 4), "a decode computes it whole"
+    assert answer.choices[0].text == mesh.expected_text("abc", 4), "a decode does both phases"
     for instance in mesh.instances.values():
         instance.reject_with = REJECT_REASON_TOO_LONG
     with pytest.raises(openai.BadRequestError) as caught:
@@ -212,7 +214,7 @@ async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_an_absent_limit_is_what_the_context_leaves(
+async def test_without_max_tokens_the_rest_of_the_context_is_the_limit(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     prompt = "a" * 4093
@@ -278,7 +280,7 @@ async def test_a_prefill_whose_engine_does_not_serve_it_is_left_and_another_answ
 
 
 @pytest.mark.req("S41")
-async def test_a_prefill_of_an_older_release_that_says_nothing_of_its_engine_is_waited_for(
+async def test_a_request_waits_for_an_older_prefill_that_reports_no_progress(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -355,7 +357,7 @@ async def test_a_client_that_leaves_frees_everything(
     assert mesh.gateway.observer.num_ended["cancelled"] == num_cancelled + 1
     await until(lambda: mesh.gateway.http.num_connections == 0)
     if how == "half-close":
-        assert b"[DONE]" not in await reader.read(), "and it ends, since it is closed"
+        assert b"[DONE]" not in await reader.read(), "the leg ends because its stream is closed"
         writer.close()
 
 

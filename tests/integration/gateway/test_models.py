@@ -81,7 +81,7 @@ async def client(models: Models) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_each_request_gets_the_words_of_its_own_model(
+async def test_each_request_gets_the_text_of_its_own_model(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
     await models.add("gamma", 3)
@@ -126,7 +126,7 @@ async def test_an_unknown_model_is_a_404_in_openais_form(
         await client.models.retrieve("delta")
 
 
-async def test_the_list_says_what_can_be_served_now(
+async def test_the_list_of_models_shows_what_can_be_served_now(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
     async def listed() -> dict[str, Any]:
@@ -142,7 +142,7 @@ async def test_the_list_says_what_can_be_served_now(
         record = instance.record()
         record.is_draining = True
         models.mesh.register(record)
-    assert list(await listed()) == ["alpha", "gamma"], "nothing new is served by one that leaves"
+    assert list(await listed()) == ["alpha", "gamma"], "a model that leaves gets no new requests"
     with pytest.raises(openai.InternalServerError):
         await client.models.retrieve("beta")
 
@@ -195,7 +195,7 @@ async def test_a_model_that_a_scenario_does_not_serve_is_not_replaced_by_one_tha
     assert not any(i.prefills for i in models.instances["alpha"])
 
 
-async def test_a_model_whose_files_are_broken_is_refused_alone(
+async def test_only_the_model_with_broken_files_is_refused(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
     await models.add("broken", 5)
@@ -209,7 +209,9 @@ async def test_a_model_whose_files_are_broken_is_refused_alone(
         assert "tokenizer" in refused.value.message
         answer = await client.completions.create(model="beta", prompt="x", max_tokens=2)
         assert answer.choices[0].text == models.expected("beta", "x", 2)
-    assert [i.num_texts for i in models.instances["broken"]] == [1, 1], "each was asked once"
+    assert [i.num_texts for i in models.instances["broken"]] == [1, 1], (
+        "each instance was asked once"
+    )
 
 
 class WrongMaster(FakeMaster):
@@ -243,10 +245,10 @@ async def test_a_plan_of_another_models_instances_is_not_followed(
     assert not any(i.prefills or i.starts for i in models.instances["alpha"])
 
 
-async def test_an_instance_that_turns_a_request_of_another_model_down_is_left_for_the_right_one(
+async def test_after_a_refusal_for_the_wrong_model_the_right_instance_is_asked(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
-    """An instance does so if it restarted with another model and the registry does not know yet."""
+    """An instance refuses if it restarted with another model and its record is not up to date."""
     liar = models.instance("liar", ROLE_FUSION, "beta", "beta")
     liar.text = models.instances["beta"][0].text
     liar.reject_with = REJECT_REASON_WRONG_MODEL

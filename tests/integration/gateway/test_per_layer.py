@@ -74,7 +74,7 @@ async def test_an_answer_of_one_token_starts_no_decode(mesh: GatewayMesh) -> Non
     assert num_starts(mesh) == 0
 
 
-async def test_a_prefill_that_cannot_hands_on_whole(mesh: GatewayMesh) -> None:
+async def test_a_prefill_without_per_layer_mode_hands_over_whole(mesh: GatewayMesh) -> None:
     for instance in mesh.instances.values():
         instance.is_per_layer = False
     assert await ask(mesh) == mesh.expected_text("abc", 6)

@@ -25,7 +25,7 @@ async def master() -> FakeMaster:
     return FakeMaster()
 
 
-async def test_many_questions_share_one_stream(master: FakeMaster) -> None:
+async def test_many_plan_queries_share_one_stream(master: FakeMaster) -> None:
     async with serving(master) as port:
         stream = PlanStream(f"127.0.0.1:{port}")
         for number in range(1, 20):
@@ -34,7 +34,7 @@ async def test_many_questions_share_one_stream(master: FakeMaster) -> None:
         await stream.close()
 
 
-async def test_an_answer_that_came_too_late_never_answers_the_next_question(
+async def test_a_late_answer_is_never_taken_for_the_answer_to_the_next_query(
     master: FakeMaster,
 ) -> None:
     async with serving(master) as port:

@@ -36,4 +36,4 @@ async def test_a_request_without_a_label_is_classified_by_its_length(tmp_path: P
 
         assert await ask(10) == "default"
         assert await ask(50) == "long"
-        assert await ask(50, scenario="mine") == "mine", "a label stands"
+        assert await ask(50, scenario="mine") == "mine", "a scenario named by the client is kept"

@@ -103,7 +103,7 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
         await until(lambda: len(prefill.legs) == 1)
         assert room(mesh) == 1
         assert prefill.prefills[-1].cache_salt == prefill.prefills[1].cache_salt, (
-            "chat's, the second to ask"
+            "the request of tenant chat, which came second"
         )
         for task in (batch, chat):
             task.cancel()
@@ -150,7 +150,7 @@ async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
         asked = asyncio.create_task(ask(client))
         await until(lambda: room(mesh) == 1)
         prefill.free_slots(1)
-        assert (await asked).status_code == 200, "a prefill that comes free"
+        assert (await asked).status_code == 200, "a prefill that became free"
 
 
 @pytest.mark.req("S44", "S9")
@@ -274,7 +274,7 @@ async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path
 
 
 @pytest.mark.fault("F38")
-async def test_one_death_is_one_for_all_choices_and_clients_that_saw_it(tmp_path: Path) -> None:
+async def test_a_death_that_several_choices_or_clients_saw_counts_once(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path, 0, 0, num_fusions=1, max_migrations=0) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,
@@ -294,7 +294,9 @@ async def test_one_death_is_one_for_all_choices_and_clients_that_saw_it(tmp_path
             return answer.status_code == 200
 
         await until(is_served)
-        assert not mesh.gateway.frontend.shared.poison, "it was answered"
+        assert not mesh.gateway.frontend.shared.poison, (
+            "the prompt was answered, so it is no poison"
+        )
 
 
 async def test_an_idle_mesh_makes_no_request_wait(

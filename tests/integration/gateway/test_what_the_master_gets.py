@@ -129,7 +129,7 @@ def last_prefill(mesh: GatewayMesh) -> Prefill:
 
 
 @pytest.mark.req("S89")
-async def test_a_plan_is_asked_for_with_names_of_blocks_and_lengths_and_no_text(
+async def test_a_plan_query_has_block_names_and_lengths_but_no_text(
     tmp_path: Path,
 ) -> None:
     master = ListeningMaster()
@@ -157,7 +157,7 @@ async def test_a_plan_is_asked_for_with_names_of_blocks_and_lengths_and_no_text(
 
 
 @pytest.mark.req("S89")
-async def test_a_query_depends_on_a_prompt_by_the_names_of_its_blocks_and_its_length_alone(
+async def test_a_query_depends_only_on_the_block_names_and_the_length_of_its_prompt(
     tmp_path: Path,
 ) -> None:
     """So no other part of a query can come from the text."""
@@ -170,16 +170,18 @@ async def test_a_query_depends_on_a_prompt_by_the_names_of_its_blocks_and_its_le
             await ask(mesh, prompt)
             queries.append(master.query())
         same, other_end, other_begin = queries
-        assert list(other_end.block_hashes) == list(same.block_hashes), "no block ends there"
+        assert list(other_end.block_hashes) == list(same.block_hashes), (
+            "no block ends within the changed text"
+        )
         assert len(same.block_hashes) >= 3
         assert not set(other_begin.block_hashes) & set(same.block_hashes), (
-            "each name is of all before"
+            "each name depends on all tokens before it"
         )
         assert without_names(same) == without_names(other_end) == without_names(other_begin)
 
 
 @pytest.mark.req("S80", "S89")
-async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_salt(
+async def test_block_names_cannot_be_computed_without_the_secret_and_differ_by_salt(
     tmp_path: Path,
 ) -> None:
     """Otherwise a master could find a text by trying likely texts."""
@@ -199,7 +201,7 @@ async def test_names_of_blocks_cannot_be_made_without_the_secret_and_differ_by_s
 
 
 @pytest.mark.req("S89", "S103")
-async def test_neither_tails_of_turns_nor_the_tokens_of_a_lost_leg_tell_any_text(
+async def test_neither_partial_blocks_nor_the_tokens_of_a_lost_leg_reveal_text(
     tmp_path: Path,
 ) -> None:
     """The second plan covers the tokens that the client already has, which are text, too."""

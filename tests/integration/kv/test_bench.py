@@ -34,7 +34,9 @@ def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_
 
 
 @pytest.mark.req("S59", "S60")
-def test_larger_blocks_use_more_of_the_wire_and_no_blocks_least_time(tmp_path: Path) -> None:
+def test_larger_blocks_use_more_of_the_wire_and_block_free_transfer_is_fastest(
+    tmp_path: Path,
+) -> None:
     """All numbers are of one round. Blocks of 4 and of 512 KiB differ by a factor of ten or more,
     and SmolLM2 is far below its bar.
     """

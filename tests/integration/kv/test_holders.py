@@ -52,7 +52,9 @@ async def index() -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("kv_region", "asked"), [("eu", ["eu-0"]), ("us", ["us-0"]), ("", ["any-0"])]
 )
-async def test_blocks_come_from_pools_of_the_own_region(kv_region: str, asked: list[str]) -> None:
+async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
+    kv_region: str, asked: list[str]
+) -> None:
     async with index() as address:
         store = MemoryStore()
         store.records["index"] = InstanceRecord(
@@ -75,7 +77,7 @@ async def test_blocks_come_from_pools_of_the_own_region(kv_region: str, asked: l
 
 
 @pytest.mark.fault("F34")
-async def test_a_peer_that_the_own_record_holds_as_corrupt_is_not_asked() -> None:
+async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
     """Another incarnation of that peer is asked, and so is a peer that pulls could not reach."""
     async with index() as address:
         store = MemoryStore()

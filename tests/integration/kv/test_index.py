@@ -136,7 +136,7 @@ async def stored_blocks(store: RedisIndex, name: str = "prefill-0") -> frozenset
 
 
 @pytest.mark.req("S98", "S101")
-async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
+async def test_deltas_reach_memory_and_redis_and_an_instance_that_leaves_is_removed_from_both(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     async with index(bus, valkey) as parts:
@@ -155,7 +155,7 @@ async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
 
 @pytest.mark.fault("F3")
 @pytest.mark.req("S98")
-async def test_an_instance_that_just_stops_renewing_is_gone_from_memory_and_redis(
+async def test_an_instance_whose_lease_runs_out_is_removed_from_memory_and_redis(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
     """The instance is killed: it says no goodbye, and its lease runs out."""
@@ -283,7 +283,7 @@ async def test_without_redis_the_index_continues_and_refills_redis_when_it_is_ba
 
 
 @pytest.mark.fault("F16")
-async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
+async def test_a_frozen_redis_costs_one_bounded_wait_and_no_retries(
     valkey: servers.TestServer,
 ) -> None:
     timeout_s = 4.0
@@ -376,7 +376,7 @@ async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
     assert await store.instance_ids() == ["b"]
 
 
-async def test_an_instance_that_was_half_written_is_not_loaded(
+async def test_an_incompletely_written_instance_is_not_loaded(
     store: RedisIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.replace("a", StoredInstance(1, 1, frozenset(chain(2))))

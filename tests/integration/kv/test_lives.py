@@ -52,7 +52,7 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
-async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> None:
+async def test_a_transport_may_end_at_any_moment_while_peers_connect() -> None:
     """Found by the nemesis: an instance was erased while its peers connected, and died by signal 11
     in UCX.
     """
@@ -95,7 +95,7 @@ async def test_a_peer_that_means_an_earlier_incarnation_is_refused_on_the_same_p
 
 @pytest.mark.req("S23")
 @pytest.mark.fault("F5")
-async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
+async def test_between_two_incarnations_peers_are_refused_at_once() -> None:
     """The transport of a blank instance must not hold up a peer until that peer's own deadline."""
     async with life() as (peer, _):
         async with life() as (_, address):
@@ -107,7 +107,7 @@ async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
 
 
 @pytest.mark.fault("F5")
-async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> None:
+async def test_the_number_of_a_connection_is_never_used_again_in_a_later_incarnation() -> None:
     """Tags of payloads contain it, and a late byte of an earlier life must match no receive of a
     later life.
     """

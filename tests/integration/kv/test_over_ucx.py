@@ -534,7 +534,9 @@ def test_idle_agents_cost_nothing() -> None:
         agents[0].keep(ticket_for(second, SMALL), 0.0).result(60)
         agents[1].keep(ticket_for(first, SMALL), 0.0).result(60)
         idle_s = cpu_of(lambda: time.sleep(1.0))
-        assert idle_s < cpu_of(_spin_for_a_second) / 5, "as much as a thread that polls"
+        assert idle_s < cpu_of(_spin_for_a_second) / 5, (
+            "the idle agents use as much CPU as a thread that polls"
+        )
     finally:
         for agent in agents:
             agent.close()

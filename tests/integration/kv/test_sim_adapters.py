@@ -59,7 +59,7 @@ async def answer(
     return [first.token_id, *started.tokens]
 
 
-async def test_each_content_has_its_own_answers_and_all_run_together(tmp_path: Path) -> None:
+async def test_each_adapter_has_its_own_answers_and_all_run_together(tmp_path: Path) -> None:
     adapters = [adapter_in(tmp_path, "a", 1), adapter_in(tmp_path, "b", 2), None]
     async with pair(max_adapters=2, max_retrievals=8) as (p, d, to_p, to_d):
         cases = [(prompt_of(70 + 9 * i, i), adapters[i % 3]) for i in range(6)]
@@ -68,7 +68,7 @@ async def test_each_content_has_its_own_answers_and_all_run_together(tmp_path: P
         assert len(p.host.loaded_adapters) == len(d.host.loaded_adapters) == 2
 
 
-async def test_per_layer_and_alone_they_are_the_same(tmp_path: Path) -> None:
+async def test_answers_are_the_same_per_layer_and_on_one_instance(tmp_path: Path) -> None:
     a, prompt = adapter_in(tmp_path, "a", 1), prompt_of(130)
     async with pair(max_adapters=1) as (p, _, to_p, to_d):
         leg = await to_p.prefill(prompt, SAMPLING, kv_transfer=pb.KV_TRANSFER_PER_LAYER, **of(a))
@@ -108,7 +108,7 @@ async def test_a_decode_without_the_adapter_would_answer_something_else(tmp_path
         assert right != expected(prompt, None, p)
 
 
-async def test_more_adapters_than_slots_wait_outside_and_take_turns(tmp_path: Path) -> None:
+async def test_requests_for_more_adapters_than_slots_wait_and_take_turns(tmp_path: Path) -> None:
     a, b = adapter_in(tmp_path, "a", 1), adapter_in(tmp_path, "b", 2)
     slow = Sampling(max_tokens=2000, ignore_eos=True)
     async with sim_instance("fusion-0", FUSION, MemoryTransport, max_adapters=1) as fusion:
@@ -131,12 +131,10 @@ async def test_more_adapters_than_slots_wait_outside_and_take_turns(tmp_path: Pa
 
 
 @pytest.mark.req("S33")
-async def test_an_adapter_that_comes_slowly_shows_work_with_each_piece(
+async def test_an_adapter_from_a_slow_store_gives_a_sign_of_work_with_each_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a gateway does not take the leg that waits for it for lost; a store that hangs shows
-    none.
-    """
+    """So a gateway does not give up the leg that waits. A store that hangs gives no sign."""
     a = adapter_in(tmp_path, "a", 1)
     may_read = threading.Semaphore(0)
 
@@ -164,7 +162,7 @@ async def test_an_adapter_that_comes_slowly_shows_work_with_each_piece(
         await fusion.until_idle()
 
 
-async def test_an_adapter_that_cannot_be_loaded_ends_its_own_requests_only(
+async def test_an_adapter_that_cannot_be_loaded_ends_only_its_own_requests(
     tmp_path: Path,
 ) -> None:
     good = adapter_in(tmp_path, "good", 1)
@@ -232,7 +230,7 @@ async def test_a_removed_adapter_is_unloaded_after_its_last_request(tmp_path: Pa
         await fusion.until_idle()
 
 
-async def test_an_instance_without_slots_takes_none(tmp_path: Path) -> None:
+async def test_an_instance_without_adapter_slots_takes_no_adapters(tmp_path: Path) -> None:
     a = adapter_in(tmp_path, "a", 1)
     async with pair() as (p, _, to_p, _):
         leg = await to_p.prefill(prompt_of(70), SAMPLING, **of(a))

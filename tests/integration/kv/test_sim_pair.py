@@ -54,7 +54,9 @@ async def check(
 
 
 @pytest.mark.req("S1", "S3", "S49")
-async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTransport) -> None:
+async def test_the_output_of_a_pair_equals_that_of_one_process(
+    make_transport: MakeTransport,
+) -> None:
     """Prompts have lengths around block boundaries, outputs are short and long; all run at once."""
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 640, 1000, 1919, 1920, 1921]
     lengths += np.random.default_rng(7).integers(1, 1500, 40).tolist()
@@ -117,10 +119,10 @@ UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # the padding, which no gramm
 @pytest.mark.parametrize(
     ("grammar", "shaping"), [('start: "a" nothing', UNSHAPED), ('start: "a"', UNLIKE_ALL)]
 )
-async def test_a_constraint_that_no_engine_can_keep_ends_its_leg_and_gives_all_back(
+async def test_a_constraint_that_no_engine_can_keep_ends_its_leg_and_frees_everything(
     grammar: str, shaping: LogitShaping
 ) -> None:
-    """It is no sign against the instance: a client can ask for it as often as it likes."""
+    """The failure does not count against the instance: any client can cause it at will."""
     async with pair() as (p, d, to_p, to_d):
         sampling = Sampling(9, shaping=shaping, constraint=Constraint(grammar))
         leg = await to_p.prefill(prompt_of(100), sampling)
@@ -134,7 +136,7 @@ async def test_a_constraint_that_no_engine_can_keep_ends_its_leg_and_gives_all_b
 
 
 @pytest.mark.req("S1")
-async def test_one_token_answers_never_reach_decode() -> None:
+async def test_answers_of_one_token_never_reach_decode() -> None:
     async with pair() as (p, d, to_p, to_d):
         for length in (1, 64, 200):
             await check(p, to_p, to_d, prompt_of(length), Sampling(max_tokens=1))
@@ -151,7 +153,7 @@ async def test_a_stop_at_token_one_ends_at_prefill() -> None:
         assert not to_d.legs
 
 
-async def test_a_prefix_computed_before_is_not_computed_again_and_changes_nothing() -> None:
+async def test_a_known_prefix_is_not_computed_again_and_the_answer_stays_the_same() -> None:
     async with pair() as (p, _, to_p, to_d):
         prompt, sampling = prompt_of(500), Sampling(max_tokens=12)
         await check(p, to_p, to_d, prompt, sampling)
@@ -276,7 +278,9 @@ async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None
             f"{len(took_s)} refusals of {statistics.median(took_s) * 1e3:.2f} ms in {step_s:.2f} s"
         )
         assert len(took_s) == 100 or is_over
-        assert statistics.median(took_s) < step_s / 20, "twenty and more answers within one step"
+        assert statistics.median(took_s) < step_s / 20, (
+            "at least twenty refusals came within one step"
+        )
         await to_p.release(long, first.ticket.ticket_id)
 
 
@@ -285,7 +289,7 @@ ANSWER = Sampling(max_tokens=5, ignore_eos=True)
 
 @pytest.mark.req("S40", "S41")
 @pytest.mark.parametrize("how", ["pulled", "released", "aborted"])
-async def test_with_decode_blocked_prefill_takes_its_slots_and_keeps_no_waiting_list(
+async def test_if_decode_is_blocked_prefill_fills_its_slots_and_keeps_no_waiting_list(
     how: str,
 ) -> None:
     """Forty prompts ask for three slots. A transfer that ends frees one slot, for one prompt."""
@@ -458,7 +462,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_legs_end() -> Non
         await f.until_idle()
 
 
-async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
+async def test_kv_events_report_the_content_of_the_cache_without_gaps() -> None:
     async with pair(num_kv_blocks=40) as (p, _, to_p, to_d):
         known: set[bytes] = set()
         sequences: list[int] = []

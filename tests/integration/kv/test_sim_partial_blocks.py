@@ -54,7 +54,7 @@ def cached(session: TestSession) -> list[int]:
 
 
 @pytest.mark.req("S103", "S104")
-async def test_a_chat_reuses_all_it_said_and_not_whole_blocks_alone() -> None:
+async def test_a_chat_reuses_all_its_earlier_tokens_and_not_only_full_blocks() -> None:
     async with (
         sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE) as f,
         TestSession(f) as to_f,
@@ -81,12 +81,14 @@ async def test_chats_that_differ_within_a_block_share_its_named_beginning() -> N
             for seed in range(6):
                 tasks.create_task(ask(f, to_f, system + prompt_of(40, seed), 5))
         await ask(f, to_f, system + prompt_of(50, 9), 5)
-        assert cached(to_f)[-1] == 64 + 28, "named at 16, 20, ..., 28; they part at 31"
+        assert cached(to_f)[-1] == 64 + 28, (
+            "names exist at 16, 20, ..., 28 tokens; the chats differ from token 31 on"
+        )
         await f.until_idle()
 
 
 @pytest.mark.req("S104")
-async def test_two_that_continue_one_turn_at_once_do_not_disturb_each_other() -> None:
+async def test_two_requests_that_continue_one_turn_at_once_do_not_disturb_each_other() -> None:
     async with (
         sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE) as f,
         TestSession(f) as to_f,
@@ -105,7 +107,7 @@ async def test_two_that_continue_one_turn_at_once_do_not_disturb_each_other() ->
 
 @pytest.mark.req("S104")
 @pytest.mark.parametrize("mode", ["whole", "per_layer"])
-async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) -> None:
+async def test_prefill_keeps_the_partial_block_of_its_prompts_in_both_modes(mode: str) -> None:
     kv_transfer = {"whole": 1, "per_layer": 2}[mode]
     async with (
         sim_instance("prefill-0", PREFILL, MemoryTransport, partial_sampling=WHOLE) as p,
@@ -127,14 +129,14 @@ async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) ->
             assert answer == sim_reference(chat, sampling, sim_params(p.settings))[0]
             chat = [*chat, *answer, *prompt_of(8, turn)]
         assert cached(to_p) == [0, 90, 110, 130], (
-            "what each earlier prompt ended with, not its answer"
+            "the tail of each earlier prompt is reused, but not its answer"
         )
         await p.until_idle()
         await d.until_idle()
 
 
 @pytest.mark.req("S104")
-async def test_a_prompt_given_up_leaves_the_tail_it_continued() -> None:
+async def test_an_abandoned_prompt_leaves_the_partial_block_that_it_continued() -> None:
     async with (
         sim_instance(  # at a real engine's pace, so that the prompt is given up while it computes
             "fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE, sim_law="smollm2-cpu"
@@ -169,7 +171,9 @@ async def test_wrong_bytes_below_the_watermark_change_the_answer() -> None:
 
 
 @pytest.mark.req("S103")
-async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_path: Path) -> None:
+async def test_the_master_sends_a_turn_to_the_prefill_that_holds_its_partial_block(
+    tmp_path: Path,
+) -> None:
     """The chats are shorter than a block, so only names of beginnings show which prefill has them.
 
     The times of such short prompts are noise.
@@ -200,7 +204,7 @@ async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_pa
             assert await turn(messages) >= 16, "the first turn's prompt"
 
 
-async def test_without_a_step_only_whole_blocks_are_reused(tmp_path: Path) -> None:
+async def test_without_a_tail_step_only_full_blocks_are_reused(tmp_path: Path) -> None:
     spec = MeshSpec(
         engine="sim",
         num_prefill=1,

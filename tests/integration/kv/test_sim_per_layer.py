@@ -90,7 +90,7 @@ async def check(
     assert await legs.finish() == expected
 
 
-async def test_output_is_that_of_one_process_whole_or_per_layer(
+async def test_whole_and_per_layer_output_equals_that_of_one_process(
     make_transport: MakeTransport,
 ) -> None:
     """Prompts have lengths around block and chunk boundaries; both modes run at once on the same
@@ -142,7 +142,7 @@ async def test_a_known_prefix_is_handed_on_too() -> None:
         assert cached == [0, 640, 896]
 
 
-async def test_one_token_answers_have_no_ticket() -> None:
+async def test_answers_of_one_token_have_no_ticket() -> None:
     async with pair() as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
         await legs.accept(prompt_of(100), Sampling(max_tokens=1))
@@ -150,7 +150,7 @@ async def test_one_token_answers_have_no_ticket() -> None:
         assert (await legs.prefill.until("first_token")).finish_reason
 
 
-async def test_the_kv_is_at_decode_before_prefill_has_its_token() -> None:
+async def test_most_of_the_kv_is_at_decode_before_prefill_draws_token_1() -> None:
     """The transfer overlaps the computation: at token 1 only the last layer is left, not the whole
     prompt.
     """
@@ -207,7 +207,7 @@ async def test_a_request_given_up_at_any_stage_leaves_nothing_behind(stage: str,
 
 
 @pytest.mark.fault("F2", "F6")
-async def test_when_prefill_gives_up_in_the_middle_the_decode_hears_of_it() -> None:
+async def test_a_decode_learns_that_its_prefill_gave_up_in_the_middle() -> None:
     async with pair(sim_law="demo") as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
         await legs.accept(prompt_of(1900), Sampling(max_tokens=9))
@@ -219,7 +219,7 @@ async def test_when_prefill_gives_up_in_the_middle_the_decode_hears_of_it() -> N
         assert failed.is_retryable
 
 
-async def test_a_decode_given_up_leaves_the_ticket_to_another() -> None:
+async def test_an_abandoned_decode_leaves_the_ticket_to_another() -> None:
     """The first decode's pull ends in the middle. The second decode gets every layer, and gives the
     same text.
     """
@@ -265,7 +265,9 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 
 
 @pytest.mark.req("S52", "S53")
-async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_ends() -> None:
+async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_another_ends() -> (
+    None
+):
     """Three requests are at a decode with one slot: two wait with their KV, and a fourth is
     refused. A request that waited has its first token exactly one iteration after the last token of
     the request that it follows.

@@ -178,7 +178,7 @@ def instances(
     ("num_heads", "num_sources", "num_ranks"),
     [(8, 2, 1), (8, 1, 2), (8, 4, 2), (2, 1, 4), (2, 4, 1), (4, 2, 2)],
 )
-def test_every_rank_gets_its_heads_and_every_source_its_word(
+def test_every_rank_gets_its_heads_and_every_source_its_acknowledgement(
     num_heads: int, num_sources: int, num_ranks: int, num_cached: int
 ) -> None:
     """A prefix may be cached at the destination, too; then none of it is pulled."""
@@ -277,7 +277,7 @@ def outcome(pull: TogetherPull) -> KvTransferFailed | None:
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("is_one_lost", [False, True])
 @pytest.mark.parametrize("num_sources", [1, 4])
-def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
+def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
     num_sources: int, is_one_lost: bool
 ) -> None:
     """At the decode's worker half, the landing range becomes free once, and only when nothing can

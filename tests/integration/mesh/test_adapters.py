@@ -76,7 +76,7 @@ def prompt_of(seed: int, length: int = 200) -> list[int]:
     return [rng.randrange(40, 120) for _ in range(length)]
 
 
-async def test_adapters_come_are_asked_for_as_models_are_replaced_and_go(
+async def test_adapters_are_added_used_as_models_replaced_and_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digests = {name: write_adapter(tmp_path / name, seed) for seed, name in enumerate("abc")}
@@ -183,7 +183,7 @@ async def test_a_running_answer_keeps_its_adapter_after_its_removal_and_a_death(
         assert fleet.counted(mesh, ["gateway-0"], "pdmesh_request_migrations_total") >= 1
 
 
-async def test_a_mesh_without_slots_says_so_at_add(tmp_path: Path) -> None:
+async def test_adding_an_adapter_to_a_mesh_without_adapter_slots_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", 1)
     async with Mesh(fleet.one_by_one(), tmp_path / "mesh") as mesh:
         with pytest.raises(MeshError, match="takes adapters: set ENABLE_LORA"):

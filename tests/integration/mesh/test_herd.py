@@ -185,7 +185,7 @@ async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> T
 
 @pytest.mark.req("S42", "S43")
 @pytest.mark.parametrize("has_master", [True, False], ids=["master", "alone"])
-async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
+async def test_two_gateways_at_half_load_do_not_choose_the_same_prefills(
     tmp_path: Path, has_master: bool
 ) -> None:
     """Eight prompts are under way for sixteen slots.

@@ -68,7 +68,7 @@ def sysv_segment() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("made", [posix_segment, sysv_segment])
-def test_shared_memory_is_seen_until_it_is_removed(made: Any) -> None:
+def test_leaked_shared_memory_is_detected_until_it_is_removed(made: Any) -> None:
     """Any: a context manager's maker."""
     with made() as name:
         assert name in shared_memory(os.getpid())
@@ -77,7 +77,7 @@ def test_shared_memory_is_seen_until_it_is_removed(made: Any) -> None:
     assert still_there({name}) == set()
 
 
-async def test_keys_that_nothing_would_remove_are_seen(tmp_path: Path) -> None:
+async def test_leaked_redis_keys_are_detected(tmp_path: Path) -> None:
     server = servers.valkey(tmp_path)
     await server.start()
     redis: Any = Redis.from_url(server.url)  # any: redis-py's generic client

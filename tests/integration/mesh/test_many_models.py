@@ -41,7 +41,7 @@ def groups(directory: Path, *models: str) -> Path:
 
 
 def write_models(directory: Path) -> None:
-    """Alike in all but a line that their chat templates begin with: so each has its own files."""
+    """Models that differ only in the first line of their chat templates, so their files differ."""
     for model in SEEDS:
         folder = directory / "models" / model
         write_sim_model(folder)
@@ -109,6 +109,6 @@ async def test_models_are_added_and_removed_and_each_request_gets_its_own(tmp_pa
         await apply("small", "third")
         await until(are_listed("small", "third"), 120)
         gone = await client.post("/v1/completions", json={"model": "large", "prompt": "x"})
-        assert gone.status_code == 503, "away, as far as a gateway can tell"
+        assert gone.status_code == 503, "the gateway still lists the model as away"
         await ask_all("small", "third")
-        assert mesh.pid("gateway-0") == gateway, "nothing was started again"
+        assert mesh.pid("gateway-0") == gateway, "no process was restarted"

@@ -149,12 +149,12 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert re.search(r"the mesh is ready after \d", said)
     assert "chat/completions" in said
     assert said.rstrip().endswith("pdmesh: stopped")
-    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "what it told while it ran"
+    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "the output while it ran"
 
 
 @pytest.mark.req("S74")
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
+def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None:
     launcher = pdmesh.up()
     mesh = pdmesh.until_ready(launcher)
     os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)  # also what cannot run its own handlers
@@ -212,7 +212,7 @@ def test_a_detached_mesh_returns_when_it_is_ready_and_down_stops_it(pdmesh: Pdme
     assert not any(is_alive(pid) for pid in pids(mesh).values())
 
 
-def test_a_taken_port_is_one_line_and_nothing_is_left_behind(pdmesh: Pdmesh) -> None:
+def test_a_taken_port_is_reported_in_one_line_and_nothing_is_left_behind(pdmesh: Pdmesh) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         up = pdmesh.run("up", "--engine", "sim", "--http-port", port, "--grpc-port", "0")

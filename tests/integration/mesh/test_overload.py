@@ -47,7 +47,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
-async def test_four_times_the_kv_memory_ends_in_answers_and_429s_in_time(mesh: Mesh) -> None:
+async def test_a_load_of_four_times_the_kv_memory_gets_answers_and_timely_429s(mesh: Mesh) -> None:
     """Four times as many users get nearly as many answers in all as only the users for whom there
     is room; both are counted here, one after the other. And each client gets its refusal before its
     own deadline.

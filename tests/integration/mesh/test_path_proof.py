@@ -43,7 +43,7 @@ def waiting_for(process: Process) -> list[str]:
     return [] if status == 200 else json.loads(body)["waiting_for"]
 
 
-async def test_a_gateway_whose_requests_get_no_kv_across_is_not_ready_until_they_do(
+async def test_a_gateway_is_not_ready_until_its_requests_get_kv_across(
     site: Site,
 ) -> None:
     await site.start("prefill", "prefill-0")
@@ -84,7 +84,7 @@ async def test_behind_a_proxy_a_mesh_is_ready_and_answers(
         "all_proxy",
         "grpc_proxy",
     ):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     for role in roles:

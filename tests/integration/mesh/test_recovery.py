@@ -135,7 +135,7 @@ async def test_an_engine_that_hangs_in_a_live_process_is_detected_and_restarted(
 
 
 @pytest.mark.req("S37")
-async def test_with_everything_gone_clients_get_the_scenarios_text(
+async def test_if_all_instances_are_gone_clients_get_the_default_text(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     scenarios = {"default": {"default_text": "Please come back in a minute."}}
@@ -209,7 +209,7 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
 
 
 @pytest.mark.req("S33", "S34")
-async def test_idle_instances_are_probed_so_faults_are_found_before_a_request(
+async def test_idle_instances_are_probed_so_that_faults_are_found_before_a_request(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     env = {

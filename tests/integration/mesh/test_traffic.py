@@ -44,7 +44,7 @@ def workload() -> list[Arrival]:
     )
 
 
-async def test_an_open_loop_sends_each_request_at_its_time_and_hears_its_answer() -> None:
+async def test_an_open_loop_sends_each_request_at_its_time_and_records_its_answer() -> None:
     arrivals = workload()
     heard: list[Answer] = []
     with canned_server() as port:
@@ -57,7 +57,7 @@ async def test_an_open_loop_sends_each_request_at_its_time_and_hears_its_answer(
 
 
 @pytest.mark.req("S65")
-async def test_users_have_one_request_under_way_each() -> None:
+async def test_each_user_has_one_request_under_way() -> None:
     numbers = itertools.count()
     with canned_server() as port:
         answers = await closed_loop(
@@ -73,14 +73,14 @@ async def test_users_have_one_request_under_way_each() -> None:
     assert len(answers) > 2 * 4, "each asks again"
 
 
-async def test_a_server_that_is_not_there_is_an_answer_of_its_own() -> None:
+async def test_a_missing_server_is_reported_as_status_0() -> None:
     with canned_server() as port:
         pass
     (answer,) = await open_loop(Target("127.0.0.1", port), workload()[:1], lambda _: None)
     assert (answer.status, answer.is_answered) == (0, False)
 
 
-def test_a_target_is_where_its_url_says() -> None:
+def test_the_url_determines_host_and_port() -> None:
     target = Target.at("http://mesh.example:8000", names_scenario=True)
     assert (target.host, target.port, target.names_scenario) == ("mesh.example", 8000, True)
     assert Target.at("http://mesh.example").port == 80
@@ -135,7 +135,7 @@ def test_the_open_loop_of_two_services_has_all_six_scenarios_at_poisson_times() 
     assert len({tuple(prompt_tokens(a, 64)) for a in found}) == 600
 
 
-def test_calls_are_counted_by_the_rejections_they_met() -> None:
+def test_calls_are_counted_by_their_number_of_rejections() -> None:
     def bucket(bound: str, value: int) -> str:
         return f'pdmesh_request_rejections_bucket{{le="{bound}",scope="x"}} {value}.0\n'
 

@@ -73,7 +73,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.req("S1", "S13", "S47", "S49")
-async def test_every_length_and_pair_gives_the_text_of_one_model(
+async def test_every_prompt_length_and_pair_gives_the_text_of_one_model(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
     asked = [(prompt_of(n), tokens) for n in LENGTHS for tokens in (1, 2, 12)]
@@ -163,11 +163,13 @@ async def test_one_trace_spans_all_services_of_a_request(
     await until(lambda: expected <= seen())
     mine = [s for s in collector.spans if s.trace_id == trace_id]
     legs = sorted(s.name for s in mine if s.name in {"prefill", "kv.transfer", "decode"})
-    assert legs == ["decode", "kv.transfer", "prefill"], "each stage once, from whoever did it"
+    assert legs == ["decode", "kv.transfer", "prefill"], (
+        "each stage has one span, from the process that did it"
+    )
     roots = [s for s in mine if s.parent_id == "00f067aa0ba902b7"]
     assert [s.service for s in roots] == ["gateway"], "the client's span is the parent of ours"
     ids = {s.span_id for s in mine} | {"00f067aa0ba902b7"}
-    assert all(s.parent_id in ids for s in mine), "no span hangs in the air"
+    assert all(s.parent_id in ids for s in mine), "every span has a parent in the trace"
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -312,10 +314,10 @@ async def test_operators_see_a_finished_request_as_readable_json(
 
 @pytest.mark.req("S37")
 @pytest.mark.fault("F39")
-async def test_a_form_that_allows_no_token_is_the_clients_error_at_once(
+async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_client(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """No choice of it is tried anywhere else: the budget for retries is the other clients', too."""
+    """No choice is retried elsewhere, because all clients share the retry budget."""
     bus = await NatsBus.connect(mesh.nats_url, "test-form")
     seen: list[RequestFinished] = []
     errors: list[Message] = []
@@ -337,7 +339,7 @@ async def test_a_form_that_allows_no_token_is_the_clients_error_at_once(
         assert error["code"] == "constraint_unsatisfiable"
     await until(lambda: len(seen) == 3)
     assert [event.num_migrations for event in seen] == [0, 0, 0]
-    assert not errors, "nor is it an error of an instance"
+    assert not errors, "it does not count as an instance's failure"
     await bus.close()
     await until(lambda: _nothing_held(mesh))
 
@@ -450,13 +452,13 @@ async def test_running_streams_end_while_no_master_runs(
     pid = mesh.pid(master)
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert not lines, "all are under way"
+        assert not lines, "all streams are under way"
         texts = await asyncio.wait_for(asyncio.gather(*streams), 300)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert texts == [reference.text(prompt, num_tokens) for prompt in prompts]
     assert lines == ["data: [DONE]"] * len(prompts)
-    assert mesh.pid(master) == pid, "none was started in its place"
+    assert mesh.pid(master) == pid, "no other master was started"
 
 
 async def test_accepted_is_completed_plus_failed_plus_cancelled(

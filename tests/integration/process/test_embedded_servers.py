@@ -133,7 +133,7 @@ def test_a_taken_port_is_refused_with_the_name_of_its_owner_and_the_remedy() -> 
     assert str(caught.value).endswith("choose another with --http-port")
 
 
-def test_a_reserved_port_is_open_to_the_child_alone() -> None:
+def test_a_reserved_port_is_open_only_to_the_child() -> None:
     reservation = PortReservation("127.0.0.1", 0)
     try:
         with socket.create_server(("127.0.0.1", reservation.port)) as child_socket:

@@ -244,14 +244,14 @@ async def test_a_stalled_request_is_cut_in_time(sent: bytes) -> None:
 
 
 @pytest.mark.fault("F29")
-async def test_half_a_request_behind_a_whole_one_is_cut_and_answers_nothing_twice() -> None:
+async def test_half_a_request_after_a_whole_one_is_cut_and_causes_no_second_answer() -> None:
     async with serving(receive_timeout_s=0.3) as site:
         answer = await site.ask(GET % b"slow" + HEAD + b"content-length: 9\r\n\r\nabc")
-        assert answer == b"", "what is written now would be taken for the first one's answer"
+        assert answer == b"", "a client would take these bytes for the answer to its first request"
 
 
 @pytest.mark.fault("F31")
-async def test_paths_are_what_was_sent() -> None:
+async def test_paths_reach_the_application_as_they_were_sent() -> None:
     async with serving() as site:
         end = b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         for sent, path in (
@@ -274,7 +274,9 @@ async def test_paths_are_what_was_sent() -> None:
         (b"OPTIONS * HTTP/1.1\r\nhost: a\r\n\r\n", 200),
     ],
 )
-async def test_a_head_against_the_rfc_reaches_no_application(sent: bytes, status: int) -> None:
+async def test_a_head_that_violates_the_rfc_never_reaches_the_application(
+    sent: bytes, status: int
+) -> None:
     async with serving(receive_timeout_s=10.0) as site:
         assert status_of(await site.ask(sent)) == status
         assert site.app.num_begun == (status == 200)
@@ -289,7 +291,7 @@ async def test_an_offered_upgrade_is_ignored_and_nothing_behind_it_is_lost() -> 
 
 
 @pytest.mark.fault("F29")
-async def test_a_full_listener_that_makes_room_drops_the_connection_that_waited_longest() -> None:
+async def test_a_full_listener_drops_the_connection_that_waited_longest() -> None:
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         reader, writer = await site.open()
         writer.write(GET % b"slow")
@@ -299,7 +301,9 @@ async def test_a_full_listener_that_makes_room_drops_the_connection_that_waited_
         assert site.bounds.num_open <= 10
         assert told(await site.ask(ONCE % b"new"))
         site.app.may_answer.set()
-        assert told(await reader.readuntil(b"}"))["path"] == "/slow", "what is being answered stays"
+        assert told(await reader.readuntil(b"}"))["path"] == "/slow", (
+            "a connection whose request is being answered stays"
+        )
         for _, each in idle:
             each.transport.abort()
         writer.close()

@@ -44,7 +44,7 @@ async def test_a_pair_of_processes_answers_as_the_model_does_and_shows_itself(si
 
 
 @pytest.mark.fault("F41")
-async def test_asked_to_stop_it_finishes_what_runs_refuses_the_rest_and_says_goodbye(
+async def test_on_sigterm_an_instance_finishes_running_requests_refuses_others_and_deregisters(
     site: Site,
 ) -> None:
     p, d = await asyncio.gather(
@@ -98,7 +98,7 @@ async def test_an_engine_that_dies_ends_the_process_after_telling_its_gateways(s
         assert await p.exit_code() == 1
 
 
-async def test_operators_hear_of_a_failed_leg_and_of_the_death_of_an_engine(site: Site) -> None:
+async def test_a_failed_leg_and_the_death_of_an_engine_are_published_as_events(site: Site) -> None:
     heard: list[ErrorReported] = []
 
     async def on_error(message: Message) -> None:
@@ -122,7 +122,9 @@ async def test_operators_hear_of_a_failed_leg_and_of_the_death_of_an_engine(site
     leg, engine = heard
     assert (leg.service, leg.reason) == ("decode", "KV_TRANSFER_FAILED")
     assert leg.request_id == gone.ticket.request_id
-    assert gone.ticket.ticket_id.rpartition("-")[2] not in str(heard), "who hears it could pull"
+    assert gone.ticket.ticket_id.rpartition("-")[2] not in str(heard), (
+        "a reader of this event could pull the KV"
+    )
     assert (engine.reason, engine.request_id) == ("ENGINE_DIED", "")
     await bus.close()
 

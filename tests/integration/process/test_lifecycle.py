@@ -142,9 +142,7 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
     assert (line["service"], line["instance"]) == ("kv-cache-index", "index-0")
 
 
-def test_a_full_disk_takes_the_log_lines_and_nothing_else(
-    tmp_path: Path, processes: list[Process]
-) -> None:
+def test_on_a_full_disk_only_log_lines_are_lost(tmp_path: Path, processes: list[Process]) -> None:
     """Each log line once raised an error in the code that logged it: requests broke off, and
     SIGTERM did not end the process.
     """
@@ -174,7 +172,7 @@ def test_an_ops_file_that_cannot_be_written_is_written_later(
     assert process.stop() == 0
 
 
-def test_every_line_is_json_whatever_logged_it(tmp_path: Path, processes: list[Process]) -> None:
+def test_every_log_line_is_json_whatever_wrote_it(tmp_path: Path, processes: list[Process]) -> None:
     """gRPC's library, the warnings module, a thread and a finalizer once wrote plain text."""
     settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
     processes.append(process := Process(tmp_path, **settings))
@@ -196,7 +194,7 @@ def test_a_crash_exits_1_and_its_traceback_shows_no_local_variables(
     assert "my secret prompt" not in log
 
 
-def test_a_failure_that_can_be_mended_is_one_line_without_a_traceback(
+def test_a_failure_that_an_operator_can_repair_is_one_line_without_a_traceback(
     tmp_path: Path, processes: list[Process]
 ) -> None:
     processes.append(process := Process(tmp_path, PDMESH_KV_CACHE_INDEX_BEHAVIOUR="refuse"))

@@ -176,7 +176,7 @@ async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere
 async def _refuses_strangers(found: Found) -> None:
     for token in ("", "of-another-mesh-0000"):
         async with rpc.channel(f"{LOCAL}:{found.number}", token) as channel:
-            open_stream: Any = channel.stream_stream  # its stubs ask for serializers
+            open_stream: Any = channel.stream_stream  # grpc-stubs requires serializers
             call = open_stream("/pdmesh.v1.InstanceService/Session")()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()

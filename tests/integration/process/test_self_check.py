@@ -51,7 +51,7 @@ def self_check(instance: SimInstance) -> SelfCheck:
     )
 
 
-async def test_a_step_longer_than_the_bound_is_not_given_up() -> None:
+async def test_an_engine_with_a_step_longer_than_the_bound_is_not_given_up() -> None:
     """With 200 tokens at 39 tokens/s, no ping is answered for over twice the bound."""
     sampling = Sampling(max_tokens=1)
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
@@ -63,7 +63,7 @@ async def test_a_step_longer_than_the_bound_is_not_given_up() -> None:
             while not leg.has("first_token", "failed"):
                 health = InstanceHealth()
                 check.describe(health)
-                assert not health.signals, "it is not even suspect"
+                assert not health.signals, "the instance is not even suspected"
                 assert not watching.done(), watching.exception()
                 await asyncio.sleep(0.05)
         assert leg.has("first_token")
@@ -99,7 +99,7 @@ def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
     return Canary(record, None, "monitor-0", timeout_s)
 
 
-async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_instance() -> None:
+async def test_a_canary_that_waits_behind_real_work_does_not_count_against_the_instance() -> None:
     """The instance was idle when it was chosen.
 
     On a slow engine, eight tokens behind two hundred are late, not lost.
@@ -110,7 +110,7 @@ async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_in
             await leg.until("accepted")
             with pytest.raises(CanaryRefused):
                 await canary_to(f, timeout_s=2.5).send()
-            assert not leg.has("first_token"), "it was before it all the time"
+            assert not leg.has("first_token"), "the real work was ahead of the canary all the time"
             await leg.until("first_token")
         await f.until_idle()
 

@@ -67,7 +67,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
         await supervised.supervisor.stop(name)
 
 
-async def test_a_failing_report_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
+async def test_a_failing_report_does_not_prevent_a_restart(tmp_path: Path) -> None:
     """Found with a launcher whose terminal was gone: a killed decode stayed dead, and stopping it
     raised a KeyError.
     """

@@ -52,7 +52,7 @@ async def loaded(text: LoadedText) -> Tokenizer:
     return await asyncio.to_thread(Tokenizer.load, text.files.folder, max_chars=100_000)
 
 
-async def test_tekken_gives_the_tokens_of_mistrals_own_library(tmp_path: Path) -> None:
+async def test_a_converted_tekken_file_gives_the_tokens_of_mistrals_library(tmp_path: Path) -> None:
     """Prompts, conversations and decoded text are the same as in vLLM for such a model."""
     shutil.copyfile(DATA / "tekken_240911.json", tmp_path / "tekken.json")
     own = MistralTokenizer.from_file(str(tmp_path / "tekken.json"))
@@ -77,7 +77,9 @@ async def test_tekken_gives_the_tokens_of_mistrals_own_library(tmp_path: Path) -
     assert not os.path.exists(text.made.name)
 
 
-async def test_sentencepiece_gives_the_tokens_that_plain_vllm_has(tmp_path: Path) -> None:
+async def test_a_converted_sentencepiece_file_gives_the_tokens_of_plain_vllm(
+    tmp_path: Path,
+) -> None:
     shutil.copyfile(DATA / "tokenizer.model.v1", tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32_000}))
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
@@ -98,7 +100,7 @@ async def test_sentencepiece_gives_the_tokens_that_plain_vllm_has(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["code", "broken"])
-async def test_code_of_a_model_is_not_run_and_a_broken_file_stops_no_instance(
+async def test_no_code_of_a_model_is_run_and_a_broken_file_stops_no_instance(
     tmp_path: Path, kind: str
 ) -> None:
     evil = tmp_path / "model"

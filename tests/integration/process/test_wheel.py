@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_one_package_is_installed_and_the_services_are_in_it(tmp_path: Path) -> None:
+def test_the_wheel_installs_one_package_with_the_services_in_it(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     leave = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("libs", "services"):

@@ -100,7 +100,9 @@ async def test_a_stream_that_fails_gives_every_token_that_is_charged(
                 texts[choice["index"]] += choice["text"]
         await until(lambda: bool(ledger.settled))
         num_prompt_tokens = len(mesh.tokenizer._encode("abc", add_special_tokens=True))
-        assert ledger.settled == [num_prompt_tokens + sum(map(len, texts))], "one letter a token"
+        assert ledger.settled == [num_prompt_tokens + sum(map(len, texts))], (
+            "each letter is one token"
+        )
         assert all(len(text) >= NUM_DRAWN for text in texts)
         assert {mesh.expected_text("abc", len(text)) == text for text in texts} == {True}
 

@@ -104,7 +104,9 @@ async def fleet(bus: NatsBus, directory: Path, tenant: TenantEntry) -> AsyncIter
             await found.stop(name)
 
 
-async def test_four_open_calls_over_three_gateways_are_four(tmp_path: Path, bus: NatsBus) -> None:
+async def test_three_gateways_together_admit_exactly_four_open_calls(
+    tmp_path: Path, bus: NatsBus
+) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4)) as f:
         accesses = [f.add(f"g{i}/1") for i in range(3)]
         for access in accesses:  # each gateway has had a call, so each has its part
@@ -118,7 +120,7 @@ async def test_four_open_calls_over_three_gateways_are_four(tmp_path: Path, bus:
             await until(lambda access=access: f.enters(access))
 
 
-async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBus) -> None:
+async def test_a_single_gateway_has_the_whole_limit_at_once(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4, requests_per_s=100)) as f:
         access = f.add("g0/1")
         assert sum(v is not None for v in [await f.enter(access) for _ in range(6)]) == 4
@@ -127,7 +129,9 @@ async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBu
         assert await f.enter(again) is not None
 
 
-async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) -> None:
+async def test_a_limit_smaller_than_the_number_of_gateways_is_passed_around(
+    tmp_path: Path, bus: NatsBus
+) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:
         accesses = [f.add(f"g{i}/1") for i in range(3)]
         for _ in range(2):
@@ -142,9 +146,7 @@ async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) 
         first.leave()
 
 
-async def test_used_tokens_of_the_day_stay_used_when_gateways_end(
-    tmp_path: Path, bus: NatsBus
-) -> None:
+async def test_used_daily_tokens_stay_used_when_gateways_end(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:
         assert await f.grants(f.add("g0/1"), 60)
         await f.stop("g0/1")
@@ -158,7 +160,7 @@ async def test_used_tokens_of_the_day_stay_used_when_gateways_end(
         assert not await f.grants(third, 1)
 
 
-async def test_a_gateway_that_starts_takes_nothing_from_those_it_has_not_seen_yet(
+async def test_a_starting_gateway_takes_nothing_from_gateways_that_it_has_not_seen_yet(
     tmp_path: Path, bus: NatsBus
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
@@ -174,7 +176,7 @@ async def test_a_gateway_that_starts_takes_nothing_from_those_it_has_not_seen_ye
         await until(lambda: f.enters(late))
 
 
-async def test_a_gateway_that_died_is_inherited_from(tmp_path: Path, bus: NatsBus) -> None:
+async def test_the_parts_of_a_dead_gateway_are_taken_over(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
         dead, heir = f.add("g0/1"), f.add("g1/1")
         permit = await f.enter(dead)
@@ -201,7 +203,7 @@ async def test_without_nats_a_gateway_continues_with_its_part(
         await until(lambda: f.enters(first))
 
 
-async def test_tokens_of_the_day_that_another_gateway_holds_unused_are_granted_here(
+async def test_unused_daily_tokens_of_another_gateway_are_granted_here(
     tmp_path: Path, bus: NatsBus
 ) -> None:
     """Each gateway once held half of the parts, and refused until midnight when its half was

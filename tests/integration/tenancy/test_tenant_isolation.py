@@ -84,9 +84,13 @@ async def test_two_hundred_probes_reveal_nothing_about_another_tenants_prompts(
         times: dict[str, list[float]] = {"known": [], "unknown": [], "own": []}
         for asker, prompt, kind in probes:
             took, num_cached = await asker.ask(prompt)
-            assert num_cached == (NUM_CACHED if kind == "own" else 0), "what was not computed"
+            assert num_cached == (NUM_CACHED if kind == "own" else 0), (
+                "the cached tokens show what was not computed"
+            )
             times[kind].append(took)
         again = [await mallory.ask(prompt) for prompt in known[:NUM_OWN]]
-    assert [num_cached for _, num_cached in again] == [NUM_CACHED] * NUM_OWN, "of its own prompts"
-    assert auc(times["own"], times["unknown"]) > MIN_AUC, "the clock would tell a shared prefix"
+    assert [num_cached for _, num_cached in again] == [NUM_CACHED] * NUM_OWN, (
+        "A finds its own prompts"
+    )
+    assert auc(times["own"], times["unknown"]) > MIN_AUC, "the clock can show a shared prefix"
     assert 1.0 - MAX_AUC < auc(times["known"], times["unknown"]) < MAX_AUC

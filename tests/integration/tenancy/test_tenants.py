@@ -1,4 +1,4 @@
-"""API keys and tenants' limits at both doors, and what tenants never share."""
+"""API keys and tenants' limits over HTTP and gRPC, and what tenants never share."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_without_a_valid_key_nothing_is_read_or_revealed(
 
 
 @pytest.mark.fault("F39")
-async def test_a_key_may_come_as_clients_of_anthropic_send_it(tmp_path: Path) -> None:
+async def test_a_key_may_be_in_the_header_of_anthropic_clients(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry()) as k:
         (authorization,) = k.headers("acme").values()
         key = authorization.removeprefix("Bearer ")
@@ -192,7 +192,7 @@ async def test_tokenizing_counts_as_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F39")
-async def test_a_key_is_good_for_its_models_only(tmp_path: Path) -> None:
+async def test_a_key_is_valid_only_for_its_models(tmp_path: Path) -> None:
     async with keyed(
         tmp_path, acme=TenantEntry(models=["other"]), off=TenantEntry(is_disabled=True)
     ) as k:
@@ -216,11 +216,11 @@ async def test_revoking_a_key_ends_it_without_a_restart(tmp_path: Path) -> None:
         await until(is_refused)
         k.path.write_text("{ not a key file")
         await asyncio.sleep(1.5)  # longer than it takes to notice
-        assert (await k.ask("beta")).status_code == 200, "a broken file locks nobody out"
+        assert (await k.ask("beta")).status_code == 200, "a broken key file locks no client out"
 
 
 @pytest.mark.req("S80")
-async def test_equal_prompts_of_two_tenants_name_no_block_alike(tmp_path: Path) -> None:
+async def test_equal_prompts_of_two_tenants_have_no_block_name_in_common(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(), beta=TenantEntry()) as k:
         prompt = "x" * 64
         for tenant in ("acme", "beta", "acme"):
@@ -259,7 +259,7 @@ async def test_grpc_asks_for_the_same_key_and_keeps_the_same_limits(tmp_path: Pa
 
 
 @pytest.mark.fault("F39")
-def test_an_address_that_others_reach_needs_keys_or_a_word(tmp_path: Path) -> None:
+def test_a_reachable_address_needs_keys_or_an_explicit_setting(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
         assert isinstance(access_control(host, None, allow_anonymous=False), OpenAccess)
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):

@@ -86,7 +86,7 @@ async def test_stored_blocks_are_loaded_after_a_kill_and_not_computed_again(
         await until(lambda: len(set(store.rglob("*.kv")) - acknowledged) > 0)
         mesh.kill("prefill-0", signal.SIGKILL)  # with writes under way
         for text, _ in await asyncio.gather(*writing):
-            assert text, "those in flight end elsewhere or later"
+            assert text, "requests in flight end on another instance, or later"
         await mesh.wait_ready(["prefill-0"], timeout_s=180)
         assert mesh.pid("prefill-0") != before
         assert acknowledged <= set(store.rglob("*.kv")), "every acknowledged block is there"

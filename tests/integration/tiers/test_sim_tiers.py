@@ -101,7 +101,7 @@ async def test_evicted_blocks_come_back_from_the_host_pool(tmp_path: Path) -> No
 
 
 @pytest.mark.req("S76", "S77", "S68", "S105")
-async def test_a_new_instance_starts_with_what_the_file_store_has(tmp_path: Path) -> None:
+async def test_a_new_instance_starts_with_the_blocks_of_the_file_store(tmp_path: Path) -> None:
     tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=tiers) as i,
@@ -118,7 +118,7 @@ async def test_a_new_instance_starts_with_what_the_file_store_has(tmp_path: Path
 
 
 @pytest.mark.req("S76", "S77")
-async def test_prefill_hands_on_kv_that_came_from_a_tier() -> None:
+async def test_prefill_hands_over_kv_that_came_from_a_tier() -> None:
     async with (
         tiered("prefill-0", PREFILL, MemoryTransport, tiers=POOL) as p,
         sim_instance("decode-0", DECODE, MemoryTransport, max_model_len=640) as d,
@@ -180,7 +180,7 @@ async def test_a_peers_host_pool_serves_what_it_computed(make: Callable[[], KvTr
 
 @pytest.mark.req("S77")
 @pytest.mark.fault("F5")
-async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: Path) -> None:
+async def test_a_peer_that_restarted_or_left_costs_a_bounded_wait(tmp_path: Path) -> None:
     directory = Directory()
     tiers = replace(POOL, timeout_s=3.0)
     async with tiered(
@@ -195,7 +195,9 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
                 directory.incarnation = None
                 assert await locally(to_b, PROMPTS[1]) == (expected[1], 384)
             for prompt, tokens in zip(PROMPTS[2:4], expected[2:4], strict=True):
-                assert await locally(to_b, prompt) == (tokens, 0), "its address answers no more"
+                assert await locally(to_b, prompt) == (tokens, 0), (
+                    "the peer's address no longer answers"
+                )
         await b.until_idle()
         await until(lambda: stack_of(b).num_loading == 0)
         assert stack_of(b).counts.total(Tier.PEER, TierEvent.FAILED) >= 12
@@ -203,7 +205,7 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
 
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
-async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host() -> None:
+async def test_a_peer_whose_blocks_are_corrupt_three_times_is_ejected() -> None:
     """The record that counts pulls counts these blocks, too, and the registry shows it."""
     directory = Directory()
     async with (
@@ -231,7 +233,7 @@ async def test_a_peer_whose_blocks_are_corrupt_three_times_is_held_by_the_host()
 
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
-async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
+async def test_answers_stay_right_although_blocks_in_the_tiers_are_corrupt(tmp_path: Path) -> None:
     """Every other file and every third block in memory has a flipped bit. These blocks are counted
     and recomputed, and never used.
     """
@@ -315,4 +317,4 @@ async def test_the_host_pools_blocks_are_announced_as_such() -> None:
             while not await look():
                 await asyncio.sleep(0.02)
         assert len(snapshots["host"]) >= 18
-        assert len(snapshots[""]) <= 12, "the engine's own blocks are told apart"
+        assert len(snapshots[""]) <= 12, "blocks of the engine are announced separately"

@@ -40,7 +40,7 @@ def _can_mount() -> bool:
 
 
 @pytest.mark.fault("F33")
-def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> None:
+def test_the_file_tier_survives_a_full_disk_and_a_read_only_disk(tmp_path: Path) -> None:
     if not _can_mount():
         pytest.skip("no mount namespaces here")
     script = (
@@ -92,7 +92,9 @@ async def scenario(folder: Path) -> None:
     fill(r.pool, names)
     r.stack.stored(names[:256])
     await until(lambda: not r.files.num_waiting)
-    assert r.files.state is DiskState.OK, "a disk smaller than the quota goes on by evicting"
+    assert r.files.state is DiskState.OK, (
+        "on a disk smaller than the quota, the tier evicts blocks to continue"
+    )
     assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 0
     assert r.counts.total(Tier.FILE, TierEvent.STORED) == 256
     assert 100 < len(list(folder.rglob("*.kv"))) < 256
@@ -112,7 +114,9 @@ async def scenario(folder: Path) -> None:
     full_s = time.monotonic() - began
     await until(lambda: not r.files.num_waiting)
     assert r.files.state is DiskState.READ_ONLY
-    assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 1, "tried once, then left alone"
+    assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 1, (
+        "the disk was tried once and then not used"
+    )
     print("step: full", full_s)
 
     (folder / "others").unlink()

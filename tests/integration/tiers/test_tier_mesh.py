@@ -69,7 +69,9 @@ async def is_indexed(index: KvIndexServiceStub, process: Process, num_blocks: in
 
 
 @pytest.mark.req("S68", "S76", "S77", "S106")
-async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(site: Site) -> None:
+async def test_a_prefill_is_served_by_the_pool_of_another_until_that_one_is_gone(
+    site: Site,
+) -> None:
     index = await site.start("kv_cache_index", "index-0")
     first = await site.start("prefill", "prefill-0", **PREFILL)
     second = await site.start("prefill", "prefill-1", **PREFILL)
@@ -93,5 +95,7 @@ async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(sit
 
     first.signal(signal.SIGKILL)
     await first.exit_code()
-    assert (await prefilled(second, last)).num_cached_tokens == 0, "computed, in bounded time"
+    assert (await prefilled(second, last)).num_cached_tokens == 0, (
+        "the prompt was computed in bounded time"
+    )
     assert (await prefilled(second, last)).num_cached_tokens == 64 * NUM_BLOCKS

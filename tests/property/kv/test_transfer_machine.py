@@ -425,7 +425,7 @@ class TransferMachine(RuleBasedStateMachine):
         pull, link = self.pulls[effect.pull_id], self.links[effect.peer - 1]
         ticket = self.tickets[effect.ticket_id]
         assert pull.is_fetch or pull.attempt == ticket.attempt, "another attempt's bytes"
-        assert pull.incarnation == self.incarnation, "another life's bytes"
+        assert pull.incarnation == self.incarnation, "another incarnation's bytes"
         assert effect.part.end_layer <= ticket.num_ready, "bytes that are not computed yet"
         assert not link.is_dead_at_sender
         is_inline = effect.part.length <= MAX_INLINE

@@ -77,7 +77,7 @@ def test_a_streamed_answer_is_joined_from_its_pieces() -> None:
         assert ask(url) == "Paris"
 
 
-def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+def test_an_answer_that_breaks_off_is_reported_as_incomplete() -> None:
     with gateway(streamed(piece("Par"))) as url, pytest.raises(CommandFailed, match="broke off"):
         ask(url)
 
@@ -91,7 +91,7 @@ def test_an_error_within_the_stream_is_shown_with_its_message() -> None:
         ask(url)
 
 
-def test_a_refusal_is_shown_in_the_gateways_own_words() -> None:
+def test_a_refusal_is_shown_with_the_message_of_the_gateway() -> None:
     def refuse(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(404)
         handler.end_headers()
@@ -179,7 +179,7 @@ def test_a_failed_diff_does_not_count_as_a_difference(
 
 
 @pytest.mark.parametrize("base", ["", "/", "/v1", "/v1/"])
-def test_a_gateway_is_known_by_its_base_url_too(base: str) -> None:
+def test_a_gateway_may_be_given_by_its_base_url_too(base: str) -> None:
     with gateway(streamed(piece("Paris"), "[DONE]")) as url:
         assert ask(f"{url}{base}") == "Paris"
 
@@ -218,7 +218,7 @@ def test_an_invalid_entry_in_a_file_of_tokens_is_named(
     assert f"{wrong} is not a token id" in capsys.readouterr().err
 
 
-def test_a_port_in_the_environment_that_is_none_is_named(
+def test_an_invalid_port_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PDMESH_HTTP_PORT", "http")
@@ -228,7 +228,7 @@ def test_a_port_in_the_environment_that_is_none_is_named(
     assert "argument --http-port: must be 0 to 65535" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_an_answer_is_not_taken_for_a_lost_gateway(
+def test_a_closed_output_pipe_is_not_reported_as_a_lost_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def gone(text: str) -> int:
@@ -285,7 +285,7 @@ def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
 @pytest.mark.parametrize(
     "command", [["status"], ["chat", "hi"], ["groups"], ["up", "--engine", "sim"]]
 )
-def test_the_state_of_another_release_is_one_clear_line(
+def test_state_written_by_another_release_is_reported_in_one_clear_line(
     content: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with state.lock(tmp_path):
@@ -300,7 +300,7 @@ def test_the_state_of_another_release_is_one_clear_line(
 
 @pytest.mark.parametrize("name", ["x" * 300, "loop"])
 @pytest.mark.parametrize("command", ["status", "down", "groups"])
-def test_a_path_that_cannot_be_is_one_clear_line(
+def test_an_impossible_path_is_reported_in_one_clear_line(
     name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (loop := tmp_path / "loop").symlink_to(loop)
@@ -313,7 +313,7 @@ def test_a_path_that_cannot_be_is_one_clear_line(
 
 
 @pytest.mark.parametrize("command", ["diff", "apply"])
-def test_a_file_without_an_end_is_read_no_further_than_any_may_be(
+def test_an_endless_file_is_read_only_up_to_the_size_limit(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a file was once read until the machine had no memory left."""
@@ -326,7 +326,7 @@ def test_a_file_without_an_end_is_read_no_further_than_any_may_be(
 
 
 @pytest.mark.parametrize("command", [["chat", "-", "--url", "http://127.0.0.1:1"], ["diff", "-"]])
-def test_a_stdin_that_is_closed_is_one_clear_line(
+def test_a_closed_stdin_is_reported_in_one_clear_line(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
@@ -345,7 +345,7 @@ def test_an_answer_without_a_reader_logs_no_traceback(monkeypatch: pytest.Monkey
     assert ended.value.code == 0
 
 
-def test_a_full_disk_behind_stdout_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_full_disk_behind_stdout_is_reported_in_one_clear_line(tmp_path: Path) -> None:
     """A table that is longer than the buffer fails in the middle of the command, not at its end."""
     program = (
         "import sys; from pdmesh.cli import app; from pdmesh.cli.commands import status;"
@@ -456,7 +456,7 @@ def test_without_a_desired_state_there_is_no_file_to_show(
 
 
 @pytest.mark.parametrize("allow_empty", [False, True])
-def test_that_no_group_shall_be_left_is_said_on_purpose(
+def test_the_flag_that_allows_an_empty_desired_state_is_passed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allow_empty: bool
 ) -> None:
     asked: list[pb.ApplyDesiredRequest] = []
@@ -552,7 +552,7 @@ def test_groups_say_first_that_the_leader_changes_nothing() -> None:
         (["apply", "f", "--canary", "some"], "must be more than 0 and less than 1"),
     ],
 )
-def test_a_value_out_of_its_bounds_is_told_them(
+def test_the_refusal_of_a_value_names_its_bounds(
     asked: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -568,7 +568,7 @@ def test_a_missing_key_file_is_not_an_error_before_the_first_key(
     assert "no keys yet" in capsys.readouterr().err
 
 
-def test_a_key_may_be_the_first_thing_that_a_state_directory_holds(tmp_path: Path) -> None:
+def test_a_key_may_be_the_first_file_in_a_state_directory(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     before = os.umask(0o022)
     try:

@@ -38,7 +38,7 @@ async def test_the_same_port_for_http_and_grpc_is_refused(tmp_path: Path) -> Non
         (MeshSpec(redis_url="redis://:pa#ss@host"), "^--redis-url: not of the form [a-z:/@]+ "),
     ],
 )
-async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(
+async def test_an_unreachable_external_server_is_named_before_anything_starts(
     spec: MeshSpec, said: str, tmp_path: Path
 ) -> None:
     mesh = Mesh(replace(spec, engine="sim", http_port=0, grpc_port=0), tmp_path)
@@ -92,7 +92,7 @@ def test_the_gateways_get_the_parsers_that_are_named(tmp_path: Path) -> None:
     ("regions", "message"),
     [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],
 )
-def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, message: str) -> None:
+def test_impossible_regions_are_refused(tmp_path: Path, regions: str, message: str) -> None:
     file = tmp_path / "groups.yaml"
     file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
     asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
@@ -122,7 +122,7 @@ def test_no_key_is_needed_on_a_loopback_address(host: str) -> None:
     assert (spec.host, spec.keys_file) == (host, None)
 
 
-def test_whether_keys_are_needed_may_be_said_to_the_gateways(
+def test_the_gateways_may_be_told_whether_keys_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
@@ -130,7 +130,7 @@ def test_whether_keys_are_needed_may_be_said_to_the_gateways(
     assert spec.host == "0.0.0.0"
 
 
-def test_the_mesh_of_other_options_is_not_the_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_running_mesh_with_other_options_is_not_reused(tmp_path: Path) -> None:
     def spec(*asked: str) -> MeshSpec:
         return up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
 
@@ -171,7 +171,7 @@ def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
                 PortReservation("::1", port)
 
 
-def test_a_launcher_that_cannot_say_why_it_ended_does_not_end_in_silence(
+def test_a_launcher_whose_log_is_lost_still_reports_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk the launcher's log is lost: `up --detach` once returned 1 and said nothing."""

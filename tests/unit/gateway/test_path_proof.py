@@ -45,9 +45,7 @@ P0, P1 = (record(f"p{i}", ROLE_PREFILL) for i in (0, 1))
 D0, D1 = (record(f"d{i}", ROLE_DECODE) for i in (0, 1))
 
 
-def test_the_ways_are_all_pairs_that_may_exchange_kv_and_one_after_the_other_shares_nothing() -> (
-    None
-):
+def test_the_paths_are_all_compatible_pairs_and_consecutive_ones_share_no_instance() -> None:
     assert paths(P0, P1, D0, D1) == [("p0", "d0"), ("p1", "d1"), ("p0", "d1"), ("p1", "d0")]
     assert paths(P0, record("x", ROLE_DECODE, "other"), D1) == [("p0", "d1")]
 
@@ -89,7 +87,7 @@ async def proof_of(monkeypatch: pytest.MonkeyPatch, ways: Ways) -> PathProof:
     return proof
 
 
-async def test_one_way_is_enough_and_a_failure_changes_the_way(
+async def test_one_successful_path_is_enough_and_after_a_failure_another_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ways = Ways(CanaryFailed("KV_TRANSFER_FAILED"), CanaryRefused(), None)
@@ -97,7 +95,7 @@ async def test_one_way_is_enough_and_a_failure_changes_the_way(
     assert ways.tried == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
 
 
-async def test_a_mesh_that_is_full_of_others_requests_works(
+async def test_a_mesh_that_refuses_because_it_is_full_counts_as_working(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a gateway that restarts under overload would never become ready."""
@@ -106,7 +104,7 @@ async def test_a_mesh_that_is_full_of_others_requests_works(
     assert not ways.outcomes
 
 
-async def test_a_way_that_fails_takes_back_its_own_refusals_and_no_others(
+async def test_a_failed_path_cancels_only_its_own_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a full mesh, one broken instance once kept each new gateway from becoming ready."""

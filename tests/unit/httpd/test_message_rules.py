@@ -33,7 +33,7 @@ HOST = (b"host", b"mesh.example:8000")
         ("1.1", [HOST, (b"transfer-encoding", b"gzip"), (b"transfer-encoding", b"chunked")], 501),
     ],
 )
-def test_a_head_is_refused_as_the_rfc_says(
+def test_a_head_is_refused_as_the_rfc_requires(
     version: str, headers: list[tuple[bytes, bytes]], status: int
 ) -> None:
     assert refusal(version, headers) == status

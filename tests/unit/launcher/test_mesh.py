@@ -52,7 +52,7 @@ def test_a_new_state_directory_is_private_and_an_existing_one_is_not_changed(
     assert mode_after_lock(project) == 0o755
 
 
-def test_a_launcher_that_has_not_written_itself_down_is_not_taken_for_its_predecessor(
+def test_a_launcher_without_a_recorded_pid_is_not_taken_for_its_predecessor(
     tmp_path: Path,
 ) -> None:
     """Otherwise `down` would signal a process that is gone, or another that has its pid now."""
@@ -107,7 +107,7 @@ def test_on_a_full_disk_a_log_over_its_bound_is_still_truncated(
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
 
 
-async def test_one_chore_of_the_launcher_that_fails_keeps_it_from_no_other(
+async def test_a_failing_chore_of_the_launcher_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -155,7 +155,7 @@ async def _fail() -> None:
             "OSError: full"),
     ],
 )  # fmt: skip
-def test_the_last_line_of_a_log_says_why_its_process_died(
+def test_the_last_line_of_a_log_tells_why_its_process_died(
     tmp_path: Path, line: str, reason: str
 ) -> None:
     log = tmp_path / "a.log"

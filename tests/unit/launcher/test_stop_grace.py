@@ -11,7 +11,7 @@ from pdmesh.services.prefill.settings import Settings as PrefillSettings
 
 
 @pytest.mark.fault("F10")
-def test_a_process_that_drains_is_killed_only_after_its_drain_and_its_last_words() -> None:
+def test_a_process_is_killed_only_after_its_drain_and_its_final_messages() -> None:
     """If a gateway is killed earlier, its streams end without the error event that says why."""
     assert STOP_GRACE_S[StopOrder.GATEWAY] >= GatewaySettings().drain_s + 2
     for settings in (PrefillSettings(), DecodeSettings()):

@@ -12,7 +12,7 @@ from loadtests.gpu_check import __main__ as gpu_check
 from loadtests.gpu_check.finding import Finding
 
 
-def test_without_a_gpu_it_says_so_and_is_no_success(
+def test_without_a_gpu_the_check_says_so_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so_and_is_no_success(
     assert "no GPU here" in capsys.readouterr().err
 
 
-def test_a_section_that_breaks_does_not_hold() -> None:
+def test_a_section_that_raises_counts_as_failed() -> None:
     def breaks() -> list[Finding]:
         raise RuntimeError("out of memory")
 

@@ -77,7 +77,9 @@ def test_utilisation_has_to_rise_with_each_larger_block(factor: float, is_met: b
 
 
 @pytest.mark.parametrize(("acked_ms", "is_met"), [(20.0, True), (15.0, False)])
-def test_smollm2s_bar_is_block_free_over_block_by_block(acked_ms: float, is_met: bool) -> None:
+def test_the_bar_of_smollm2_is_the_ratio_of_block_free_to_block_by_block(
+    acked_ms: float, is_met: bool
+) -> None:
     text = markdown(run_of({SMOLLM2: acked_ms}), "command")
     lines = [line for line in text.splitlines() if "<= 0.54" in line]
     assert len(lines) == len(FREE)

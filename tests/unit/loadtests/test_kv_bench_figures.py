@@ -41,7 +41,7 @@ def test_a_round_counts_with_the_median_of_its_measurements() -> None:
     assert Figures(rows).spread("tcp", 16 * MIB, cases.CHUNKED) == Spread(3, 2, 4)
 
 
-def test_the_wire_is_held_against_each_way_of_waiting_of_perftest() -> None:
+def test_the_wire_is_compared_with_both_waiting_modes_of_perftest() -> None:
     rows = [row(1, cases.WIRE_EMPTY, 10), row(1, "perftest_poll", 9), row(1, "perftest_sleep", 12)]
     rates = [Figures(rows).perftest_rate("tcp", 16 * MIB, wait) for wait in ("poll", "sleep")]
     assert [rate and rate.median for rate in rates] == pytest.approx([0.9, 1.2])
@@ -83,7 +83,7 @@ def test_a_short_prompt_takes_as_long_as_the_weights() -> None:
     assert cases.layer_compute_s(MIB) * cases.NUM_LAYERS == pytest.approx(cases.WEIGHTS_S)
 
 
-def test_a_size_of_broken_blocks_is_refused() -> None:
+def test_a_size_that_is_not_a_whole_number_of_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="whole blocks"):
         cases.layout_of(MIB + 1)
 

@@ -23,14 +23,14 @@ pdmesh_scenario_slots_ratio{role="decode",scenario="default"} 16.0
 
 
 @pytest.mark.req("S2")
-def test_the_terms_of_one_scenario_are_read_and_promise_what_the_formula_says() -> None:
+def test_the_terms_of_one_scenario_are_read_and_predict_what_the_formula_predicts() -> None:
     terms = exported(PAGE)
     assert (terms.t_p, terms.t_d, terms.b_p, terms.b_d) == (0.5, 2.0, 2.0, 16.0)
     phi = Profile(terms.t_p, terms.b_p, terms.t_d, terms.b_d).phi(Split(3, 1))
     assert (phi.bottleneck, phi.value) == ("decode", 8.0 / 4)
 
 
-def test_a_term_that_is_not_exported_is_missed() -> None:
+def test_a_missing_term_is_an_error() -> None:
     assert scenario_metrics(PAGE, "nobody") == {}
     with pytest.raises(KeyError):
         exported(PAGE, "other")

@@ -62,7 +62,7 @@ async def test_each_step_is_the_first_event_that_reports_it(clock: list[float]) 
     assert list(timeline.values()) == [0.0, 2.0, 8.0, 3.0, 4.0, 5.0, 6.0, 7.0, 10.0]
 
 
-async def test_steps_that_were_not_made_are_not_there(clock: list[float]) -> None:
+async def test_steps_that_were_not_taken_are_absent(clock: list[float]) -> None:
     log = EventLog()
     await log.on_fault(said(FaultReport(header=HEADER, instance_id="v", level=1)))
     assert list(log.timeline(100.0, "v")) == ["noticed", "judged"]

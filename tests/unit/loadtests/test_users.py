@@ -1,4 +1,4 @@
-"""Users A to 4A: what they ask, and how the report counts their answers."""
+"""A to 4A users: what they ask, and how the report counts their answers."""
 
 from __future__ import annotations
 

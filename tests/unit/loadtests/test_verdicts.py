@@ -27,7 +27,7 @@ def test_one_seed_has_no_spread() -> None:
     assert "2 of `a`, with one seed." in verdicts({"default": [9.0], "a": [2.0]}, [TTFT])
 
 
-def test_what_looks_equal_is_equal() -> None:
+def test_values_that_print_alike_count_as_equal() -> None:
     assert "equal" in verdicts({"default": [10.01], "a": [10.02]}, [HIT])
 
 

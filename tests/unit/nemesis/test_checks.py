@@ -37,11 +37,11 @@ def judged(asked: Asked, reference: Reference, *faults: Fault, num_lost: int = 1
     return [v.invariant for v in judge_requests([asked], step, num_lost, reference)]
 
 
-def test_the_right_text_in_time_is_well(reference: Reference) -> None:
+def test_the_right_text_in_time_is_no_violation(reference: Reference) -> None:
     assert judged(ended(reference.text(PROMPT, NUM_TOKENS)), reference) == []
 
 
-def test_another_text_and_silence_are_not(reference: Reference) -> None:
+def test_wrong_text_and_long_silence_are_violations(reference: Reference) -> None:
     right = reference.text(PROMPT, NUM_TOKENS)
     assert judged(ended(right[:-1]), reference) == ["I2"]
     assert judged(ended(right + right[-1]), reference) == ["I2"]
@@ -62,7 +62,7 @@ def test_an_error_counts_only_if_no_instance_could_take_over(reference: Referenc
     assert judged(internal, reference, num_lost=2) == ["I1"]
 
 
-def test_a_connection_is_cut_by_a_gateways_death_alone_and_after_right_text(
+def test_only_the_death_of_a_gateway_may_cut_a_connection_and_only_after_right_text(
     reference: Reference,
 ) -> None:
     right = reference.text(PROMPT, NUM_TOKENS)

@@ -29,7 +29,7 @@ def plan(seed: int, num: int = 60) -> list[Step]:
     return list(itertools.islice(steps(seed), num))
 
 
-def test_a_seed_is_a_plan() -> None:
+def test_a_seed_determines_the_plan() -> None:
     assert plan(7) == plan(7)
     assert plan(7) != plan(8)
 

@@ -16,7 +16,7 @@ def test_cpu_time_bounds_the_delay_that_the_process_caused_itself() -> None:
     assert watch.take() == (0.0, 0.0)
 
 
-async def test_a_callback_that_computes_is_seen() -> None:
+async def test_a_callback_that_computes_is_detected() -> None:
     watch = LoopWatch(0.001)
     running = asyncio.create_task(watch.run())
     await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from pdmesh.telemetry import traces
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_traceparent_comes_out_as_it_went_in() -> None:
+def test_a_traceparent_is_passed_on_unchanged() -> None:
     context = traces.context_from(PARENT)
     assert context is not None
     assert traces.traceparent(trace.get_current_span(context)) == PARENT

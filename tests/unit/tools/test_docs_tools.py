@@ -38,7 +38,7 @@ def test_make_help_lists_every_target() -> None:
     assert set(phony[1].split()) == set(re.findall(r"^([a-z0-9-]+):.*## ", text, re.MULTILINE))
 
 
-def test_each_table_of_the_kill_matrix_is_replaced_by_its_own_results_and_the_dearest_run_is_told(
+def test_each_table_of_the_kill_matrix_is_replaced_by_its_results_with_the_slowest_run(
     tmp_path: Path,
 ) -> None:
     def run(what: str, took_s: float) -> str:

@@ -15,7 +15,7 @@ def write(root: Path, path: str, text: str = '"""Here."""\n') -> None:
     file.write_text(text)
 
 
-def test_the_tree_is_as_it_should_be() -> None:
+def test_the_present_tree_has_no_fault() -> None:
     assert rooms.check(ROOT) == []
 
 
@@ -32,7 +32,7 @@ def test_generated_folders_may_hold_any_number(tmp_path: Path) -> None:
     assert list(rooms.crowded(tmp_path)) == []
 
 
-def test_a_module_that_says_nothing_is_named(tmp_path: Path) -> None:
+def test_a_module_without_a_docstring_is_named(tmp_path: Path) -> None:
     write(tmp_path, "services/a/mute.py", "x = 1\n")
     write(tmp_path, "services/a/spoken.py")
     assert [line.split(":")[0] for line in rooms.silent(tmp_path)] == ["services/a/mute.py"]
@@ -47,7 +47,7 @@ def test_two_public_classes_with_one_name_are_reported_with_both_files(tmp_path:
     ]
 
 
-def test_names_that_are_shared_on_purpose_are_let_through(tmp_path: Path) -> None:
+def test_names_that_are_shared_on_purpose_are_allowed(tmp_path: Path) -> None:
     for service in ("a", "b"):
         write(tmp_path, f"services/{service}.py", '"""Here."""\n\n\nclass Settings:\n    pass\n')
     assert list(rooms.namesakes(tmp_path)) == []

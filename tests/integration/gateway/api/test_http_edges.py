@@ -37,7 +37,7 @@ async def test_n_choices_run_side_by_side_and_keep_their_index(
     assert texts == expected
 
 
-async def test_tokens_are_those_that_a_request_would_have(
+async def test_tokenize_gives_the_tokens_that_a_request_would_have(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     url = f"{str(client.base_url).removesuffix('/v1/')}/tokenize"
@@ -94,7 +94,7 @@ async def test_tokenize_takes_the_fields_of_vllm(mesh: GatewayMesh) -> None:
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
-async def test_a_prompt_has_special_tokens_as_its_client_says(
+async def test_a_client_decides_whether_its_prompt_gets_special_tokens(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     mesh.tokenizer._inner.post_processor = TemplateProcessing(
@@ -127,7 +127,7 @@ async def test_a_chat_continues_its_final_message(
     assert answer.choices[0].message.content == mesh.expected_text(prompt, 8)
 
 
-async def test_tokens_become_the_text_that_they_were(mesh: GatewayMesh) -> None:
+async def test_detokenize_gives_back_the_text(mesh: GatewayMesh) -> None:
     async with httpx.AsyncClient(base_url=mesh.url) as http:
 
         async def text_of(*tokens: object) -> httpx.Response:
@@ -136,7 +136,7 @@ async def test_tokens_become_the_text_that_they_were(mesh: GatewayMesh) -> None:
         body = {"model": "tiny", "prompt": "h\u00e9llo \U0001f600"}
         tokens = (await http.post("/tokenize", json=body)).json()["tokens"]
         assert (await text_of(*tokens)).json() == {"prompt": body["prompt"]}
-        assert (await text_of(EOS)).json() == {"prompt": "<eos>"}, "special tokens as well"
+        assert (await text_of(EOS)).json() == {"prompt": "<eos>"}, "special tokens become text, too"
         vocab_size = mesh.tokenizer.vocab_size
         for wrong, field in (
             ([-1], "tokens"), ([vocab_size], "tokens"), ([1] * 4097, "tokens"),
@@ -188,7 +188,9 @@ async def test_logprobs_come_in_both_forms_or_are_refused(tmp_path: Path) -> Non
         ):
             found = piece.choices[0].logprobs
             streamed += (found.text_offset or []) if found else []
-        assert streamed == logprobs.text_offset == [0, 1, 2, 3, 4], "though text is held back"
+        assert streamed == logprobs.text_offset == [0, 1, 2, 3, 4], (
+            "every token has its logprobs although text is held back"
+        )
         chat = await client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],
@@ -229,7 +231,9 @@ def test_the_synchronous_client_works_too(tmp_path: Path) -> None:
     assert asyncio.run(run()) == "done"
 
 
-async def test_errors_are_openais(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+async def test_errors_have_the_form_of_openai(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.completions.create(model="tiny", prompt="x", temperature=9)
     assert bad.value.param == "temperature"
@@ -343,7 +347,7 @@ async def test_no_stream_chunk_is_anything_but_valid_json(
 
 
 @pytest.mark.fault("F29")
-async def test_one_address_has_so_many_connections_and_no_more(tmp_path: Path) -> None:
+async def test_the_number_of_connections_from_one_address_is_bounded(tmp_path: Path) -> None:
     async with gateway_mesh(tmp_path, max_connections_per_ip=5) as mesh:
         port = mesh.gateway.http.port
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
@@ -371,7 +375,7 @@ async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
+async def test_a_large_amount_of_text_at_once_arrives_whole_and_in_order(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
     """Eight choices of 3,000 tokens come in one step, more than one turn of the loop can write."""
@@ -389,7 +393,7 @@ async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_thousands_of_logprobs_are_all_there(tmp_path: Path, stream: bool) -> None:
+async def test_thousands_of_logprobs_all_arrive(tmp_path: Path, stream: bool) -> None:
     """This many are turned into text on a thread beside the loop."""
     async with (
         gateway_mesh(tmp_path) as mesh,

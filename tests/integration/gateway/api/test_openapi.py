@@ -105,7 +105,7 @@ async def document_of(http: httpx.AsyncClient) -> dict[str, Any]:
     return found
 
 
-async def test_it_holds_every_path_and_every_field(
+async def test_the_document_has_every_path_and_every_field(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     found = await document_of(http)
@@ -118,7 +118,7 @@ async def test_it_holds_every_path_and_every_field(
     assert sum(map(len, found["paths"].values())) == len(routes_of(mesh))
 
 
-async def test_every_reference_in_it_leads_somewhere(http: httpx.AsyncClient) -> None:
+async def test_every_reference_in_the_document_resolves(http: httpx.AsyncClient) -> None:
     text = (await http.get("/openapi.json")).text
     document = json.loads(text)
     for piece in text.split('"$ref":"#/')[1:]:
@@ -127,7 +127,9 @@ async def test_every_reference_in_it_leads_somewhere(http: httpx.AsyncClient) ->
             at = at[name]
 
 
-async def test_its_links_lead_from_answers_to_what_they_made(http: httpx.AsyncClient) -> None:
+async def test_the_links_lead_from_an_answer_to_the_resource_that_it_created(
+    http: httpx.AsyncClient,
+) -> None:
     document = await document_of(http)
     methods = {
         described["operationId"]: (method, path)
@@ -151,7 +153,7 @@ async def test_its_links_lead_from_answers_to_what_they_made(http: httpx.AsyncCl
     assert sorted(followed) == sorted(name for name in methods if "_by_" in name)
 
 
-async def test_every_operation_answers_as_it_says(
+async def test_every_operation_answers_as_documented(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     """Each new path needs a sample here, and so does each new kind of answer."""
@@ -200,7 +202,9 @@ def check_events(answer: httpx.Response, operation: Operation) -> None:
         msgspec.json.decode(event, type=operation.streams)
 
 
-async def test_usage_in_a_stream_is_as_it_says(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
+async def test_usage_in_a_stream_is_as_documented(
+    mesh: GatewayMesh, http: httpx.AsyncClient
+) -> None:
     for name, prompt in (
         ("post_v1_chat_completions", {"messages": HELLO}),
         ("post_v1_completions", {"prompt": "abc"}),
@@ -239,7 +243,7 @@ def bounds_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ("/rerank", "RerankRequest", {"model": "vectors", "query": "a", "documents": ["b"]}, 4),
     ],
 )
-async def test_every_bound_in_it_is_the_one_that_is_checked(
+async def test_every_documented_bound_is_the_one_that_is_checked(
     http: httpx.AsyncClient, path: str, struct: str, given: dict[str, Any], num: int
 ) -> None:
     schemas = (await document_of(http))["components"]["schemas"]
@@ -265,7 +269,9 @@ async def test_every_bound_in_it_is_the_one_that_is_checked(
             assert answer.status_code == (400 if asked_none else 200), (name, answer.text)
 
 
-async def test_it_needs_no_key_and_shows_which_paths_need_one(http: httpx.AsyncClient) -> None:
+async def test_the_document_needs_no_key_and_shows_which_paths_need_one(
+    http: httpx.AsyncClient,
+) -> None:
     paths = (await document_of(http))["paths"]
     assert paths["/openapi.json"]["get"]["security"] == []
     assert paths["/v1/models"]["get"]["security"] == [{}, {"key": []}]

@@ -62,7 +62,7 @@ async def ids_of(mesh: GatewayMesh, text: str) -> list[int]:
     return list(await mesh.tokenizer.encode(text, add_special_tokens=True))
 
 
-async def test_each_token_of_a_prompt_but_the_first_has_them(
+async def test_each_token_of_a_prompt_but_the_first_has_logprobs(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     """The prompt's own token comes first, under its id. The likeliest have the ranks from 1 on."""
@@ -94,7 +94,7 @@ async def test_prompt_logprobs_are_computed_once_even_after_a_death(
     assert len(asked) >= 4, "two of them came after a death"
 
 
-async def test_a_prefill_that_dies_before_the_first_token_is_replaced_with_them(
+async def test_a_replaced_prefill_still_gives_the_prompt_logprobs(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     for instance in mesh.instances.values():
@@ -104,7 +104,7 @@ async def test_a_prefill_that_dies_before_the_first_token_is_replaced_with_them(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_echo_has_them_before_those_of_the_answer(
+async def test_an_echo_has_the_prompt_logprobs_before_those_of_the_answer(
     mesh: GatewayMesh, http: httpx.AsyncClient, n: int
 ) -> None:
     """Streamed or whole; offsets count from the beginning of the prompt."""
@@ -128,7 +128,7 @@ async def test_an_echo_has_them_before_those_of_the_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_without_an_answer_is_the_prompt_alone(
+async def test_an_echo_without_an_answer_is_only_the_prompt(
     mesh: GatewayMesh, http: httpx.AsyncClient, stream: bool
 ) -> None:
     for logprobs in (None, 1):
@@ -197,7 +197,9 @@ async def test_the_models_own_end_token_is_a_stop_reason_only_on_request(
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", end_id)
 
 
-async def test_grpc_has_both(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
+async def test_grpc_has_prompt_logprobs_and_stop_reasons(
+    mesh: GatewayMesh, http: httpx.AsyncClient
+) -> None:
     stop = mesh.expected_text("abc", 12)[8:11]
     params = pb.GenerationParams(max_tokens=12, num_prompt_logprobs=1, stop=[stop])
     request = pb.GenerateRequest(model="tiny", text="abc", params=params)

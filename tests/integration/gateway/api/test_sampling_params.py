@@ -43,7 +43,7 @@ def sent(mesh: GatewayMesh) -> list[dict[str, Any]]:
 
 
 @pytest.mark.fault("F7")
-async def test_each_leg_gets_all_of_them_through_a_death(
+async def test_each_leg_gets_all_parameters_even_after_a_death(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     for decode in (i for i in mesh.instances.values() if i.role == ROLE_DECODE):
@@ -65,7 +65,7 @@ async def test_each_leg_gets_all_of_them_through_a_death(
     assert (told["repetitionPenalty"], told["minP"]) == (1.5, 0.125)
 
 
-async def test_grpc_has_the_same_ones(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+async def test_grpc_has_the_same_parameters(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
     await client.completions.create(model="tiny", prompt="abc", max_tokens=5, extra_body=SHAPING)
     params = pb.GenerationParams(
         max_tokens=5,
@@ -91,7 +91,7 @@ async def test_grpc_has_the_same_ones(mesh: GatewayMesh, client: openai.AsyncOpe
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_request_without_them_carries_none(
+async def test_a_request_without_parameters_carries_none(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
@@ -147,7 +147,7 @@ async def whole_text(
 
 
 @pytest.mark.fault("F7")
-async def test_each_leg_is_told_whose_log_probabilities_are_wanted(
+async def test_each_leg_gets_the_token_ids_whose_logprobs_are_wanted(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     for instance in mesh.instances.values():

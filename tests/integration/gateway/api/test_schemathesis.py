@@ -118,7 +118,7 @@ async def test_an_answer_that_contradicts_the_document_is_found(
 async def test_links_lead_to_kept_responses(
     mesh: GatewayMesh, num_examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No path at random names one."""
+    """Random paths never name a response that exists."""
     store = mesh.gateway.http_app._responses._store
     found: dict[str, bool] = {}
     for name in ("load", "forget"):

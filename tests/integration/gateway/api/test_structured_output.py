@@ -44,7 +44,7 @@ def sent(mesh: GatewayMesh) -> list[str]:
 
 
 @pytest.mark.fault("F7")
-async def test_each_leg_gets_it_through_a_death(
+async def test_each_leg_gets_the_form_even_after_a_death(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     for decode in (i for i in mesh.instances.values() if i.role == ROLE_DECODE):
@@ -63,7 +63,7 @@ async def test_each_leg_gets_it_through_a_death(
     assert json.loads(legs[0])["grammars"][0]["json_schema"]["required"] == ["n"]
 
 
-async def test_a_request_without_one_carries_none_and_starts_no_process(
+async def test_a_request_without_a_form_carries_none_and_starts_no_process(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     await client.completions.create(
@@ -88,7 +88,7 @@ async def test_a_request_without_one_carries_none_and_starts_no_process(
         ({"response_format": {"type": "structural_tag", **TAG}}, "structural_tag", json.dumps(TAG)),
     ],
 )  # fmt: skip
-async def test_grpc_has_the_same_ones(
+async def test_grpc_has_the_same_forms(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, http_body: Any, kind: str, value: Any
 ) -> None:
     await client.completions.create(model="tiny", prompt="abc", max_tokens=3, extra_body=http_body)
@@ -185,7 +185,7 @@ async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
         )
 
 
-async def test_hostile_forms_hold_up_no_client_without_one(
+async def test_hostile_forms_do_not_delay_clients_without_a_form(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     """Requests with a form wait for the compiler's process, and the others do not."""
@@ -213,7 +213,7 @@ async def test_hostile_forms_hold_up_no_client_without_one(
 
 
 class HeldChecker:
-    """Compiles nothing before it is let."""
+    """Compiles nothing before the test allows it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -232,8 +232,10 @@ class HeldChecker:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
-async def test_a_client_that_leaves_takes_its_form_with_it(mesh: GatewayMesh, path: str) -> None:
-    """It waits for its turn to be compiled; nobody would read the verdict."""
+async def test_when_a_client_leaves_its_waiting_form_is_dropped(
+    mesh: GatewayMesh, path: str
+) -> None:
+    """The form waits for its turn to be compiled, but no request needs the verdict any more."""
     checker = HeldChecker()
     mesh.gateway.frontend.shared.grammars = grammars = GrammarChecks(checker)
 

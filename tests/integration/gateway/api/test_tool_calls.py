@@ -135,7 +135,9 @@ async def test_a_streamed_answer_has_reasoning_text_and_calls(
     assert mesh.num_legs == 0
 
 
-async def test_a_whole_answer_has_the_same(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+async def test_a_whole_answer_has_the_same_reasoning_text_and_calls(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
     answers(mesh, f"<think>I look.</think>{CALL}\n{OTHER_CALL}")
     answer = await client.chat.completions.create(
         model="tiny", messages=USER, tools=TOOLS, max_tokens=400
@@ -216,7 +218,7 @@ def grammars(mesh: GatewayMesh) -> set[str]:
             {"weather"}, "tool_calls"),
     ],
 )  # fmt: skip
-async def test_calls_that_have_a_form_are_drawn_in_it_after_the_reasoning(
+async def test_calls_with_a_grammar_are_drawn_by_it_after_the_reasoning(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     asked: dict[str, Any],
@@ -335,7 +337,7 @@ async def test_without_reasoning_only_the_answer_is_reported(
     assert (read.reasoning, read.content.strip()) == ("", "Fine.")
 
 
-async def test_a_chat_without_tools_of_a_reasoning_model_is_parsed_too(
+async def test_a_reasoning_model_is_parsed_even_in_a_chat_without_tools(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answers(mesh, "<think>hm</think>Fine.")

@@ -92,7 +92,7 @@ async def test_a_message_has_a_block_for_each_thought_text_and_call(
     assert after.stop_reason == "end_turn"
 
 
-async def test_the_budget_of_a_message_is_that_of_its_reasoning(
+async def test_the_thinking_budget_of_a_message_bounds_its_reasoning(
     mesh: GatewayMesh, claude: anthropic.AsyncAnthropic
 ) -> None:
     answers(mesh, ANSWER)

@@ -1,4 +1,4 @@
-"""The same request over HTTP and gRPC: the instances are asked for the same, and so is the answer.
+"""A request over HTTP and the same request over gRPC cause equal commands and get equal answers.
 
 Tools and reasoning are in `test_grpc_tools`, since they need vLLM's parsers.
 """
@@ -70,7 +70,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-async def test_a_feature_is_the_same(
+async def test_each_feature_gives_the_same_over_both_apis(
     mesh: GatewayMesh, kind: str, feature: str, is_streamed: bool
 ) -> None:
     body, params, beside = FEATURES[feature]
@@ -142,7 +142,7 @@ async def test_echoes_of_several_prompts_are_the_same(
     assert {len(said.token_ids) for said in answer.choices.values()} == {max_tokens}
 
 
-async def test_each_message_has_the_usage_so_far_if_asked(mesh: GatewayMesh) -> None:
+async def test_each_message_has_the_usage_so_far_on_request(mesh: GatewayMesh) -> None:
     request = pb.ChatRequest(messages=SAID, params=pb.GenerationParams(max_tokens=20))
     async with rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
         stream = InferenceServiceStub(channel).ChatStream(
@@ -201,16 +201,16 @@ async def test_models_are_the_same(mesh: GatewayMesh) -> None:
 
 @pytest.mark.fault("F7")
 @pytest.mark.parametrize("at", [2, 5, 11])
-async def test_a_stream_goes_on_after_a_death(mesh: GatewayMesh, at: int) -> None:
+async def test_a_stream_continues_after_a_death(mesh: GatewayMesh, at: int) -> None:
     for instance in mesh.instances.values():
         instance.breaks_at = at if instance.role == ROLE_DECODE else None
     request = pb.ChatRequest(messages=SAID, params=pb.GenerationParams(max_tokens=12))
     answer = await over_grpc(mesh, request, is_streamed=True)
     assert answer.of(0).text == mesh.expected_text(mesh.chat_prompt("hello"), 12)
-    assert len(legs(mesh)) > 2, "more than a prefill and a decode"
+    assert len(legs(mesh)) > 2, "another leg followed the death"
 
 
-async def test_a_failure_comes_after_what_was_said(mesh: GatewayMesh) -> None:
+async def test_a_failure_comes_after_the_text_so_far(mesh: GatewayMesh) -> None:
     """As over HTTP: the text so far, then the error."""
     for instance in mesh.instances.values():
         instance.step_s = 0.01
@@ -244,7 +244,7 @@ async def test_a_failure_comes_after_what_was_said(mesh: GatewayMesh) -> None:
         ("pdmesh.v1.FinishReason", "FINISH_REASON_TOOL_CALLS"),
     ],
 )
-async def test_reflection_shows_it(mesh: GatewayMesh, symbol: str, within: str) -> None:
+async def test_reflection_shows_the_service(mesh: GatewayMesh, symbol: str, within: str) -> None:
     asks = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
     async with rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)

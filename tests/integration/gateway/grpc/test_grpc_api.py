@@ -57,7 +57,7 @@ async def test_chat_and_its_stream_agree(mesh: GatewayMesh, channel: grpc.aio.Ch
 
 
 @pytest.mark.fault("F30")
-async def test_a_wrong_field_is_named(channel: grpc.aio.Channel) -> None:
+async def test_an_invalid_field_is_named(channel: grpc.aio.Channel) -> None:
     stub = InferenceServiceStub(channel)
     request = pb.GenerateRequest(text="abc", params=pb.GenerationParams(temperature=float("nan")))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -73,7 +73,7 @@ async def test_a_wrong_field_is_named(channel: grpc.aio.Channel) -> None:
 async def test_garbage_is_an_invalid_argument_without_parser_text(
     channel: grpc.aio.Channel,
 ) -> None:
-    untyped: Any = channel.unary_unary  # the stubs want serializers
+    untyped: Any = channel.unary_unary  # grpc-stubs requires serializers
     call = untyped("/pdmesh.v1.InferenceService/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"\xff\xff\xff\xff")
@@ -112,7 +112,7 @@ async def test_health_and_reflection_answer(channel: grpc.aio.Channel) -> None:
         assert {name, "grpc.health.v1.Health"} <= names
 
 
-async def test_choices_and_salts_are_as_over_http(
+async def test_choices_and_salts_have_the_same_effect_as_over_http(
     mesh: GatewayMesh, channel: grpc.aio.Channel
 ) -> None:
     stub = InferenceServiceStub(channel)
@@ -132,12 +132,12 @@ async def test_choices_and_salts_are_as_over_http(
     await stub.Generate(pb.GenerateRequest(text="abc", params=params))
     commands = [c for i in mesh.instances.values() for c in i.prefills]
     by_salt = {c.cache_salt for c in commands}
-    assert len(by_salt) == 2, "another salt, another name for each block"
+    assert len(by_salt) == 2, "a different salt gives every block a different name"
 
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("field", ["model", "scenario", "chat_id", "cache_salt"])
-async def test_names_have_bounds(channel: grpc.aio.Channel, field: str) -> None:
+async def test_the_lengths_of_names_are_bounded(channel: grpc.aio.Channel, field: str) -> None:
     stub = InferenceServiceStub(channel)
     message = pb.ChatMessage(role="user", content="x")
     long: dict[str, Any] = {field: "x" * 257}

@@ -129,7 +129,7 @@ async def test_watches_are_bounded_and_the_address_with_most_makes_room() -> Non
     assert servicer.num_watches == 0
 
 
-async def test_services_that_are_here_are_known_and_no_others() -> None:
+async def test_only_existing_services_are_known() -> None:
     servicer, server = HealthServicer((SERVICE,)), rpc.server()
     rpc.add_service(server, health_pb2.DESCRIPTOR.services_by_name["Health"], servicer)
     port = server.add_insecure_port("127.0.0.1:0")

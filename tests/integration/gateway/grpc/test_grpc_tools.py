@@ -163,7 +163,7 @@ async def test_a_feature_is_the_same_whole_and_streamed(mesh: GatewayMesh, featu
     assert streamed == await over_http(mesh, asked_over_http(**http), is_streamed=True)
 
 
-async def test_calls_are_typed_and_their_pieces_make_the_whole(mesh: GatewayMesh) -> None:
+async def test_calls_are_typed_and_their_pieces_add_up_to_the_whole(mesh: GatewayMesh) -> None:
     answers(mesh, f"{THOUGHT}Let me see. {CALL}\n{OTHER_CALL}")
     for instance in mesh.instances.values():
         instance.step_s = 0.004
@@ -247,7 +247,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(mesh: GatewayMesh) -> 
         ({"chat_template_kwargs": '{"messages": []}'}, "chat_template_kwargs.messages"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_is_an_invalid_argument_that_names_it(
+async def test_an_invalid_field_gives_invalid_argument_and_is_named(
     mesh: GatewayMesh, further: Json, field: str
 ) -> None:
     legs(mesh)

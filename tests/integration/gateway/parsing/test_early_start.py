@@ -76,7 +76,7 @@ def early_start(parsers: AnswerParsers, models: Models, **more: Any) -> EarlySta
     return EarlyStart(parsers, lambda: models.served, models.tokenizer, **more)
 
 
-async def test_a_model_whose_every_chat_is_parsed_has_the_parsers_started(
+async def test_the_parsers_start_early_for_a_model_whose_every_chat_is_parsed(
     parsers: AnswerParsers, models: Models
 ) -> None:
     start = early_start(parsers, models)
@@ -92,7 +92,7 @@ async def test_a_model_whose_every_chat_is_parsed_has_the_parsers_started(
 
 
 @pytest.mark.parametrize(("is_for_tools", "starts"), [(False, False), (True, True)])
-async def test_a_model_that_needs_them_for_tool_calls_has_them_started_if_a_setting_says_so(
+async def test_a_setting_starts_the_parsers_early_for_models_that_need_them_for_tool_calls(
     parsers: AnswerParsers, models: Models, is_for_tools: bool, starts: bool
 ) -> None:
     models.add("caller", CALLS)
@@ -137,7 +137,7 @@ async def test_a_start_that_fails_leaves_the_gateway_ready_and_is_not_tried_at_o
     await parsers.close()
 
 
-async def test_a_model_without_a_tokenizer_holds_up_no_other(
+async def test_a_model_without_a_tokenizer_does_not_delay_others(
     parsers: AnswerParsers, models: Models
 ) -> None:
     models.add("away", REASONING)
@@ -170,7 +170,7 @@ async def test_no_model_is_examined_if_none_can_need_parsers(
     assert (start.is_of_use, start.is_settled) == (is_of_use, not is_of_use)
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_start_for_which_others_wait(
+async def test_a_caller_that_leaves_does_not_stop_a_start_that_others_wait_for(
     parsers: AnswerParsers, models: Models
 ) -> None:
     first = asyncio.create_task(parsers.life())
@@ -181,7 +181,7 @@ async def test_a_caller_that_leaves_does_not_stop_a_start_for_which_others_wait(
     assert (life.is_over, await parsers.life()) == (False, life)
 
 
-async def test_a_start_ends_with_its_gateway() -> None:
+async def test_a_start_of_the_parsers_ends_with_its_gateway() -> None:
     process = ParserProcess((sys.executable, "-c", "import time; time.sleep(600)"))
     waiting = asyncio.create_task(process.life())
     await asyncio.sleep(0)
@@ -190,7 +190,7 @@ async def test_a_start_ends_with_its_gateway() -> None:
         await waiting
 
 
-async def test_a_gateway_starts_them_with_its_first_model(tmp_path: Path) -> None:
+async def test_a_gateway_starts_the_parsers_with_its_first_model(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     async with gateway_mesh(tmp_path, template=REASONING, model_type="qwen3") as mesh:
         await until(lambda: mesh.gateway.parser_start.is_settled)

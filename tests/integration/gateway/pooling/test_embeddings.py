@@ -52,7 +52,7 @@ async def test_the_official_client_gets_the_vectors_of_its_texts_in_order(
     [("abc", None), ([1, 2, 3], [[1, 2, 3]]), ([[1, 2], [3]], [[1, 2], [3]])],
     ids=["text", "ids", "lists-of-ids"],
 )
-async def test_each_form_of_input(
+async def test_each_form_of_input_is_accepted(
     mesh: GatewayMesh, http: httpx.AsyncClient, given: Any, tokens: Any
 ) -> None:
     answer = await http.post("/v1/embeddings", json={"model": "vectors", "input": given})
@@ -79,14 +79,16 @@ async def test_base64_is_little_endian_float32(http: httpx.AsyncClient) -> None:
     assert np.frombuffer(data, dtype="<f4").tolist() == expected([4, 5, 6])
 
 
-async def test_fewer_dimensions_of_a_matryoshka_model(http: httpx.AsyncClient) -> None:
+async def test_a_matryoshka_model_gives_fewer_dimensions_on_request(
+    http: httpx.AsyncClient,
+) -> None:
     body = {"model": "vectors", "input": [4, 5, 6], "dimensions": 4}
     answer = await http.post("/v1/embeddings", json=body)
     assert answer.json()["data"][0]["embedding"] == expected([4, 5, 6], 4)
 
 
 @pytest.mark.parametrize(("side", "kept"), [(None, [1, 2]), ("right", [1, 2]), ("left", [3, 4])])
-async def test_an_input_is_cut_where_it_says(
+async def test_an_input_is_truncated_as_requested(
     http: httpx.AsyncClient, side: str | None, kept: list[int]
 ) -> None:
     body = {"model": "vectors", "input": [1, 2, 3, 4], "truncate_prompt_tokens": 2}
@@ -95,7 +97,7 @@ async def test_an_input_is_cut_where_it_says(
     assert answer.json()["usage"]["prompt_tokens"] == 2
 
 
-async def test_a_text_longer_than_the_context_is_cut_if_that_is_asked_for(
+async def test_a_text_longer_than_the_context_is_truncated_on_request(
     http: httpx.AsyncClient,
 ) -> None:
     body = {"model": "vectors", "input": "a b c " * 2000}
@@ -156,7 +158,7 @@ async def test_a_pooling_model_is_listed_and_makes_no_answers(http: httpx.AsyncC
     assert answer.json()["model"] == "tiny"
 
 
-async def test_the_tokens_of_a_pooling_model_can_be_asked_for(
+async def test_tokenize_works_for_a_pooling_model(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     answer = await http.post("/tokenize", json={"model": "vectors", "prompt": "abc"})
@@ -164,7 +166,7 @@ async def test_the_tokens_of_a_pooling_model_can_be_asked_for(
     assert answer.json()["max_model_len"] == 512
 
 
-async def test_the_call_is_reported_once(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
+async def test_a_call_is_reported_once(mesh: GatewayMesh, http: httpx.AsyncClient) -> None:
     await http.post("/v1/embeddings", json={"model": "vectors", "input": [[1, 2], [3]]})
     await until(lambda: len(mesh.events) == 1)
     (event,) = mesh.events
@@ -174,10 +176,10 @@ async def test_the_call_is_reported_once(mesh: GatewayMesh, http: httpx.AsyncCli
     assert (event.prefill_id, event.ttft_ms) == ("", 0)
 
 
-async def test_many_calls_at_once_all_get_their_own(
+async def test_many_concurrent_calls_each_get_their_own_answer(
     mesh: GatewayMesh, http: httpx.AsyncClient, sites: list[PoolingSite]
 ) -> None:
-    """More than all slots: the others wait for their turn."""
+    """There are more calls than slots, so some calls wait."""
 
     async def one(i: int) -> bool:
         tokens = [1 + i % 90, 1 + i // 90, 3]

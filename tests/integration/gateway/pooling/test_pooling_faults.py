@@ -86,7 +86,7 @@ async def test_a_gateway_that_drains_ends_the_call_with_an_error(tmp_path: Path)
         await until(lambda: site.host.admission.num_slots_used == 0)
 
 
-async def test_a_drained_instance_gets_nothing_new(
+async def test_a_drained_instance_gets_no_new_calls(
     mesh: GatewayMesh, http: httpx.AsyncClient, sites: list[PoolingSite]
 ) -> None:
     """Its record may be late: it refuses, and the other takes the call."""
@@ -127,7 +127,7 @@ async def test_when_all_instances_are_gone_the_call_gets_a_503(tmp_path: Path) -
     assert answer.json()["error"]["code"] == "no_instance"
 
 
-async def test_inputs_that_instances_die_of_are_refused_next_time(tmp_path: Path) -> None:
+async def test_inputs_that_killed_instances_are_refused_next_time(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         sites = [
             await stack.enter_async_context(pooling_instance(f"pooling-{i}", law=NEVER))

@@ -60,7 +60,7 @@ async def test_a_score_is_the_cosine_of_the_vectors(
     assert answer["usage"] == {"prompt_tokens": num, "total_tokens": num}
 
 
-async def test_as_many_texts_as_others_are_scored_in_pairs(
+async def test_two_lists_of_equal_length_are_scored_in_pairs(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     body = {"model": "vectors", "text_1": DOCUMENTS, "text_2": DOCUMENTS[::-1]}
@@ -82,7 +82,9 @@ async def test_the_nearest_document_comes_first(
     assert [DOCUMENTS[each["index"]] for each in answer["results"]] == [t for _, t in wanted]
 
 
-async def test_documents_as_objects_and_left_out_of_the_answer(http: httpx.AsyncClient) -> None:
+async def test_documents_may_be_objects_and_may_be_left_out_of_the_answer(
+    http: httpx.AsyncClient,
+) -> None:
     body = {
         "model": "vectors",
         "query": QUERY,

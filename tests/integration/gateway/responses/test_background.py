@@ -49,7 +49,7 @@ async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
     return found[0]
 
 
-async def test_it_is_found_when_it_has_ended(
+async def test_a_background_response_is_found_when_it_has_ended(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI
 ) -> None:
     expected = await client.responses.create(model="tiny", input="hello", max_output_tokens=12)
@@ -67,11 +67,11 @@ async def test_it_is_found_when_it_has_ended(
     assert after.usage is not None
     assert after.usage.input_tokens > response.usage.total_tokens
     cancelled = await client.responses.cancel(begun.id)
-    assert cancelled.status == "incomplete", "it had ended"
+    assert cancelled.status == "incomplete", "the response had ended"
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-async def test_it_can_be_cancelled_at_any_gateway(
+async def test_a_background_response_can_be_cancelled_at_any_gateway(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     elsewhere: openai.AsyncOpenAI,
@@ -238,7 +238,7 @@ async def test_a_response_that_is_too_large_to_be_kept_has_failed(
         assert whole.model_dump()["store"] is False
 
 
-async def test_none_begins_while_redis_is_full(
+async def test_no_background_response_begins_while_redis_is_full(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, redis: Any
 ) -> None:
     await redis.config_set("maxmemory", 1)
@@ -282,7 +282,7 @@ async def test_only_a_response_in_the_background_can_be_cancelled(
         await client.responses.cancel("resp_" + "0" * 24)
 
 
-async def test_without_redis_it_is_refused(
+async def test_without_redis_a_background_response_is_refused(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, valkey: servers.TestServer
 ) -> None:
     valkey.kill()

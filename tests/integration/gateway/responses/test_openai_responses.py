@@ -28,7 +28,7 @@ def expected_of(mesh: GatewayMesh, num_tokens: int, *messages: Said) -> str:
     return mesh.expected_text(prompt, num_tokens)
 
 
-async def test_a_response_is_the_chat_of_the_same_conversation(
+async def test_a_response_equals_the_chat_with_the_same_conversation(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answer = await client.responses.create(
@@ -306,7 +306,7 @@ async def test_bad_input_is_refused_with_the_field(
     assert len(answer.content) < 2000
 
 
-async def test_each_event_is_named_in_its_field_too(mesh: GatewayMesh) -> None:
+async def test_each_event_has_its_name_in_its_data_too(mesh: GatewayMesh) -> None:
     async with httpx.AsyncClient(base_url=mesh.url) as http:
         body = {"model": "tiny", "input": "x", "max_output_tokens": 5, "stream": True}
         answer = await http.post("/v1/responses", json=body)

@@ -59,7 +59,7 @@ async def kept(store: ResponseStore, *names: str, tenant: str = "a") -> list[str
     return [name for name in names if await store.load(tenant, name) is not None]
 
 
-async def test_the_oldest_make_room_within_the_count(make: Make) -> None:
+async def test_the_oldest_responses_make_room_within_the_maximum_count(make: Make) -> None:
     store = make()
     for name in "pqrst":
         assert await store.keep("a", name, name.encode()) is KEPT
@@ -67,7 +67,7 @@ async def test_the_oldest_make_room_within_the_count(make: Make) -> None:
     assert await store.load("a", "t") == b"t"
 
 
-async def test_the_oldest_make_room_within_the_bytes(make: Make) -> None:
+async def test_the_oldest_responses_make_room_within_the_maximum_bytes(make: Make) -> None:
     store = make(max_count=100)
     for name in "pqr":
         assert await store.keep("a", name, b"x" * 400) is KEPT
@@ -192,7 +192,9 @@ async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: An
     assert await store.keep("a", "larger", b"x" * (4 * 1512 - 511)) is KeepOutcome.TOO_LARGE
 
 
-async def test_many_small_ones_make_room_for_a_large_one_in_steps(make: Make, redis: Any) -> None:
+async def test_many_small_responses_make_room_for_a_large_one_in_steps(
+    make: Make, redis: Any
+) -> None:
     """So no single call blocks Redis for long."""
     store = make(max_count=10_000, max_bytes=1 << 20, max_total=1200 * (1 + 512))
     for number in range(1200):
@@ -207,7 +209,7 @@ async def test_many_small_ones_make_room_for_a_large_one_in_steps(make: Make, re
     assert said["b:large"] == 600_000
 
 
-async def test_the_sizes_are_exact_after_each_way_to_go(make: Make, redis: Any) -> None:
+async def test_the_sizes_are_exact_after_each_kind_of_removal(make: Make, redis: Any) -> None:
     short, store = make(ttl_s=0.3, max_count=100), make(max_count=3)
     for name in "pq":
         await short.keep("a", name, b"x" * 10)

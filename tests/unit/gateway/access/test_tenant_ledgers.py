@@ -50,7 +50,7 @@ async def test_a_frozen_nats_does_not_hold_up_the_end_tenant_by_tenant() -> None
     bucket.is_frozen = True
     async with asyncio.timeout(60):  # with the bug, this never ended
         await ledgers.close()
-    assert len(bucket.waiting) == len(known), "all of them are asked at once"
+    assert len(bucket.waiting) == len(known), "all ledgers are asked at once"
 
 
 async def test_tokens_that_were_leased_and_not_granted_are_given_back_at_the_end() -> None:
@@ -60,6 +60,6 @@ async def test_tokens_that_were_leased_and_not_granted_are_given_back_at_the_end
     ledgers = TenantLedgers(bucket, "g0/1", tenants, lambda: {"acme": tenant})
     assert await ledgers.more_tokens(tenant, 10)
     num_leased = tenants.today("acme", 0)[1]
-    assert num_leased == 100, "a 32nd of the day"
+    assert num_leased == 100, "one 32nd of the daily quota"
     await ledgers.close()
     assert tenants.today("acme", 0)[1] == 0

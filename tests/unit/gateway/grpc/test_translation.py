@@ -41,7 +41,7 @@ def fields(message: Any) -> set[str]:
     return {field.name for field in message.DESCRIPTOR.fields}
 
 
-def test_the_table_has_every_field_of_both() -> None:
+def test_the_table_has_every_field_of_both_apis() -> None:
     over_http = {
         field
         for struct in (ChatCompletionRequest, CompletionRequest, TokenizeRequest)
@@ -95,11 +95,11 @@ ROUTE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_params_have_a_meaning_each() -> None:
+def test_the_example_sets_every_parameter() -> None:
     assert {field.name for field, _ in PARAMS.ListFields()} == fields(pb.GenerationParams)
 
 
-def test_a_completion_is_that_of_http() -> None:
+def test_a_completion_equals_that_over_http() -> None:
     request = pb.GenerateRequest(
         text="abc", params=PARAMS, echo=True, add_special_tokens=False, **ROUTE
     )
@@ -108,7 +108,7 @@ def test_a_completion_is_that_of_http() -> None:
     assert completion_of(request)[0] == parse_completion(json.dumps(body).encode())
 
 
-def test_prompts_are_those_of_http() -> None:
+def test_prompts_equal_those_over_http() -> None:
     ids = pb.Prompt(token_ids=pb.TokenIds(ids=[3]))
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), further_prompts=[ids])
     assert completion_of(request)[0].prompt == [[1, 2], [3]]
@@ -116,7 +116,7 @@ def test_prompts_are_those_of_http() -> None:
     assert completion_of(request)[0].prompt == ["a", "b"]
 
 
-def test_a_chat_is_that_of_http() -> None:
+def test_a_chat_equals_that_over_http() -> None:
     """The order of a schema's keys and 1.0 stay as they were: the prompt shows them."""
     request = pb.ChatRequest(
         messages=[
@@ -192,19 +192,19 @@ def test_a_chat_is_that_of_http() -> None:
         (pb.TOOL_CHOICE_MODE_REQUIRED, "required"),
     ],
 )
-def test_a_mode_is_a_choice(mode: Any, expected: str) -> None:
+def test_each_mode_becomes_a_tool_choice(mode: Any, expected: str) -> None:
     request = pb.ChatRequest(messages=[USER], tool_choice=pb.ToolChoice(mode=mode))
     assert chat_of(request).chat.tool_choice == expected
 
 
-def test_every_effort_has_its_word() -> None:
+def test_every_reasoning_effort_has_its_openai_name() -> None:
     for name, value in pb.ReasoningEffort.items():
         word = name.removeprefix("REASONING_EFFORT_").lower()
         chat = chat_of(pb.ChatRequest(messages=[USER], reasoning_effort=value)).chat
         assert chat.reasoning_effort == (word if value else None)
 
 
-def test_tokenize_is_that_of_http() -> None:
+def test_tokenize_equals_that_over_http() -> None:
     tools = [pb.Tool(function=pb.FunctionDefinition(name="f", parameters=SCHEMA))]
     request = pb.TokenizeRequest(
         model="m",
@@ -296,7 +296,7 @@ _TOO_MANY = json.dumps({"x" * 10: [{}] * 40_000})
             "structured_output.json_object"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_as_over_grpc(asked: dict[str, Any], field: str) -> None:
+def test_an_error_names_the_field_as_grpc_calls_it(asked: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(pb.ChatRequest(**{"messages": [USER], **asked}))
     assert caught.value.field == field
@@ -309,7 +309,7 @@ def checked(request: pb.ChatRequest) -> None:
         check_chat(translated.chat)
 
 
-def test_a_prompt_of_another_kind_is_named() -> None:
+def test_the_refusal_of_a_prompt_names_its_field() -> None:
     wrong = {
         "prompt": pb.GenerateRequest(),
         "text": pb.GenerateRequest(text="\0"),
@@ -326,7 +326,7 @@ def test_a_prompt_of_another_kind_is_named() -> None:
         assert caught.value.field == field
 
 
-def test_one_of_text_and_messages_is_tokenized() -> None:
+def test_tokenize_needs_either_text_or_messages() -> None:
     for request in (pb.TokenizeRequest(), pb.TokenizeRequest(text="a", messages=[USER])):
         asked, names = tokenize_of(request)
         with pytest.raises(InvalidRequest) as caught, naming(names):

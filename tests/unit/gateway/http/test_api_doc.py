@@ -41,7 +41,7 @@ def test_every_field_of_the_other_formats_is_in_their_page(struct: type) -> None
     assert [f for f in fields if f"`{f}`" not in _OTHER_FORMATS] == []
 
 
-def test_every_field_that_is_refused_stands_among_the_refused() -> None:
+def test_every_refused_field_is_in_the_table_of_refused_fields() -> None:
     refused = _TEXT.partition("### Unsupported fields")[2].partition("### Answers")[0]
     assert [f for f in openai_schema._NEUTRAL if f"`{f}`" not in refused] == []
 

@@ -39,7 +39,7 @@ def tokens_of(name: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_of_tokens_put_together_are_those_of_the_text(name: str) -> None:
+def test_the_bytes_of_all_tokens_together_are_those_of_the_text(name: str) -> None:
     written = LogprobWriter(tokenizer(name), [1]).chat([drawn(i) for i in tokens_of(name, TEXT)])
     joined = bytes(byte for entry in written["content"] for byte in entry["bytes"])
     assert joined == TEXT.encode()
@@ -60,7 +60,7 @@ def test_a_piece_keeps_its_space(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 2, 3])
-def test_the_token_drawn_is_always_there(num_top: int) -> None:
+def test_the_drawn_token_is_always_among_the_logprobs(num_top: int) -> None:
     """As in vLLM and OpenAI's API, there are `logprobs` + 1 entries if it is not among the
     likeliest.
     """
@@ -74,10 +74,12 @@ def test_the_token_drawn_is_always_there(num_top: int) -> None:
         first = LogprobWriter(of, ()).completion([drawn(ids[0], *likeliest, logprob=-0.1)])
         assert len(first["top_logprobs"][0]) == num_top
     chat = LogprobWriter(of, ()).chat([drawn(ids[3], *likeliest)])["content"][0]
-    assert [e["token"] for e in chat["top_logprobs"]] == list("abc")[:num_top], "the likeliest"
+    assert [e["token"] for e in chat["top_logprobs"]] == list("abc")[:num_top], (
+        "the likeliest token"
+    )
 
 
-def test_parts_of_characters_do_not_hide_each_other() -> None:
+def test_tokens_with_parts_of_characters_do_not_hide_each_other() -> None:
     of = tokenizer("llama")
     first, second, third = tokens_of("llama", "€")
     entry = LogprobWriter(of, ()).completion([drawn(first, (second, -4.0), (third, -5.0))])

@@ -60,13 +60,13 @@ def test_any_other_path_is_refused(path: str) -> None:
         Router(ROUTES).find(path, "GET")
 
 
-def test_another_method_is_refused_with_those_there_are() -> None:
+def test_the_refusal_of_a_method_lists_the_allowed_ones() -> None:
     with pytest.raises(WrongMethod) as caught:
         Router(ROUTES).find("/v1/responses/r-1", "PUT")
     assert caught.value.allowed == "DELETE, GET"
 
 
-def test_one_path_has_one_handler_of_a_method() -> None:
+def test_a_path_has_one_handler_per_method() -> None:
     with pytest.raises(AssertionError, match="GET /v1/models is served twice"):
         Router([*ROUTES, route("GET", "/v1/models")])
 

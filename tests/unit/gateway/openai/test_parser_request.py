@@ -33,7 +33,7 @@ def tag(style: str) -> str:
     return json.dumps({"structural_tag": json.dumps({"format": form})})
 
 
-def test_of_the_messages_parsers_get_only_how_many_calls_they_hold() -> None:
+def test_parsers_learn_only_the_number_of_calls_in_each_message() -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     asked = {"role": "assistant", "content": "secret", "tool_calls": [call, call]}
     body = parser_request(chat(asked, tools=[TOOL]))
@@ -44,7 +44,7 @@ def test_of_the_messages_parsers_get_only_how_many_calls_they_hold() -> None:
     assert json.loads(parser_request(chat()))["tool_choice"] == "none"
 
 
-def test_parsers_get_switches_and_words_however_long_the_variables_are() -> None:
+def test_parsers_get_shortened_template_variables() -> None:
     given = {"enable_thinking": [], "deep": {"a": 1}, "on": True, "mode": "x" * 9000, "n" * 90: 1}
     read = json.loads(parser_request(chat(chat_template_kwargs=given)))["chat_template_kwargs"]
     assert read == {"enable_thinking": False, "deep": True, "on": True, "mode": "x" * 64}

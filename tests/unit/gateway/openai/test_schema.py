@@ -81,7 +81,7 @@ def test_the_refusal_of_a_chat_names_the_bad_field(fields: dict[str, Any], field
         {"type": "refusal", "refusal": "no"},
     ],
 )
-def test_a_part_that_is_not_text_is_what_is_refused(part: dict[str, Any]) -> None:
+def test_the_refusal_of_a_part_that_is_not_text_names_that_part(part: dict[str, Any]) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
     error = refused(parse_chat, chat(messages=[message]))
     assert (error.field, error.reason) == ("messages[0].content[1]", "UNSUPPORTED_FIELD")
@@ -110,7 +110,7 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
     assert request.user == "u"
 
 
-def test_the_extensions_are_taken() -> None:
+def test_vllms_extensions_are_accepted() -> None:
     request = parse_chat(chat(ignore_eos=True, cache_salt="s", chat_id="c", scenario="x"))
     assert (request.ignore_eos, request.cache_salt, request.chat_id) == (True, "s", "c")
 
@@ -181,7 +181,7 @@ def test_no_string_of_a_completion_holds_a_nul() -> None:
         )
     spelt = "a backslash and \\u0000"
     body = json.dumps({"model": "m", "prompt": spelt}).encode()
-    assert parse_completion(body).prompt == spelt, "the name of it is not it"
+    assert parse_completion(body).prompt == spelt, "the escape of a NUL in text is not a NUL"
 
 
 def test_messages_reach_the_template_as_they_are() -> None:
@@ -259,7 +259,7 @@ def test_a_field_given_twice_in_a_message_is_refused() -> None:
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("number", [b"9" * 5000, b"1e400", b"-1e999", b"1e-400"])
-def test_numbers_of_any_size_are_an_answer_and_no_crash(number: bytes) -> None:
+def test_numbers_of_any_size_get_an_answer_and_cause_no_crash(number: bytes) -> None:
     for field in (b"seed", b"max_tokens", b"temperature", b"logit_bias", b"n"):
         body = b'{"model":"a","prompt":"x","%b":%b}' % (field, number)
         if (field, number) == (b"temperature", b"1e-400"):
@@ -269,7 +269,7 @@ def test_numbers_of_any_size_are_an_answer_and_no_crash(number: bytes) -> None:
 
 
 @pytest.mark.fault("F31")
-def test_token_ids_beyond_the_context_are_refused_by_their_number() -> None:
+def test_more_token_ids_than_the_context_has_are_refused() -> None:
     for prompt in ([1] * 9, [[1], [1] * 9]):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
         error = refused(

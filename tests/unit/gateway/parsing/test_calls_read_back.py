@@ -220,7 +220,7 @@ def test_calls_within_the_grammar_read_back_as_valid_calls(desk: Any, name: str)
                     seen |= arguments.keys()
             num_read += 1
     assert num_read > 20
-    assert len(seen) > 7, "many kinds of parameters had their turn"
+    assert len(seen) > 7, "many kinds of parameters were drawn"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

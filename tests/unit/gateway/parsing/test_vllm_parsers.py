@@ -301,7 +301,7 @@ def test_an_answer_cut_anywhere_gives_the_same_output(desk: Any, name: str) -> N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_choice_that_is_fed_again_continues_from_where_it_was(desk: Any, name: str) -> None:
+def test_a_choice_whose_tokens_are_fed_again_continues_where_it_was(desk: Any, name: str) -> None:
     """After its process has died, the parser gets the tokens again; here that happens at each
     token.
     """
@@ -405,7 +405,7 @@ def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
 
 @pytest.mark.parametrize("begins_in_prompt", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek r1"])
-def test_reasoning_tokens_are_those_between_its_marks_in_streams_and_whole_answers(
+def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
     desk: Any, name: str, begins_in_prompt: bool
 ) -> None:
     """Any tokens: many are parts of a character, and add no text by themselves."""

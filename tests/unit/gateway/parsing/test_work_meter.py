@@ -6,7 +6,7 @@ import time
 from pdmesh.services.gateway.parsing.work_meter import WorkMeter, cpu_seconds
 
 
-def test_a_process_that_gets_little_of_a_busy_machine_has_time() -> None:
+def test_a_process_that_gets_little_cpu_on_a_busy_machine_is_given_time() -> None:
     meter = WorkMeter()
     meter.begin(100.0, 7.0)
     for second in range(1, 300):
@@ -43,7 +43,7 @@ def test_each_request_has_a_limit_of_its_own() -> None:
     assert not meter.is_spent(30.0, 32.0, 32.0)
 
 
-def test_processor_time_of_this_process_and_of_none() -> None:
+def test_the_cpu_time_of_a_process_is_known_and_that_of_no_process_is_not() -> None:
     before = cpu_seconds(os.getpid())
     until = time.process_time() + 0.05
     while time.process_time() < until:

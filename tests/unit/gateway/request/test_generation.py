@@ -93,7 +93,7 @@ def offered_to_a_decode(log: list[str]) -> Generation:
 
 
 @pytest.mark.req("S48")
-async def test_the_writer_of_token_1_goes_before_the_hand_over() -> None:
+async def test_token_1_is_written_before_the_hand_over_begins() -> None:
     log: list[str] = []
     generation = offered_to_a_decode(log)
     assert log == ["prefill"]
@@ -103,9 +103,11 @@ async def test_the_writer_of_token_1_goes_before_the_hand_over() -> None:
 
 
 @pytest.mark.fault("F27")
-async def test_a_client_that_leaves_cancels_the_commands_that_were_due() -> None:
+async def test_a_client_that_leaves_cancels_the_pending_commands() -> None:
     log: list[str] = []
     offered_to_a_decode(log).cancel()
     assert log == ["prefill", "start", "abort", "release", "ended"]
     await asyncio.sleep(0)
-    assert log == ["prefill", "start", "abort", "release", "ended", "written"], "nothing twice"
+    assert log == ["prefill", "start", "abort", "release", "ended", "written"], (
+        "no command is sent twice"
+    )

@@ -43,12 +43,12 @@ def test_equal_chat_ids_of_two_tenants_mean_two_conversations() -> None:
     mine = asked_chat_id("acme", "c")
     assert mine == asked_chat_id("acme", "c")
     assert len({mine, asked_chat_id("beta", "c"), asked_chat_id("acme", "d")}) == 3
-    assert mine != asked_chat_id("acme", "c", b"t"), "nobody else can make it"
+    assert mine != asked_chat_id("acme", "c", b"t"), "it cannot be made without the secret"
     assert asked_chat_id("acmec", "") == asked_chat_id("acme", "") == ""
     assert asked_chat_id("acme", "c" * 256) != "c" * 256
 
 
-def test_an_instance_reads_the_shaping_that_the_gateway_meant() -> None:
+def test_logit_shaping_reaches_the_instance_unchanged() -> None:
     budget = ThinkingBudget(7, ThinkingMarks((1, 2), (3,)))
     asked = LogitShaping(
         1.0,

@@ -39,7 +39,7 @@ async def test_the_next_tokens_wait_for_the_interval_and_come_together() -> None
     suspected.on_tokens()
     assert await woken_within(suspected, 60.0)
     suspected.on_tokens()
-    assert not await woken_within(suspected, 0.1), "before the interval was over"
+    assert not await woken_within(suspected, 0.1), "the interval was not over yet"
     call = call_with(interval_s=0.05)
     call.on_tokens()
     assert await woken_within(call, 60.0)
@@ -79,7 +79,7 @@ async def test_without_an_interval_nothing_is_held_back() -> None:
         assert await woken_within(call, 60.0)
 
 
-async def test_one_timer_wakes_all_that_wait() -> None:
+async def test_one_timer_wakes_all_waiting_writers() -> None:
     pacer = Pacer(0.01)
     woken: list[str] = []
     done = asyncio.Event()

@@ -34,7 +34,7 @@ async def test_a_request_that_asks_for_nothing_is_unshaped(tokenizer: Tokenizer)
     assert await shaping_of(neutral, tokenizer, 5) is UNSHAPED
 
 
-async def test_biases_are_cut_and_sorted(tokenizer: Tokenizer) -> None:
+async def test_logit_biases_are_clamped_and_sorted(tokenizer: Tokenizer) -> None:
     asked = AskedShaping(logit_bias=biases_by_id({"7": 1000.0, "3": -1000.0, "5": 1.5}))
     shaping = await shaping_of(asked, tokenizer, None)
     assert shaping.logit_bias == ((3, -100.0), (5, 1.5), (7, 100.0))
@@ -77,7 +77,7 @@ async def test_words_are_encoded_without_special_tokens(tokenizer: Tokenizer) ->
         (AskedShaping(bad_words=["x"] * 129), "bad_words"),
     ],
 )
-async def test_an_impossible_value_names_its_field(
+async def test_the_refusal_of_an_impossible_value_names_its_field(
     tokenizer: Tokenizer, asked: AskedShaping, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -86,13 +86,13 @@ async def test_an_impossible_value_names_its_field(
 
 
 @pytest.mark.parametrize("name", ["", "-1", "1.0", "x", "\u0663", "1" * 11])
-def test_a_bias_of_no_token_id_is_refused(name: str) -> None:
+def test_a_bias_for_something_other_than_a_token_id_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         biases_by_id({name: 1.0})
     assert caught.value.field == "logit_bias"
 
 
-def test_stop_tokens_are_in_the_vocabulary_and_few() -> None:
+def test_stop_tokens_must_be_few_and_in_the_vocabulary() -> None:
     assert stop_ids_of([3, 4, 3], 5) == {3, 4}
     assert stop_ids_of(None, 5) == frozenset()
     for ids in ([5], [-1], list(range(65))):
@@ -100,7 +100,9 @@ def test_stop_tokens_are_in_the_vocabulary_and_few() -> None:
             stop_ids_of(ids, 5 if len(ids) == 1 else 100)
 
 
-async def test_the_models_own_defaults_hold_unless_they_are_said_otherwise(tmp_path: Path) -> None:
+async def test_the_defaults_of_a_model_apply_unless_the_request_overrides_them(
+    tmp_path: Path,
+) -> None:
     write_tiny_model(tmp_path)
     said: dict[str, Any] = {
         "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1,

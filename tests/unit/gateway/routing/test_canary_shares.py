@@ -78,7 +78,7 @@ async def test_a_canary_gets_its_share_and_nothing_while_it_leaves() -> None:
     assert site.ask() == "a"  # the scenario has no shares: the fewest open legs decide
 
 
-async def test_the_last_word_stands_while_the_store_is_away() -> None:
+async def test_the_last_known_share_applies_while_the_store_is_away() -> None:
     site = Site()
     await site.write(Upgrade(scenario="chat", canary_share=0.1))
     site.bucket.lose()

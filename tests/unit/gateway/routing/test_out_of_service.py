@@ -81,7 +81,7 @@ async def test_a_cordoned_instance_gets_no_request_even_if_it_reports_ready() ->
     assert site.ranked() == "p-0"
 
 
-async def test_a_leaving_instance_gets_what_no_other_can_take() -> None:
+async def test_a_leaving_instance_gets_only_requests_that_no_other_can_take() -> None:
     site = Site()
     await site.cordon("d-0", LEAVE_MODE_DRAIN)
     assert site.ranked() == "p-0 p-1 d-1"
@@ -102,7 +102,7 @@ async def test_a_leaving_instance_gets_what_no_other_can_take() -> None:
         (Level.TRANSIENT, 1, "", "p-0 p-1 d-0 d-1"),
     ],
 )
-async def test_a_faulty_one_is_the_last_choice(
+async def test_a_faulty_instance_is_the_last_choice(
     level: Level, incarnation: int, held_back: str, expected: str
 ) -> None:
     site = Site()

@@ -69,7 +69,7 @@ def test_a_template_gets_contents_in_the_form_that_it_reads(source: str, expecte
     assert rendered(source, "x", ["a", "b"], []) == expected
 
 
-def test_a_template_that_refuses_to_be_tried_gets_text() -> None:
+def test_a_template_that_fails_when_it_is_probed_gets_text() -> None:
     source = "{% if messages[0]['content'] != 'x' %}{{ raise_exception('no') }}{% endif %}ok"
     assert rendered(source, "x") == "ok"
 
@@ -107,7 +107,7 @@ def test_a_developer_is_system_to_a_template_that_does_not_know_it(
     assert template.render(Conversation([{"role": "developer", "content": "x"}])) == expected
 
 
-def test_all_system_messages_become_one_if_a_developer_was_among_them() -> None:
+def test_system_and_developer_messages_become_one_system_message() -> None:
     source = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     messages: list[Message] = [
         {"role": "user", "content": "x"},
@@ -117,7 +117,9 @@ def test_all_system_messages_become_one_if_a_developer_was_among_them() -> None:
     template = ChatTemplate(source, {}, 1000)
     assert template.render(Conversation(messages)) == "<system>a\nb\n\nc<user>x"
     alone = Conversation([messages[0], messages[2]])
-    assert template.render(alone) == "<user>x<system>c", "as the client said it"
+    assert template.render(alone) == "<user>x<system>c", (
+        "the order of the client's messages is kept"
+    )
 
 
 def test_the_result_of_a_tool_is_text_to_a_template_that_reads_parts() -> None:
@@ -128,7 +130,7 @@ def test_the_result_of_a_tool_is_text_to_a_template_that_reads_parts() -> None:
     assert ChatTemplate(source, {}, 1000).render(Conversation(messages)) == "<tool>a\nb"
 
 
-def test_a_template_gets_the_clients_variables_that_it_reads_and_none_of_its_own() -> None:
+def test_a_template_gets_the_client_variables_that_it_reads_but_no_reserved_ones() -> None:
     source = "{{ thinking }} {{ strftime_now('x') }} {{ messages[0]['content'] }}"
     given = {"thinking": True, "strftime_now": 1, "messages": [], "other": 2}
     conversation = Conversation([{"role": "user", "content": "c"}], variables=given)
@@ -143,7 +145,7 @@ def test_a_model_may_have_a_template_for_tools() -> None:
     assert templates.render(Conversation(messages, [{"a": 1}])) == '[{"a": 1}]'
 
 
-def test_a_template_that_goes_too_deep_is_a_refusal() -> None:
+def test_a_template_that_recurses_too_deeply_leads_to_a_refusal() -> None:
     deep: object = 1
     for _ in range(100_000):
         deep = [deep]

@@ -34,7 +34,7 @@ class Encoder:
         return [array("I", [len(t), int(add_special_tokens)]) for t in texts]
 
 
-async def test_texts_that_gather_while_a_thread_works_are_encoded_together() -> None:
+async def test_texts_that_wait_for_a_thread_are_encoded_together() -> None:
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()
@@ -44,7 +44,9 @@ async def test_texts_that_gather_while_a_thread_works_are_encoded_together() -> 
     await asyncio.sleep(0)
     encoder.gate.set()
     done = await asyncio.gather(*asks, return_exceptions=True)
-    assert encoder.batches == [[1], [2], [4], [5, 6]], "alike goes together, the cancelled nowhere"
+    assert encoder.batches == [[1], [2], [4], [5, 6]], (
+        "a batch has only calls of one kind, and no cancelled ones"
+    )
     assert [d[0] for d in done if not isinstance(d, BaseException)] == [1, 2, 4, 5, 6]
     assert lanes.num_pending_chars == 0
     lanes.close()
@@ -66,7 +68,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
 
 
 @pytest.mark.fault("F31")
-async def test_text_beyond_the_bound_is_refused_and_room_comes_back() -> None:
+async def test_text_beyond_the_bound_is_refused_until_there_is_room_again() -> None:
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1, max_pending_chars=10)
     encoder.gate.clear()
@@ -80,7 +82,7 @@ async def test_text_beyond_the_bound_is_refused_and_room_comes_back() -> None:
     lanes.close()
 
 
-async def test_a_text_that_cannot_be_encoded_fails_its_batch_and_nothing_after_it() -> None:
+async def test_a_text_that_cannot_be_encoded_fails_only_its_own_batch() -> None:
     encoder, lanes = Encoder(), EncodingLanes(num_threads=1)
     with pytest.raises(ValueError, match="no"):
         await lanes.encode(encoder, "!", False)
@@ -89,7 +91,7 @@ async def test_a_text_that_cannot_be_encoded_fails_its_batch_and_nothing_after_i
     lanes.close()
 
 
-async def test_texts_of_two_models_are_encoded_each_by_its_own() -> None:
+async def test_each_text_is_encoded_by_the_tokenizer_of_its_model() -> None:
     first, second, lanes = Encoder(), Encoder(), EncodingLanes(num_threads=1)
     first.gate.clear()
     asks = [

@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tmp_path, max_chars=1000)
 
 
-async def test_a_grammar_that_explodes_is_refused_but_the_next_honest_one_is_not(
+async def test_an_exploding_grammar_is_refused_but_the_next_honest_one_is_not(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer
 ) -> None:
     hostile = [
@@ -70,10 +70,10 @@ async def test_a_grammar_that_explodes_is_refused_but_the_next_honest_one_is_not
     before = process._process
     with pytest.raises(InvalidRequest):
         await checks.grammar(of_schema(EXPLODES | {"title": "0"}, "x"), model, ANYONE)
-    assert process._process is before, "it is known"
+    assert process._process is before, "the verdict is remembered"
 
 
-async def test_equal_ones_are_asked_once(
+async def test_equal_grammars_are_checked_once(
     checks: GrammarChecks,
     process: GrammarProcess,
     model: Tokenizer,
@@ -94,7 +94,7 @@ async def test_equal_ones_are_asked_once(
     assert len(asked) == 1
 
 
-async def test_a_process_that_somebody_killed_is_replaced(
+async def test_a_killed_process_is_replaced(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer
 ) -> None:
     await checks.grammar(of_schema({"type": "integer"}), model, ANYONE)
@@ -105,10 +105,10 @@ async def test_a_process_that_somebody_killed_is_replaced(
 
 
 @pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGABRT])
-async def test_an_innocent_grammar_is_compiled_again_by_itself(
+async def test_an_innocent_grammar_is_compiled_again_alone(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer, ending: signal.Signals
 ) -> None:
-    """The process dies while it has this grammar, of what those before have left there."""
+    """The process dies while it compiles this grammar, but earlier grammars are to blame."""
     await checks.grammar(of_schema({"type": "integer"}), model, ANYONE)
     first = process._process
     assert first is not None
@@ -205,7 +205,7 @@ async def test_tenants_take_turns_and_a_flood_keeps_only_itself_out(model: Token
     assert {type(each) for each in results} == {str, Overloaded}
     assert [each for each in checker.asked if "flood" in each] == [
         f"flood-{n}" for n in range(61)
-    ], "in their order"
+    ], "one tenant's checks keep their order"
     await checks.close()
 
 
@@ -222,13 +222,17 @@ async def test_a_check_without_a_waiting_request_does_not_begin(model: Tokenizer
     checker.turn.release()
     assert await tasks[4] == "last"
     assert checker.asked == ["first", "last"]
-    assert await checks.grammar(named("first"), model, two) == "first", "what began is known"
+    assert await checks.grammar(named("first"), model, two) == "first", (
+        "the verdict of a check that began is kept"
+    )
     assert checker.asked == ["first", "last"]
     assert not checks._checks
     await checks.close()
 
 
-async def test_an_equal_one_of_another_tenant_keeps_its_place(model: Tokenizer) -> None:
+async def test_a_cancelled_check_goes_on_for_another_tenant_with_an_equal_grammar(
+    model: Tokenizer,
+) -> None:
     checker = ScriptedChecker()
     checks = GrammarChecks(checker)
     one, two = Tenant("one"), Tenant("two")
@@ -270,7 +274,7 @@ async def test_models_share_the_process_and_come_back_to_it(
             assert await checks.grammar(of_schema({"enum": [number]}), each, ANYONE)
 
 
-async def test_closing_ends_it_while_it_works(model: Tokenizer) -> None:
+async def test_closing_ends_the_process_while_it_compiles(model: Tokenizer) -> None:
     process = GrammarProcess()
     checks = GrammarChecks(process)
     task = asyncio.create_task(checks.grammar(of_schema(EXPLODES), model, ANYONE))

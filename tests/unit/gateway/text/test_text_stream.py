@@ -67,7 +67,7 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stream_says_what_plain_vllm_says(name: str) -> None:
+def test_a_stream_gives_the_text_of_plain_vllm(name: str) -> None:
     """The reference is the class of the library that vLLM uses, started with the prompt's
     tokens.
     """
@@ -118,7 +118,7 @@ def test_a_space_stays_after_a_prompt_and_after_broken_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "metaspace", "byte level"])
-def test_an_answer_may_complete_the_character_the_prompt_ended_in(name: str) -> None:
+def test_an_answer_may_complete_the_last_character_of_the_prompt(name: str) -> None:
     encode: Callable[[str], list[int]] = ids
     if name != "byte level":
         encode = lambda text: [len(PIECES) + byte for byte in text.encode()]  # noqa: E731
@@ -128,10 +128,12 @@ def test_an_answer_may_complete_the_character_the_prompt_ended_in(name: str) -> 
         prompt = [*plain, *rocket[:cut]]
         text = TOKENIZERS[name].decode(plain)
         assert stream_after(name, prompt).feed([*rocket[cut:], *plain]) == "🚀" + text
-        assert stream_after(name, prompt).feed(plain) == text, "what is broken is the prompt's"
+        assert stream_after(name, prompt).feed(plain) == text, (
+            "the broken character is in the prompt"
+        )
 
 
-def test_tokens_without_a_text_are_not_decoded_again_with_each_that_follows() -> None:
+def test_tokens_without_text_are_not_decoded_again_with_each_further_token() -> None:
     """An answer that ignores EOS may consist only of EOS tokens."""
     tokenizer = TOKENIZERS["llama"]
     lengths: list[int] = []

@@ -85,7 +85,7 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [3, [3, 4]])
-def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path, named: object) -> None:
+def test_the_end_token_of_the_tokenizer_ends_an_answer_too(tmp_path: Path, named: object) -> None:
     """A generation_config that names only the base model's EOS does not remove the chat's EOS."""
     write_tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
@@ -94,8 +94,8 @@ def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path, named: object
     assert Tokenizer.load(tmp_path, max_chars=100).eos_token_ids == {EOS} | others
 
 
-def test_its_json_is_that_of_its_file(tmp_path: Path) -> None:
-    """The library would write it anew, with the interpreter's lock held."""
+def test_the_json_of_a_tokenizer_is_that_of_its_file(tmp_path: Path) -> None:
+    """The library would generate it again, and hold the interpreter's lock meanwhile."""
     directory = write_tiny_model(tmp_path)
     path = directory / "tokenizer.json"
     text = json.dumps(json.loads(path.read_text()), indent=7)

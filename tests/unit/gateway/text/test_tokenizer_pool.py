@@ -35,7 +35,7 @@ class Library:
     def __init__(self) -> None:
         self.texts: dict[str, TextFiles] = {}
         self.num_asked = 0
-        self.num_busy = 0  # how many of the next callers are told to come again
+        self.num_busy = 0  # how many of the next callers get Overloaded
         self.busy_ms = 10
         self.gate = asyncio.Event()
         self.gate.set()
@@ -106,7 +106,7 @@ def spelt(tokenizer: Tokenizer) -> str:
     return tokenizer.text_stream(()).feed([10, 11, 12])
 
 
-async def test_each_model_gets_its_own_and_is_fetched_once(
+async def test_each_model_gets_its_own_tokenizer_which_is_fetched_once(
     tmp_path: Path, library: Library
 ) -> None:
     texts = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(3)]
@@ -133,7 +133,7 @@ async def test_files_in_the_gateways_own_folder_are_not_fetched(
     async with pool_of() as pool:
         await pool.load_own(write_tiny_model(tmp_path / "own"))
         own = await pool.get("m", text, library.sources)
-        assert own is await pool.get("older", None, list), "also of instances that give no files"
+        assert own is await pool.get("older", None, list), "even if the instances give no files"
     assert library.num_asked == 0
 
 
@@ -144,7 +144,7 @@ async def test_without_any_files_a_model_is_refused(tmp_path: Path) -> None:
             await pool.get("m", None, list)
 
 
-async def test_one_is_parsed_at_a_time_and_a_caller_that_leaves_stops_no_load(
+async def test_tokenizers_are_parsed_one_at_a_time_and_a_caller_that_leaves_stops_no_load(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(4)]
@@ -171,7 +171,7 @@ async def test_one_is_parsed_at_a_time_and_a_caller_that_leaves_stops_no_load(
         library.gate.set()
         await asyncio.gather(*asks[1:])
         assert spelt(await pool.get("m0", texts[0], library.sources))
-        assert library.num_asked == 4, "it was loaded all the same"
+        assert library.num_asked == 4, "the cancelled caller's load went on"
         assert most_parsing == 1
 
 
@@ -215,7 +215,7 @@ async def test_an_instance_that_was_silent_may_still_answer(
         assert await asking
 
 
-async def test_an_instance_that_says_come_again_is_asked_again(
+async def test_an_instance_that_was_overloaded_is_asked_again(
     tmp_path: Path, library: Library
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "m"))
@@ -225,7 +225,7 @@ async def test_an_instance_that_says_come_again_is_asked_again(
     assert library.num_asked == 4
 
 
-async def test_instances_that_are_busy_for_long_do_not_make_the_waits_longer(
+async def test_the_wait_does_not_grow_while_instances_stay_busy(
     tmp_path: Path, library: Library
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "m"))
@@ -268,14 +268,14 @@ async def test_files_of_another_model_are_refused_and_fetched_again_later(
         num_asked = library.num_asked
         with pytest.raises(TokenizerUnavailable):
             await pool.get("bad", bad, library.sources)
-        assert library.num_asked == num_asked, "not tried again so soon"
-        assert await pool.get("good", good, library.sources), "another model is not concerned"
+        assert library.num_asked == num_asked, "a failed fetch is not tried again so soon"
+        assert await pool.get("good", good, library.sources), "another model is not affected"
         now += 5.0
         assert await pool.get("bad", bad, library.sources)
     assert not (tmp_path.parent / "tokenizer.json").exists()
 
 
-async def test_more_bytes_than_a_model_needs_are_given_up(
+async def test_a_fetch_of_more_bytes_than_a_model_needs_is_given_up(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "m"))
@@ -306,7 +306,7 @@ async def test_unreadable_files_do_not_count_as_a_bug_of_the_gateway(
             await pool.get("m", text, library.sources)
 
 
-async def test_an_instance_that_is_gone_is_left_for_another(
+async def test_if_an_instance_is_gone_another_one_is_asked(
     tmp_path: Path, library: Library
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "m"))
@@ -328,15 +328,19 @@ async def test_a_dropped_tokenizer_is_freed_when_its_last_call_ends(
             first = await pool.get("m0", texts[0], library.sources)
             stream = first.text_stream(())
             assert first.token_bytes(40)
-            assert await first.encode("x" * 5000, add_special_tokens=False), "on a thread"
+            assert await first.encode("x" * 5000, add_special_tokens=False), (
+                "the tokenizer is freed on a thread"
+            )
             gone = weakref.ref(first._decoder)
             del first
             await pool.get("m1", texts[1], library.sources)
-            assert stream.feed([10, 11]), "the call goes on"
+            assert stream.feed([10, 11]), "the running call is not affected"
             assert gone() is not None
             del stream
             assert gone() is None
-            assert spelt(await pool.get("m0", texts[0], library.sources)), "it comes back"
+            assert spelt(await pool.get("m0", texts[0], library.sources)), (
+                "the model can be loaded again"
+            )
             assert library.num_asked == 3
     finally:
         gc.enable()
@@ -356,7 +360,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-async def test_a_hundred_models_take_the_memory_of_those_that_fit(
+async def test_a_hundred_models_take_only_the_memory_of_those_that_fit(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten fit. A hundred, each requested twice, take about as much memory as ten."""
@@ -364,7 +368,9 @@ async def test_a_hundred_models_take_the_memory_of_those_that_fit(
     texts = [library.add(write_large_model(tmp_path / str(i), i)) for i in range(100)]
     files = read_text_files(tmp_path / "0")
     assert files.num_bytes < text_files.MAX_BYTES
-    async with pool_of() as warm:  # what the first one of a process takes is taken
+    async with (
+        pool_of() as warm
+    ):  # the first tokenizer of a process takes extra memory, which does not count
         await warm.get("m", texts[0], library.sources)
     before = resident_bytes()
     room = 10 * (5 * files.num_bytes + (1 << 20)) + 1000
@@ -372,8 +378,8 @@ async def test_a_hundred_models_take_the_memory_of_those_that_fit(
         for number in range(10):
             await pool.get(f"m{number}", texts[number], library.sources)
         of_ten = resident_bytes() - before
-        assert of_ten > 10 * files.num_bytes, "they take memory, or nothing is measured"
-        assert of_ten < 2 * room, "and no more than twice what is estimated"
+        assert of_ten > 10 * files.num_bytes, "ten tokenizers must take measurable memory"
+        assert of_ten < 2 * room, "they take at most twice the estimate"
         for _ in range(2):
             for number, text in enumerate(texts):
                 await pool.get(f"m{number}", text, library.sources)

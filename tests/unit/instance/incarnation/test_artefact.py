@@ -56,7 +56,7 @@ def test_the_artefacts_of_both_roles_have_one_revision_and_an_upgrade_another(
 
     first = revision("p", "prefill", dtype="float32", num_slots="4")
     assert revision("d", "decode", dtype="float32", num_slots="64") == first
-    assert revision("d16", "decode", dtype="bfloat16") != first, "KV of other bytes"
+    assert revision("d16", "decode", dtype="bfloat16") != first, "the KV would have other bytes"
     (model_dir / "weights.bin").unlink()
     (model_dir / "weights.bin").write_bytes(bytes(999) + b"\1")
     assert revision("p2", "prefill", dtype="float32") != first
@@ -77,7 +77,7 @@ def _remove(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _change, _remove])
-def test_a_file_that_is_not_as_it_was_built_is_named(
+def test_a_file_that_changed_since_the_build_is_named(
     damage: Callable[[Path], None], model_dir: Path, tmp_path: Path
 ) -> None:
     found = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
@@ -106,7 +106,7 @@ def test_the_other_roles_artefact_is_refused(model_dir: Path, tmp_path: Path) ->
         ({"surprise": 1}, "surprise"),
     ],
 )
-def test_a_bad_manifest_is_refused_with_its_field(
+def test_the_refusal_of_a_bad_manifest_names_its_field(
     changes: dict[str, object], field: str | None, model_dir: Path, tmp_path: Path
 ) -> None:
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_a_manifest_is_refused(text: str, tmp_path: Path) -> 
         artefact.read(tmp_path / "away.json")
 
 
-def test_one_copy_serves_both_roles_and_a_damaged_source_makes_none(
+def test_one_copy_serves_both_roles_and_a_damaged_source_is_not_copied(
     model_dir: Path, tmp_path: Path
 ) -> None:
     p = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
@@ -165,7 +165,7 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     assert verified == copy
     artefact.verify(copy)
     folders = [x.name for x in (tmp_path / "cache").iterdir() if x.is_dir()]
-    assert folders == [copy.folder.name], "the damaged copy takes no room"
+    assert folders == [copy.folder.name], "the damaged copy was deleted"
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
@@ -202,7 +202,7 @@ async def test_a_corrupt_source_is_refused_even_if_copies_are_kept(
     assert refused.value.reason == "WRONG_HASH"
 
 
-def test_a_copy_that_another_process_has_mended_stays(model_dir: Path, tmp_path: Path) -> None:
+def test_a_copy_that_another_process_has_repaired_stays(model_dir: Path, tmp_path: Path) -> None:
     source = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
     copy = artefact.fetch(source, tmp_path / "cache")
     before = copy.folder.stat().st_ino

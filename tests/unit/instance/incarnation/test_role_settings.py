@@ -20,7 +20,9 @@ ENGINE: Any = None  # not used
 @pytest.mark.parametrize(
     ("role", "num_waiting"), [(Role.PREFILL, 0), (Role.FUSION, 0), (Role.DECODE, 3)]
 )
-def test_a_decode_alone_takes_more_than_its_slots(role: Role, num_waiting: int) -> None:
+def test_only_a_decode_accepts_more_requests_than_it_has_slots(
+    role: Role, num_waiting: int
+) -> None:
     """A prompt that would have to wait at a prefill is refused: another prefill may be idle."""
     settings = InstanceSettings(num_slots=4, max_waiting=3)
     capacity = capacity_of(settings, role, BuiltEngine(ENGINE, 1 << 20, 1 << 20), INFO)

@@ -21,7 +21,7 @@ def apply(change: BlocksChanged, known: set[bytes]) -> None:
 
 
 @given(st.sets(st.sampled_from([bytes([n]) * 16 for n in range(6)])), st.lists(changes, max_size=8))
-def test_one_delta_says_what_its_changes_said_one_by_one(
+def test_a_merged_delta_equals_its_changes_one_by_one(
     known: set[bytes], sequence: list[BlocksChanged]
 ) -> None:
     expected, delta, published = set(known), BlockDelta(), dict.fromkeys(known)

@@ -150,7 +150,7 @@ def test_the_holder_of_a_ticket_cannot_guess_another() -> None:
     for number, ticket in enumerate(tickets, 1):
         found = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]{32})", ticket)
         assert found, ticket
-        assert int(found[1], 16) == number, "the part that may be logged tells tickets apart"
+        assert int(found[1], 16) == number, "the part that may be logged distinguishes tickets"
         secrets.append(found[2])
     for one, other in itertools.combinations(secrets, 2):
         num_same_bytes = sum(

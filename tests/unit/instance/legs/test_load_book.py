@@ -8,7 +8,7 @@ from pdmesh.instance.legs.load_book import MAX_NAMED, Computed, LoadBook
 
 
 @pytest.mark.req("S93", "S107")
-def test_a_prompt_is_timed_from_when_it_could_begin() -> None:
+def test_a_prompt_is_timed_from_the_moment_at_which_it_could_begin() -> None:
     """Two prompts are in the lane: the second one's time begins when the first one's ends."""
     book = LoadBook()
     book.admitted(1, "a", 100, now=1.0)
@@ -21,7 +21,7 @@ def test_a_prompt_is_timed_from_when_it_could_begin() -> None:
     assert book.take() == ([], [])
 
 
-def test_prompts_of_one_step_and_those_given_up_are_named_without_a_time() -> None:
+def test_prompts_that_share_a_step_or_were_given_up_are_reported_without_a_time() -> None:
     book = LoadBook()
     for leg, name in ((1, "a"), (2, "b"), (3, "c")):
         book.admitted(leg, name, 100, now=0.0)

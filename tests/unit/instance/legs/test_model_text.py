@@ -34,14 +34,16 @@ async def test_all_files_come_in_pieces(text: TextFiles) -> None:
     assert files == {name: (text.folder / name).read_bytes() for name in text.digests}
 
 
-async def test_another_digest_gets_nothing(text: TextFiles) -> None:
+async def test_a_caller_with_another_digest_gets_no_files(text: TextFiles) -> None:
     with pytest.raises(InvalidRequest):
         await collected(ModelTextSource(text).pieces("0" * 32))
     with pytest.raises(InvalidRequest):
         await collected(ModelTextSource(None).pieces(""))
 
 
-async def test_few_read_at_once_and_one_that_leaves_makes_room(text: TextFiles) -> None:
+async def test_only_a_few_gateways_read_at_once_and_one_that_leaves_makes_room(
+    text: TextFiles,
+) -> None:
     source = ModelTextSource(text)
     readers = [source.pieces(text.digest) for _ in range(4)]
     for reader in readers:
@@ -52,7 +54,7 @@ async def test_few_read_at_once_and_one_that_leaves_makes_room(text: TextFiles) 
     assert await collected(source.pieces(text.digest))
 
 
-async def test_a_file_that_is_gone_is_an_error_that_may_pass(text: TextFiles) -> None:
+async def test_a_file_that_is_gone_is_an_error_that_may_be_retried(text: TextFiles) -> None:
     (text.folder / "tokenizer.json").unlink()
     with pytest.raises(Unavailable):
         await collected(ModelTextSource(text).pieces(text.digest))

@@ -27,7 +27,9 @@ def outbox(clock: Clock) -> Outbox:
     return Outbox("gateway-0", stall_s=5.0, clock=clock)
 
 
-async def test_steps_pile_up_into_one_message_while_the_writer_is_busy(outbox: Outbox) -> None:
+async def test_tokens_of_several_steps_become_one_message_while_the_writer_is_busy(
+    outbox: Outbox,
+) -> None:
     for step in range(3):
         outbox.add_tokens([1, 2], [10 + step, 20 + step])
         outbox.flush()
@@ -45,7 +47,7 @@ async def taken_within(outbox: Outbox, limit_s: float) -> SessionResponse | None
         return None
 
 
-async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
+async def test_tokens_are_sent_at_once_unless_a_message_has_just_been_sent() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=3.0)
     outbox.add_tokens([7], [1])
     assert await taken_within(outbox, PATIENCE_S) is not None
@@ -58,7 +60,7 @@ async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
     assert list(both.tokens.token_ids) == [2, 3]
 
 
-async def test_an_event_with_a_waiter_takes_held_back_ones_along_at_once() -> None:
+async def test_an_urgent_event_is_sent_at_once_with_all_that_was_held_back() -> None:
     outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.flush()
@@ -126,7 +128,7 @@ async def test_a_closing_session_sends_the_events_that_it_held_back() -> None:
     assert await taken_within(outbox, PATIENCE_S) is None
 
 
-async def test_a_load_rides_along_and_is_sent_once(outbox: Outbox) -> None:
+async def test_a_load_report_is_sent_once_with_another_message(outbox: Outbox) -> None:
     outbox.set_load(Load(num_slots=4), version=1)
     outbox.add_tokens([1], [1])
     first = await outbox.next()
@@ -160,7 +162,7 @@ async def test_a_slow_writer_that_keeps_taking_is_not_cut(outbox: Outbox, clock:
 
 
 @pytest.mark.fault("F28")
-def test_the_pile_is_bounded(outbox: Outbox) -> None:
+def test_the_pending_output_is_bounded(outbox: Outbox) -> None:
     while not outbox.is_closed:
         outbox.add_tokens(range(1000), range(1000))
         outbox.flush()

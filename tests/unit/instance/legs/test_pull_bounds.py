@@ -36,7 +36,7 @@ PULL_S = 0.05
 
 
 class ToldEngine:
-    """An engine that puts out what a test tells it to."""
+    """An engine whose outputs are those that a test gives it."""
 
     def __init__(self) -> None:
         self.say: asyncio.Queue[list[Output]] = asyncio.Queue()
@@ -129,7 +129,7 @@ async def running() -> AsyncIterator[Site]:
     site.host.check_invariants()
 
 
-async def test_an_early_pull_has_its_time_from_its_turn_on_and_none_once_it_has_arrived() -> None:
+async def test_the_deadline_of_an_early_pull_runs_from_its_turn_until_its_kv_has_arrived() -> None:
     """Three legs were joined one after the other. The first has no turn yet, and the second has all
     its KV.
     """
@@ -147,7 +147,7 @@ async def test_an_early_pull_has_its_time_from_its_turn_on_and_none_once_it_has_
         assert [held.fault for held in site.host.excluded_sources()] == [SourceFault.UNREACHABLE]
 
 
-async def test_a_pull_whose_turn_comes_before_prefill_is_done_has_its_time_from_then_on() -> None:
+async def test_the_deadline_of_a_pull_that_begins_before_prefill_ends_runs_from_that_end() -> None:
     async with running() as site:
         for key in (1, 2):
             site.start(key, is_early=True)
@@ -172,7 +172,7 @@ async def test_a_turn_after_a_wait_is_reported_and_so_is_the_acceptance() -> Non
             return [key for key in accepted if kinds.get(key) == "accepted"] == accepted
 
         await until(are_accepted)
-        assert site.stages() == [], "it was not waited for"
+        assert site.stages() == [], "the second pull did not wait for a turn"
         await site.engine.say.put([KvPulling(2)])
         await until(lambda: site.stages())
         assert site.stages() == [(2, pb.KV_STAGE_PULLING)]

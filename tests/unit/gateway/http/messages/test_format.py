@@ -24,7 +24,7 @@ from pdmesh.services.gateway.text.choice_text import EndReason, TextDelta
         ("tool_calls", "END", '{"a": ', ("stop_sequence", "END")),
     ],
 )
-def test_the_reason_of_the_end(
+def test_a_message_says_why_it_ended(
     reason: EndReason,
     stop: int | str | None,
     arguments: str | None,

@@ -89,7 +89,7 @@ def test_a_later_system_message_may_become_part_of_the_first(merges: bool) -> No
     assert found == [("system", first), ("user", "x"), *later, ("user", "y")]
 
 
-def test_tools_and_what_to_do_with_them() -> None:
+def test_tools_and_the_tool_choice_are_translated() -> None:
     choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
     chat = translated(tools=[TOOL], tool_choice=choice).chat
     check_chat(chat)
@@ -112,7 +112,7 @@ def test_tools_and_what_to_do_with_them() -> None:
         assert translated(tools=[TOOL], tool_choice={"type": given}).chat.tool_choice == expected
 
 
-def test_thinking_and_output() -> None:
+def test_thinking_and_output_settings_are_translated() -> None:
     effort = {"effort": "low"}
     assert translated(output_config=effort).chat.reasoning_effort == "low"
     off = translated(output_config=effort, thinking={"type": "disabled"}).chat
@@ -161,7 +161,7 @@ def test_thinking_and_output() -> None:
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
-def test_errors_name_the_fields_of_the_request(fields: dict[str, Any], field: str) -> None:
+def test_errors_name_the_fields_of_the_messages_api(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:  # noqa: PT012 - all of it may refuse
         chat = translated(**fields)
         with chat.naming():
@@ -169,7 +169,7 @@ def test_errors_name_the_fields_of_the_request(fields: dict[str, Any], field: st
     assert caught.value.field == field
 
 
-def test_vllms_own_fields_have_their_effect_or_none_to_have() -> None:
+def test_the_extensions_of_vllm_have_their_effect_or_are_neutral() -> None:
     variables = {"enable_thinking": False}
     found = translated(chat_template_kwargs=variables, watermarking=False, vllm_xargs={}).chat
     assert found.chat_template_kwargs == variables
@@ -181,7 +181,7 @@ def test_vllms_own_fields_have_their_effect_or_none_to_have() -> None:
     assert chat_of(counted).chat.chat_template_kwargs == variables
 
 
-def test_a_schema_that_is_nested_too_deeply_is_named() -> None:
+def test_the_refusal_of_a_deeply_nested_schema_names_its_field() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"properties": {"x": deep}}
@@ -192,7 +192,7 @@ def test_a_schema_that_is_nested_too_deeply_is_named() -> None:
     assert "tools[0].input_schema" in caught.value.message
 
 
-def test_an_error_names_its_place_once() -> None:
+def test_an_error_message_names_its_field_only_once() -> None:
     image = {"type": "image", "source": {}}
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]
     for content, field in (
@@ -206,7 +206,7 @@ def test_an_error_names_its_place_once() -> None:
         assert told.count("messages[0]") == 1
 
 
-def test_a_client_without_a_key_is_told_both_headers() -> None:
+def test_the_refusal_without_a_key_names_both_headers() -> None:
     told = json.loads(error_body(NoApiKey("Authorization: Bearer <key>")))["error"]
     assert told["type"] == "authentication_error"
     assert "Authorization" in told["message"]

@@ -90,7 +90,7 @@ def test_the_kept_input_is_the_same_conversation(asked: Any) -> None:
     assert list(map(plain, chat(kept))) == list(map(plain, chat(asked)))
 
 
-def test_nothing_that_no_later_response_reads_is_carried_along_a_chain() -> None:
+def test_a_chain_of_responses_drops_what_later_responses_do_not_read() -> None:
     part = {"type": "output_text", "text": "y", "annotations": [{}] * 9000, "logprobs": [1] * 9000}
     body = {"model": "m", "input": [USER, SAID | {"content": [part]}]}
     items = input_items(parse_responses(json.dumps(body).encode()).input)
@@ -105,7 +105,7 @@ def test_nothing_that_no_later_response_reads_is_carried_along_a_chain() -> None
         assert "y" in msgspec.json.encode(carried).decode()
 
 
-def test_a_form_of_vllms_own_is_that_of_a_chat() -> None:
+def test_structured_outputs_of_vllm_are_passed_to_the_chat() -> None:
     body = {"model": "m", "input": "x", "structured_outputs": {"regex": "a+"}}
     found = chat_of(parse_responses(json.dumps(body).encode())).chat
     assert found.structured_outputs is not None
@@ -125,7 +125,7 @@ def test_several_parts_stay_several() -> None:
     assert [part.text for part in message.content] == ["a", "b"]
 
 
-def test_the_form_of_the_text_and_the_tools_are_those_of_a_chat() -> None:
+def test_the_text_format_and_the_tools_become_those_of_a_chat() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
     body = {
@@ -148,7 +148,7 @@ def test_the_form_of_the_text_and_the_tools_are_those_of_a_chat() -> None:
     ("part", "error"), [({"type": "input_image"}, "type"), ({"type": "summary_text"}, "text")]
 )
 @pytest.mark.parametrize("name", ["summary", "content"])
-def test_a_part_of_a_thought_is_named_by_its_index(
+def test_the_refusal_of_a_part_of_a_thought_names_its_index(
     name: str, part: dict[str, str], error: str
 ) -> None:
     parts = [{"type": "summary_text", "text": "a"}, part]
@@ -159,7 +159,7 @@ def test_a_part_of_a_thought_is_named_by_its_index(
 
 
 @pytest.mark.parametrize("wrong", [1, 1.5, None, True, [], {}])
-def test_metadata_that_is_no_text_is_named_by_its_key(wrong: Any) -> None:
+def test_the_refusal_of_metadata_names_its_key(wrong: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat("x", metadata={"a": "b", "c": wrong, "d": wrong})
     assert caught.value.field == "metadata.c"
