@@ -1,4 +1,4 @@
-"""Makes the gRPC API's messages of the deltas of a call."""
+"""Turns the deltas of a call into messages of the gRPC API."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _Parts:
         self._call = call
         self._counts_each = counts_each
         tells_prompt = call.spec.has_token_ids or call.spec.echoed
-        # The choices whose prompt was not told of yet, if prompts are to be told of.
+        # If prompts are part of the answer: the choices whose prompt was not sent yet.
         self._untold = set(range(len(call.generations))) if tells_prompt else set[int]()
 
     def _is_first(self, delta: TextDelta) -> bool:
-        """Whether this message tells of the prompt."""
+        """Whether this message contains the prompt."""
         if delta.index not in self._untold:
             return False
         self._untold.discard(delta.index)

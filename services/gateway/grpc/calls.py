@@ -48,7 +48,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
 
 
 def _named(spec: CallSpec, names: FieldNames) -> CallSpec:
-    """A constraint that no token meets is refused later, by the name of the field."""
+    """The spec with the gRPC name of the constraint's field, which a later refusal names."""
     sampling = spec.sampling
     if sampling.constraint is None:
         return spec

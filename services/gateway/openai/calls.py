@@ -279,7 +279,7 @@ def check_logprobs(
 def check_num_prompt_logprobs(
     prompts: Sequence[array[int]], num_each: int | None, num_choices: int
 ) -> None:
-    """Bound their number, since each is an object of the answer. Raises InvalidRequest."""
+    """Bound the number of logprobs, each of which is an object. Raises InvalidRequest."""
     if num_each is None:
         return
     num = sum(map(len, prompts)) * (num_each + 1) * num_choices
@@ -303,7 +303,7 @@ def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None
 
 
 def check_logprob_ids(frontend: Frontend, model: str, ids: Sequence[int]) -> None:
-    """Raises InvalidRequest if the model's engine cannot tell them beside its other settings."""
+    """Raises InvalidRequest if the model's engine cannot give these logprobs as it is set up."""
     field = "logprob_token_ids"
     if ids and field in frontend.shared.fleet.unsupported_shaping(model):
         message = f"{field} is not supported by this model's engine as it is set up"

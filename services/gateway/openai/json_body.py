@@ -162,7 +162,10 @@ def _explain(text: str, body: bytes) -> InvalidRequest:
 
 
 def _with_key(where: str, what: str, body: bytes) -> str:
-    """Of a mapping's value msgspec tells no key: it is the first whose value is of that kind."""
+    """Add the key of a wrong value in a mapping, which msgspec does not tell.
+
+    It is the first key whose value has the kind that msgspec names.
+    """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)
     if got is None or below:
@@ -176,7 +179,7 @@ def _with_key(where: str, what: str, body: bytes) -> str:
 
 
 def _kind_of(value: bytes) -> str:
-    """As msgspec calls it."""
+    """The kind of a JSON value, in msgspec's words."""
     if (kind := _KINDS.get(value[:1])) is not None:
         return kind
     return "float" if any(mark in value for mark in b".eE") else "int"

@@ -22,5 +22,5 @@ def check_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[object, .
 
 
 def _is_same(value: object, other: object) -> bool:
-    """In JSON, where false is not 0."""
+    """Whether two values are equal in JSON, where false is not 0."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

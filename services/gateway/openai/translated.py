@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 
-# By our fields, the names of the other request's fields that they come from.
+# For each field of the chat, the name of the other request's field that it comes from.
 FieldNames = Mapping[str, str]
 
 

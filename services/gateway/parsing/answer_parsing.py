@@ -169,7 +169,7 @@ class AnswerParsers:
         return reply
 
     async def thinking_marks(self, model: ParsedModel) -> ThinkingMarks:
-        """Those around the model's reasoning. Raises as `prepared`."""
+        """The marks around the model's reasoning. Raises the errors of `prepared`."""
         found = self._marks.get(model.tokenizer)
         if found is None:
             reply = await self._asked_again(model, AskMarks(model.key))
@@ -181,7 +181,7 @@ class AnswerParsers:
     async def _asked_again(
         self, model: ParsedModel, request: PrepareAnswer | AskMarks
     ) -> ParserReply:
-        """A process that dies over it is asked once more."""
+        """Ask the process, and once more if it dies over the request."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:

@@ -13,7 +13,7 @@ from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """`first_lengths`: of pairs of texts, how many tokens of each input are the first one's.
+    """`first_lengths`: for pairs of texts, how many tokens of each input belong to the first text.
 
     `vocabulary`: of the tokens; empty: not known.
     """
@@ -36,7 +36,7 @@ class PoolingSpec:
 
     @property
     def num_values(self) -> int:
-        """Numbers that each input's answer has."""
+        """How many numbers the answer has for each input."""
         return self.model.facts.num_values(self.task, self.num_dimensions)
 
 

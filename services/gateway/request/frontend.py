@@ -319,12 +319,12 @@ class Frontend:
         return replace(spec, scenario=found)
 
     def take_in(self, call: Endable) -> None:
-        """A call of another kind begins: it counts here, and ends with the gateway."""
+        """Count a pooling call that begins, so that it ends when the gateway does."""
         self._calls[call] = None
         self.observer.on_accepted()
 
     def let_go(self, call: Endable) -> None:
-        """It has ended. Idempotent."""
+        """Forget a pooling call that has ended. Idempotent."""
         if self._calls.pop(call, _ABSENT) is not _ABSENT and not self._calls:
             self._is_idle.set()
 

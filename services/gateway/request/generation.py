@@ -1,4 +1,4 @@
-"""The shell of one choice: makes commands of the core's effects, and events of their results."""
+"""The shell of one choice: turns the core's effects into commands, and results into events."""
 
 from __future__ import annotations
 

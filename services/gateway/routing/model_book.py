@@ -43,9 +43,9 @@ class ModelBook:
         return served_by[0] if served_by else self._references.get(model)
 
     def text_of(self, model: str) -> ModelText | None:
-        """Which files make tokens of text for it; None if its instances have none.
+        """The model's tokenizer files; None if its instances have none.
 
-        While its instances differ, as in an upgrade: those of the vocabulary that most have.
+        During an upgrade instances may differ: then the files of the most common vocabulary.
         """
         if model in self._texts:
             return self._texts[model]

@@ -1,4 +1,4 @@
-"""The pooling instances as this gateway sees them: their models, and who is asked first."""
+"""The pooling instances as this gateway sees them: their models, and which is asked first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PoolingModel:
 
 
 class PoolingFleet:
-    """`answers`: the models that make answers, which are asked for by other paths."""
+    """`answers`: the models that make answers, which other paths serve."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PoolingFleet:
         return not self._records
 
     def models(self) -> set[str]:
-        """Those that can be served now."""
+        """The pooling models that can be served now."""
         out = self._out
         return {r.model for r in self._records if not (r.is_draining or out.is_out(r.instance_id))}
 
@@ -82,7 +82,7 @@ class PoolingFleet:
         return ModelNotFound(f"the model {shown} does not exist", field="model")
 
     def scenario_of(self, model: str) -> str:
-        """Where a request for the model goes that names no scenario."""
+        """The scenario of a request that names this model and no scenario."""
         return self.book.catalogue.scenario_of(model, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
@@ -98,7 +98,10 @@ class PoolingFleet:
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """Best first. `vocabulary`: of the tokens; empty: not known. `num_open`: our own legs."""
+        """The candidates, best first. `vocabulary`: that of the tokens; empty: not known.
+
+        `num_open`: counts this gateway's own legs on an instance.
+        """
         out = self._out
         instances = [
             PoolingInstance(
@@ -123,6 +126,6 @@ class PoolingFleet:
         return ranked(instances, PoolingQuery(model, scenario, self._region, excluded, avoided))
 
     def _tie(self, instance_id: str) -> bytes:
-        """Gateways do not all begin with the same instance."""
+        """A fixed order of this gateway, so that not all gateways begin with the same instance."""
         key = self._gateway_id.encode()[:64]
         return hashlib.blake2b(instance_id.encode(), key=key, digest_size=8).digest()

@@ -1,11 +1,13 @@
 """Has grammars compiled in a separate process, before a request takes a slot anywhere.
 
-One is compiled at a time, and the tenants take turns, as in the waiting room. Equal grammars are
-compiled once, and share their verdict. A check that no client waits for any more is not begun; one
-that has begun goes on, since its time is bounded and a new process would take longer.
+One grammar is compiled at a time, and the tenants take turns, as in the waiting room. Equal
+grammars are compiled once, and share their verdict. If all clients of a waiting check have left,
+the check is dropped. A check that has begun goes on, since its time is bounded and a new process
+would take longer.
 
-If a grammar kills the process, that grammar and later ones that equal it get a 400. One that is not
-certain to have done it, because others were compiled before it, is compiled again by itself.
+If a grammar kills the process, that grammar and later equal ones get a 400. If other grammars were
+compiled in the process before, they may be to blame. Then the grammar is compiled again, alone in a
+new process.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _MAX_WAITING: Final = 64
 _MAX_KEPT: Final = 1024
 _MAX_KEPT_BYTES: Final = 8 << 20
 _TOO_COMPLEX: Final = Checked(refusal="it takes too much time or memory to compile")
-_PROCESS: Final = "process"  # what all of them wait for
+_PROCESS: Final = "process"  # the one resource that all checks wait for
 log = structlog.get_logger(__name__)
 
 
 class Checker(Protocol):
-    """`GrammarProcess`."""
+    """`GrammarProcess`, or a test's double."""
 
     def key(self, tokenizer: Tokenizer) -> int: ...
 

@@ -29,9 +29,9 @@ class CheckInterrupted(Exception):
 
 
 class KilledByGrammar(Exception):
-    """The process ended as it does by a grammar.
+    """The process ended in a way that only a grammar causes.
 
-    `is_certain`: by this one. Else one before it may have left the process without memory.
+    `is_certain`: this grammar did it. Otherwise an earlier one may have used up the memory.
     """
 
     def __init__(self, *, is_certain: bool) -> None:
@@ -44,7 +44,7 @@ class GrammarProcess:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._num_checked = 0  # by this process
+        self._num_checked = 0  # checks of the present process
         self._loaded: set[int] = set()  # keys of vocabularies that it was given
         self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
         self._new_keys = itertools.count(1)
@@ -59,11 +59,11 @@ class GrammarProcess:
         """Raises CheckInterrupted, KilledByGrammar."""
         try:
             checked = await self._checked(asked, tokenizer)
-            if checked.is_unknown:  # the process has had more vocabularies since
+            if checked.is_unknown:  # the process has dropped this vocabulary
                 self._loaded.discard(self.key(tokenizer))
                 checked = await self._checked(asked, tokenizer)
         except asyncio.CancelledError:
-            await self.close()  # else its answer would be taken for the next one's
+            await self.close()  # or the next check would take the answer of this one
             raise
         self._num_checked += 1
         return checked

@@ -162,7 +162,9 @@ class TokenizerPool:
                 _loads.add(1, _FAILED)
                 cause = exc.message if isinstance(exc, MeshError) else repr(exc)
                 log.warning("tokenizer.failed", model=model, reason=cause)
-                if isinstance(exc, Overloaded):  # they have it, and say when to come again
+                if isinstance(
+                    exc, Overloaded
+                ):  # such instances have the files, and say when to ask again
                     raise _unavailable(_retry_s(exc)) from None
                 now = self._clock()
                 raise _unavailable(self._residency.failed(digest, now) - now) from None

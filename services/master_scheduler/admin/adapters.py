@@ -104,7 +104,7 @@ class Adapters:
         return pb.AddAdapterResponse(adapter=entry, instance_ids=asked)
 
     async def remove(self, name: str, epoch: int) -> None:
-        """Raises InvalidRequest if there is none; else as `add`."""
+        """Raises InvalidRequest if there is no such adapter; otherwise the errors of `add`."""
         adapters = self._opened()
         if name not in adapters.known:
             raise InvalidRequest(f"there is no adapter {shortened(name)}", field="name")
@@ -114,7 +114,7 @@ class Adapters:
         log.info("adapters.removed", adapter=name)
 
     def states(self) -> list[pb.AdapterState]:
-        """Raises Unavailable while they are not known."""
+        """Raises Unavailable while the adapters are not known."""
         known, records = self._opened().known, self._registry.records
         return [
             pb.AdapterState(
@@ -149,7 +149,7 @@ class Adapters:
     async def _inspected(
         self, records: Sequence[InstanceRecord], path: str
     ) -> InspectAdapterResponse:
-        """What all of them say of the folder. Raises InvalidRequest if one cannot load it."""
+        """What the instances find in the folder. Raises InvalidRequest if one cannot load it."""
         found = await asyncio.gather(*(_inspect(record, path) for record in records))
         if len({each.digest for each in found}) > 1:
             names = ", ".join(r.instance_id for r in records)

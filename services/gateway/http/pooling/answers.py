@@ -78,7 +78,7 @@ class Reranked(msgspec.Struct):
 def reranked(
     scores: Sequence[float], documents: Sequence[str], top_n: int, *, has_documents: bool
 ) -> list[RerankResult]:
-    """`top_n` 0: all of them. Equal scores keep the documents' order."""
+    """The best `top_n` documents; 0: all. Documents with equal scores keep their order."""
     order = sorted(range(len(scores)), key=lambda place: -scores[place])
     return [
         RerankResult(
@@ -95,7 +95,10 @@ def usage_of(num_tokens: int) -> PoolingUsage:
 async def write_embeddings(
     exchange: HttpExchange, empty: Embeddings, answer: PoolingAnswer, *, is_base64: bool
 ) -> None:
-    """`empty`: the answer without its data, which may be much larger than all other answers."""
+    """Write an answer in pieces, because its vectors may take many megabytes.
+
+    `empty`: the answer without its vectors.
+    """
     before, after = _encode(empty).split(b'"data":[]')
     pieces: list[bytes] = [before, b'"data":[']
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""Makes tokens of the inputs of a request for vectors: text, or token ids that are checked."""
+"""Turns the inputs of a request for vectors into tokens: encodes text, and checks token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.services.gateway.openai.schema import checked_ids
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
-_IDS_AT_ONCE: Final = 1 << 16  # checked before others have their turn
+_IDS_AT_ONCE: Final = 1 << 16  # checked before other requests get the event loop
 
 # Any: what a client sent; each use checks what it reads.
 _Anything = Any
@@ -33,7 +33,7 @@ class Reading:
 
 
 def cut_of(request: PoolingRequest, context: int) -> TextCut | None:
-    """How its inputs are cut, if they are. Raises InvalidRequest."""
+    """How inputs are cut; None: they are not cut. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is None:
         return None
@@ -86,7 +86,7 @@ async def _encoded(
 
 
 def _inputs(given: str | list[_Anything], field: str) -> list[_Anything]:
-    """One or several: all texts, or all lists of token ids. Raises InvalidRequest."""
+    """The inputs as a list: all are texts, or all are token ids. Raises InvalidRequest."""
     if isinstance(given, str):
         return [given]
     if not given:

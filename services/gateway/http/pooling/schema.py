@@ -93,7 +93,7 @@ class RerankText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
-    """What score and rerank take. The limits of tokens are 0 for none."""
+    """The common fields of score and rerank. A token limit of 0 means none."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **_UNSUPPORTED,
@@ -108,8 +108,9 @@ class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScoreRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
-    """As in vLLM's /score: two fields of one row, which are one text to one, to many, or many to
-    as many.
+    """As in vLLM's /score. Two fields of one pair in `SCORED` are set.
+
+    They hold one text and one, one text and many, or two lists of equal length.
     """
 
     text_1: told.Texts | None = None
@@ -130,7 +131,7 @@ class RerankRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
     return_documents: bool | None = None
 
 
-# The pairs of fields that a score may come in.
+# The pairs of fields that may hold the texts of a score.
 SCORED: Final = (
     ("text_1", "text_2"),
     ("data_1", "data_2"),
@@ -143,9 +144,9 @@ _rerank_decoder: Final = msgspec.json.Decoder(RerankRequest)
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """The texts to compare: the first ones are one, or as many as the second ones.
+    """The texts to compare: `first` has one text, or as many as `second`.
 
-    `fields` names them in errors.
+    `fields` are their names in errors.
     """
 
     first: Sequence[str]
