@@ -33,7 +33,7 @@ class RawPeer:
         return await self.transport.start(self)
 
     async def connect(self, address: str) -> None:
-        self._connection = await self.transport.connect(address, 10.0)
+        self._connection = await self.transport.connect(address, _DEADLINE_S)
 
     def on_connected(self, connection: KvConnection) -> None:
         self._connection = connection

@@ -56,7 +56,7 @@ def run(module: str, arguments: Sequence[str], out: Path) -> Path:
     subprocess.run(
         [sys.executable, "-m", module, *arguments, "--out", str(out)],
         check=True,
-        timeout=100,
+        timeout=280,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"},
     )
