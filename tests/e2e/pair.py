@@ -101,8 +101,7 @@ class Host:
     def _take(self, output: Output) -> None:
         match output:
             case TicketClosed():
-                self.closed[output.ticket_id] = output.reason
-                self.staging.free(self.tickets.pop(output.ticket_id))
+                self._hear_closed(output)
             case LandingFreed():
                 self.landing.free(self.landings.pop(output.leg))
             case TiersReported():
@@ -121,6 +120,11 @@ class Host:
                 self._hear_decode(output)
             case _:
                 raise AssertionError(f"vLLM does not say {type(output).__name__}")
+
+    def _hear_closed(self, output: TicketClosed) -> None:
+        self.closed[output.ticket_id] = output.reason
+        if (staged := self.tickets.pop(output.ticket_id, None)) is not None:
+            self.staging.free(staged)  # else its leg failed before the ticket was open
 
     def _hear_blocks(self, output: BlocksChanged) -> None:
         removed, stored = set(output.removed), set(output.stored)
