@@ -120,6 +120,9 @@ def structured(kind: str, text: str) -> Any:
             # vLLM 0.32 reads each schema as the schema of a schema, under which any JSON is valid.
             lark = grammar_of(AskedGrammar(GrammarKind(kind), text))
             return StructuredOutputsParams(grammar=lark)
+        case "calls":
+            lark = grammar_of(AskedGrammar(GrammarKind(kind), text))
+            return StructuredOutputsParams(grammar=lark)
         case _:
             return StructuredOutputsParams(**{kind: text})
 

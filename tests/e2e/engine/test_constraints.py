@@ -47,6 +47,16 @@ TAG = {
     "triggers": ["<f"],
     "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
 }
+
+
+def calls(begin: str, end: str, style: str) -> str:
+    """One or more calls, as vLLM's parsers of tool calls describe them."""
+    content = {"type": "json_schema", "json_schema": SCHEMA, "style": style}
+    tag = {"type": "tag", "begin": begin, "content": content, "end": end}
+    form = {"type": "tags_with_separator", "tags": [tag], "separator": "", "at_least_one": True}
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
 FEATURES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "json": ("json", json.dumps(SCHEMA)),
@@ -55,6 +65,8 @@ FEATURES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "choice": ("choice", json.dumps(["perhaps not", "perhaps", "certainly so", "no"])),
         "grammar": ("grammar", 'root ::= ("the " noun " ")+ "end"\nnoun ::= "cat" | "dog" | "cow"'),
         "structural_tag": ("structural_tag", json.dumps(TAG)),
+        "calls": ("calls", calls('<call>{"name": "a", "arguments": ', "}</call>", "json")),
+        "calls in XML": ("calls", calls("<function=a>\n", "\n</function>", "qwen_xml")),
     }
 )
 

@@ -1,6 +1,7 @@
 """Tool calls of the real model through the whole mesh, with the decode killed in the middle of one.
 
-The model was not trained on tools. It continues a conversation that consists of Hermes calls.
+The model was not trained on tools. It continues a conversation that consists of Hermes calls, or a
+grammar makes it call.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import jsonschema
 import openai
 import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from tests.e2e.mesh.test_equality import mesh_spec
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,6 +29,21 @@ pytestmark = [
 TOOLS: Final[list[Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 ]
+STRICT: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "town": {"type": "string", "maxLength": 12},
+        "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+    },
+    "required": ["town", "unit", "days"],
+    "additionalProperties": False,
+}
+STRICT_TOOLS: Final[list[Any]] = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": STRICT}}
+    for name in ("weather", "forecast")
+]
+NAMED: Final[Any] = {"type": "function", "function": {"name": "forecast"}}
 TOWNS: Final = ("Rome", "Paris", "Oslo", "Madrid")
 
 
@@ -58,13 +76,15 @@ class Heard:
             self.arguments += call.function.arguments or ""
 
 
-async def heard(client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "") -> Heard:
+async def heard(
+    client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "", **fields: Any
+) -> Heard:
     """Stream a tool call. `kill`: the process that dies after the first piece of the arguments."""
     found = Heard()
+    asked = {"tools": TOOLS, "max_tokens": 48, **fields}
     stream = await client.chat.completions.create(
-        model="default", messages=conversation(town), tools=TOOLS, max_tokens=48, temperature=0,
-        stream=True,
-    )  # fmt: skip
+        model="default", messages=conversation(town), temperature=0, stream=True, **asked
+    )
     async for chunk in stream:
         for choice in chunk.choices:
             found.add(choice)
@@ -102,3 +122,41 @@ async def test_a_tool_call_continues_after_the_death_of_its_decode(
         (call,) = calls
         assert json.loads(call.function.arguments) == json.loads(unbroken.arguments)
         assert await heard(client, "Berlin", mesh, kill="decode-0") == unbroken
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("parser", ["hermes", "glm45"])
+async def test_calls_that_have_to_be_made_go_on_through_the_death_of_their_decode(
+    model_dir: Path, tmp_path: Path, parser: str
+) -> None:
+    """In JSON and in XML. The matcher of the next decode first takes the tokens drawn before."""
+    spec = replace(mesh_spec(model_dir, 1, 0), tool_parser=parser)
+    async with (
+        Mesh(spec, tmp_path) as mesh,
+        openai.AsyncOpenAI(
+            base_url=f"{mesh.http_url}/v1", api_key="none", timeout=300, max_retries=0
+        ) as client,
+    ):
+        for choice, names, reason in (
+            ("required", {"weather", "forecast"}, "tool_calls"),
+            (NAMED, {"forecast"}, "stop"),
+        ):
+            asked: dict[str, Any] = {
+                "tools": STRICT_TOOLS, "tool_choice": choice, "max_tokens": 160,
+                "parallel_tool_calls": False,
+            }  # fmt: skip
+            unbroken = await heard(client, "Berlin", mesh, **asked)
+            assert (unbroken.num_ids, unbroken.finish_reason) == (1, reason)
+            assert unbroken.name in names
+            jsonschema.validate(json.loads(unbroken.arguments), STRICT)
+            assert await heard(client, "Berlin", mesh, kill="decode-0", **asked) == unbroken
+            await until(lambda: mesh_serves(client))
+
+
+async def mesh_serves(client: openai.AsyncOpenAI) -> bool:
+    """Whether a decode is there again."""
+    try:
+        await client.completions.create(model="default", prompt="a", max_tokens=4)
+    except openai.APIStatusError:
+        return False
+    return True
