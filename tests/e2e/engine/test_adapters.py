@@ -7,6 +7,7 @@ answers must equal those of plain vLLM with the same adapters.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +37,7 @@ pytestmark = [
 ]
 NUM_PROMPTS = 8  # for each adapter: on a CPU, rows with one take many times as long
 NUM_TOKENS = 10
+NUM_LOADS = 20
 LORA: dict[str, Any] = {"max_adapters": 2, "max_adapter_rank": 8}
 TIERS = TierConfig(host_pool_bytes=64 << 20, timeout_s=30.0)
 Generate = Callable[[Adapter | None, Sequence[int], Sampling], Awaitable[list[int]]]
@@ -243,22 +245,34 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
 
 
 async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
-    """Each piece of a file is a sign, and so is each layer in vLLM's worker; no step runs."""
-    host, adapter = adapted.decode, wanted.adapters["three"]
-    host.engine.keep_adapters([])
-    await host.until(lambda: not host.adapters)
-    before = host.engine.stats()
-    sampling = Sampling(2)
-    first = await replace(adapted, adapter=adapter, salt="signs").prefilled((5, 6, 7), sampling)
-    assert host.engine.stats().num_signs == before.num_signs, "it is idle"
-    assert first.ticket is not None
-    own = replace(adapted, adapter=adapter, salt="signs")
-    leg = await own.start_decode((5, 6, 7), first.token, first.ticket, sampling)
-    await host.until(lambda: adapter.digest in host.adapters, 60)
-    assert host.engine.stats().num_tokens == before.num_tokens, "it has computed nothing yet"
-    assert host.engine.stats().num_signs > before.num_signs
-    await own.rest(leg)
-    host.engine.keep_adapters([a.digest for a in wanted.adapters.values()])
+    """Each layer in vLLM's worker is a sign; no step runs."""
+    host, digests = adapted.decode, [a.digest for a in wanted.adapters.values()]
+    own = replace(adapted, adapter=wanted.adapters["three"])
+    plain = replace(adapted, adapter=None)
+
+    async def num_signs(salt: str, *, is_loaded: bool) -> int:
+        before = await reported(f"before {salt}")
+        for n in range(NUM_LOADS):
+            if not is_loaded:
+                host.engine.keep_adapters([])
+                await host.until(lambda: not host.adapters)
+            await replace(own, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))
+        return await reported(f"after {salt}") - before
+
+    async def reported(salt: str) -> int:
+        """An engine reports all signs so far, but only a few times a second, and with a new one."""
+        before = host.engine.stats().num_signs
+        for n in itertools.count():
+            await replace(plain, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))
+            if host.engine.stats().num_signs != before:
+                break
+        return host.engine.stats().num_signs
+
+    loading = await num_signs("loading", is_loaded=False)
+    host.engine.keep_adapters(digests)
+    await own.generate((5, 6, 7), Sampling(2))
+    loaded = await num_signs("loaded", is_loaded=True)
+    assert loading > 2 * loaded, (loading, loaded)
 
 
 async def test_a_removed_adapter_leaves_its_slot(adapted: Pair, wanted: Wanted) -> None:
