@@ -258,17 +258,16 @@ class FleetView:
 
         If all instances are gone, it is the last one that was seen.
         """
-        return self._book.reference(self.base_model(model))
+        found = self._book.reference(model)
+        return found if found is not None else self._book.reference(self.base_model(model))
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """The fields of `LogitShaping` that not every instance of the model supports."""
-        model = self.base_model(model)
-        served_by = self._book.serving(model)
-        return frozenset(f for r in served_by for f in r.unsupported_shaping)
+        return self._book.unsupported_shaping(self.base_model(model))
 
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model support constraints."""
-        return all(r.supports_constraints for r in self._book.serving(self.base_model(model)))
+        return self._book.supports_constraints(self.base_model(model))
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves the model for this scenario, or did so lately."""
@@ -345,11 +344,7 @@ class FleetView:
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Prefills (or fusions) and decodes, in the order of `core.placement.local_ranking`."""
-        out_of_service = self._mesh.out_of_service
-        out = [i for i in self._records if out_of_service.is_out(i)]
-        avoided = [
-            i for i, r in self._records.items() if out_of_service.is_avoided(i, r.incarnation)
-        ]
+        out, avoided = self._out_and_avoided()
         canary = self._mesh.canaries.draw(scenario or DEFAULT_SCENARIO)
         others = [i for i, r in self._records.items() if not wanted.is_served_by(r)]
         query = LocalQuery(
@@ -365,6 +360,13 @@ class FleetView:
             self._candidates(plan.prefills, wanted, is_local=plan.is_colocated),
             self._candidates(plan.decodes, wanted),
         )
+
+    def _out_and_avoided(self) -> tuple[list[str], list[str]]:
+        board, records = self._mesh.out_of_service, self._records
+        if board.is_empty:
+            return [], []
+        out = [i for i in records if board.is_out(i)]
+        return out, [i for i, r in records.items() if board.is_avoided(i, r.incarnation)]
 
     def _candidates(
         self, ranked: Sequence[LocalInstance], wanted: Wanted, *, is_local: bool = False

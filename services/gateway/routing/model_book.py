@@ -20,6 +20,8 @@ class ModelBook:
         self._references: dict[str, InstanceRecord] = {}  # the last one of each known model
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}
+        self._unsupported_shaping: dict[str, frozenset[str]] = {}
+        self._supporting_constraints: frozenset[str] = frozenset()
 
     def see(self, records: Iterable[InstanceRecord], now: float) -> None:
         """`records` are all that take requests now; the first of a model represents it."""
@@ -28,6 +30,15 @@ class ModelBook:
             if record.model:
                 self._by_model.setdefault(record.model, []).append(record)
         self._texts = {model: _common_text(of) for model, of in self._by_model.items()}
+        self._unsupported_shaping = {
+            model: frozenset(field for record in of for field in record.unsupported_shaping)
+            for model, of in self._by_model.items()
+        }
+        self._supporting_constraints = frozenset(
+            model
+            for model, of in self._by_model.items()
+            if all(record.supports_constraints for record in of)
+        )
         self._references |= {model: of[-1] for model, of in self._by_model.items()}
         offers = {Offer(r.model, r.scenario) for of in self._by_model.values() for r in of}
         self.catalogue.see(offers, now)
@@ -41,6 +52,14 @@ class ModelBook:
         """An instance that represents the model; the last one that was seen, if all are gone."""
         served_by = self._by_model.get(model)
         return served_by[0] if served_by else self._references.get(model)
+
+    def unsupported_shaping(self, model: str) -> frozenset[str]:
+        """The fields of `LogitShaping` that not every instance of the model supports."""
+        return self._unsupported_shaping.get(model, frozenset())
+
+    def supports_constraints(self, model: str) -> bool:
+        """Whether all instances of the model support constraints, or there are none."""
+        return model in self._supporting_constraints or model not in self._by_model
 
     def text_of(self, model: str) -> ModelText | None:
         """The model's tokenizer files; None if its instances have none.

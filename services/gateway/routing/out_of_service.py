@@ -30,23 +30,29 @@ class OutOfServiceView:
             if view is not None:
                 await view.close()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no board names any instance, as is usual."""
+        views = (self._out_of_service, self._faults)
+        return not any(view.known for view in views if view is not None)
+
     def is_out(self, instance_id: str) -> bool:
         """Whether the instance gets no requests, whatever it reports."""
-        return self._mode(instance_id) == LEAVE_MODE_AT_ONCE
+        found = self._entry(instance_id)
+        return found is not None and found.mode == LEAVE_MODE_AT_ONCE
 
     def is_avoided(self, instance_id: str, incarnation: int) -> bool:
         """Whether the instance gets only requests that no other instance can take.
 
         Such an instance is faulty, or leaves as soon as others can do its work.
         """
-        return self._mode(instance_id) == LEAVE_MODE_DRAIN or self._is_faulty(
-            instance_id, incarnation
-        )
+        found = self._entry(instance_id)
+        is_leaving = found is not None and found.mode == LEAVE_MODE_DRAIN
+        return is_leaving or self._is_faulty(instance_id, incarnation)
 
-    def _mode(self, instance_id: str) -> int | None:
+    def _entry(self, instance_id: str) -> OutOfService | None:
         view = self._out_of_service
-        found = view.known.get(instance_id) if view is not None else None
-        return found.mode if found is not None else None
+        return view.known.get(instance_id) if view is not None else None
 
     def _is_faulty(self, instance_id: str, incarnation: int) -> bool:
         report = self._faults.known.get(instance_id) if self._faults is not None else None

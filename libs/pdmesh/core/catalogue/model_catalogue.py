@@ -33,6 +33,10 @@ class ModelCatalogue:
     # When the model was last offered, by model and scenario; inf: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
+    # What every request asks about, and no passing of time changes: the scenario of each model that
+    # is served now, and what `default` means in each scenario while no model is away.
+    _served: dict[str, str] = field(default_factory=dict)
+    _defaults: dict[str, str] = field(default_factory=dict)
 
     def see(self, offers: Collection[Offer], now: float) -> None:
         """Take all current offers. Call this whenever they may have changed."""
@@ -47,6 +51,18 @@ class ModelCatalogue:
         for offer in offers:
             self._seen.setdefault(offer.model, {})[offer.scenario] = _NOW
             self._since.setdefault(offer.model, now)
+        self._served = {}
+        for offer in sorted(offers, key=lambda offer: _plain_first(offer.scenario)):
+            self._served.setdefault(offer.model, offer.scenario or DEFAULT_SCENARIO)
+        self._defaults = {}
+        if self._is_steady():
+            scenarios = {DEFAULT_SCENARIO, *(offer.scenario for offer in offers)}
+            found = ((each, self._first_of(each, now)) for each in sorted(scenarios))
+            self._defaults = {scenario: model for scenario, model in found if model is not None}
+
+    def _is_steady(self) -> bool:
+        """Whether no model is away from any scenario."""
+        return all(left_at == _NOW for seen in self._seen.values() for left_at in seen.values())
 
     def since(self, model: str) -> float | None:
         """When the model was first served; None if it is unknown or forgotten."""
@@ -59,16 +75,19 @@ class ModelCatalogue:
         request's scenario, and a served model comes before one that is away. So all gateways choose
         the same model.
         """
-        if self._is_known(asked, now):  # a model may be called `default`
+        if asked in self._served or self._is_known(asked, now):  # a model may be called `default`
             return asked
         if asked not in ("", DEFAULT_MODEL):
             return asked if asked == self.preferred else None
         if self.preferred:
             return self.preferred
         wanted = scenario or DEFAULT_SCENARIO
+        return self._defaults.get(wanted) or self._first_of(wanted, now)
+
+    def _first_of(self, scenario: str, now: float) -> str | None:
         known = [m for m in self._seen if self._is_known(m, now)]
-        found = [m for m in known if self.knows(m, wanted, now)] or known
-        return min(found, key=lambda m: (not self._is_served(m), m), default=None)
+        found = [m for m in known if self.knows(m, scenario, now)] or known
+        return min(found, key=lambda m: (m not in self._served, m), default=None)
 
     def knows(self, model: str, scenario: str, now: float) -> bool:
         """Whether the model is served in that scenario, or is away."""
@@ -82,24 +101,26 @@ class ModelCatalogue:
         It is `default` if the model is served there, and otherwise the first scenario by name that
         serves the model.
         """
+        if (served := self._served.get(model)) is not None:
+            return served
         seen = self._seen.get(model, _NOWHERE)
-        known = [s for s, left_at in seen.items() if now - left_at < FORGET_S]
-
-        def order(scenario: str) -> tuple[bool, bool, str]:
-            is_plain = scenario in (_ALL, DEFAULT_SCENARIO)
-            return seen[scenario] != _NOW, not is_plain, scenario
-
-        return min(known, key=order, default=_ALL) or DEFAULT_SCENARIO
+        known = (s for s, left_at in seen.items() if now - left_at < FORGET_S)
+        return min(known, key=_plain_first, default=_ALL) or DEFAULT_SCENARIO
 
     def _is_known(self, model: str, now: float) -> bool:
-        return any(now - left_at < FORGET_S for left_at in self._seen.get(model, _NOWHERE).values())
-
-    def _is_served(self, model: str) -> bool:
-        return _NOW in self._seen[model].values()
+        seen = self._seen.get(model)
+        return seen is not None and now - max(seen.values()) < FORGET_S
 
     def check_invariants(self) -> None:
         assert set(self._since) == set(self._seen)
         assert all(self._seen.values())
+        assert set(self._served) == {m for m, seen in self._seen.items() if _NOW in seen.values()}
+        assert self._is_steady() or not self._defaults
+        assert all(self._first_of(each, 0.0) == m for each, m in self._defaults.items())
+
+
+def _plain_first(scenario: str) -> tuple[bool, str]:
+    return scenario not in (_ALL, DEFAULT_SCENARIO), scenario
 
 
 _NOW: Final = float("inf")

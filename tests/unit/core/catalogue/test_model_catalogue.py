@@ -111,3 +111,17 @@ def test_ended_requests_take_no_memory() -> None:
         models.see([Offer(f"m{turn}", "default")], turn * 10.0)
         models.check_invariants()
     assert len(models._seen) <= FORGET_S / 10 + 1
+
+
+def test_what_default_means_is_the_same_while_a_model_is_away_and_when_it_is_back() -> None:
+    models = catalogue(Offer("a", "chat"), Offer("b", ""), Offer("c", "default"))
+    wanted = ("", "default", "chat", "unknown")
+    steady = [models.resolve("", scenario, 1.0) for scenario in wanted]
+    assert steady == ["b", "b", "a", "b"]
+    models.check_invariants()
+    models.see([Offer("b", ""), Offer("c", "default")], 2.0)
+    assert models.resolve("", "chat", 3.0) == "b", "the one that is served"
+    models.check_invariants()
+    models.see([Offer("a", "chat"), Offer("b", ""), Offer("c", "default")], 4.0)
+    assert [models.resolve("", scenario, 5.0) for scenario in wanted] == steady
+    models.check_invariants()
