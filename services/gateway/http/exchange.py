@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -85,17 +86,15 @@ class HttpExchange:
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self.errors: ErrorFormat = OPENAI_ERRORS
         self.blocked_since = math.inf
-        self._scope = scope
+        # A list of pairs; of several with one name, the first counts.
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._receive = receive
         self._send = send
         self.connection: Connection = scope[CONNECTION]
 
     def header(self, name: bytes) -> str:
         """The value of a header, empty if absent. `name` is in lower case."""
-        for key, value in self._scope["headers"]:
-            if key == name:
-                return str(value, "latin-1")
-        return ""
+        return str(self._headers.get(name, b""), "latin-1")
 
     @property
     def authorization(self) -> str:
@@ -168,30 +167,38 @@ class HttpExchange:
             body = self.errors.body(error, self.request_id)
             await self.json(body, error.http_status, headers)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """If the client leaves, this task's work in here ends with ClientDisconnected."""
-        if self.connection.is_gone:
-            raise ClientDisconnected
-        task = asyncio.current_task()
-        assert task is not None
-        has_left = False
-
-        def leave() -> None:
-            nonlocal has_left
-            has_left = True
-            task.cancel()
-
-        self.connection.watch(leave)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if has_left and not task.uncancel():
-                raise ClientDisconnected from None
-            raise
-        finally:
-            self.connection.unwatch()
+        return _Watched(self.connection)
 
     def cut(self) -> None:
         """Give up on a client that does not read: its writer resumes and finds the client gone."""
         self.connection.abort()
+
+
+class _Watched:
+    """The work of the current task, which ends with ClientDisconnected if the client leaves."""
+
+    __slots__ = ("_connection", "_has_left", "_task")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._has_left = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+
+    def __enter__(self) -> None:
+        if self._connection.is_gone:
+            raise ClientDisconnected
+        self._connection.watch(self._leave)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._connection.unwatch()
+        is_for_client = isinstance(error, asyncio.CancelledError) and self._has_left
+        if is_for_client and not self._task.uncancel():
+            raise ClientDisconnected from None
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._task.cancel()

@@ -260,7 +260,7 @@ class Generation:
         """Carry out all effects in their order, then handle the next event."""
         self._is_running = True
         try:
-            while self._carry_out() and self._events:
+            while (not self._effects or self._carry_out()) and self._events:
                 event, now = self._events.popleft(), time.monotonic()
                 self.timings.note(event, now)
                 self._effects.extend(self.core.handle(event, now))

@@ -35,7 +35,8 @@ class LegCommands:
     """The messages of one choice. `emitted` is always all that the choice has emitted so far."""
 
     __slots__ = (
-        "_adapter", "_constraint", "_identity", "_prompt", "_shaping", "_spec", "_stop_token_ids",
+        "_adapter", "_constraint", "_identity", "_model", "_prompt", "_shaping", "_spec",
+        "_stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +47,7 @@ class LegCommands:
         stop_token_ids: Sequence[int],
     ) -> None:
         self._spec, self._prompt, self._identity = spec, prompt, identity
+        self._model = spec.base_model
         self._stop_token_ids = stop_token_ids
         self._shaping = shaping_to_proto(spec.sampling.shaping)
         self._adapter = adapter_to_proto(spec.adapter)
@@ -63,7 +65,7 @@ class LegCommands:
         query = PlanQuery(
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            model=spec.base_model,
+            model=self._model,
             adapter_digest=self._adapter.digest if self._adapter is not None else "",
             scenario=spec.scenario,
             block_hashes=prompt.hashes(reference, emitted) if reference else (),
@@ -104,7 +106,7 @@ class LegCommands:
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 kv_transfer=kv_transfer,
-                model=self._spec.base_model,
+                model=self._model,
                 adapter=self._adapter,
             )
         )
@@ -140,7 +142,7 @@ class LegCommands:
                 remaining_ms=self._remaining_ms(),
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
-                model=self._spec.base_model,
+                model=self._model,
                 adapter=self._adapter,
             )
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -260,19 +260,20 @@ class InstanceSession:
             await self._channel.close(None)
 
 
-def messages(commands: Sequence[Command]) -> Iterator[list[Command]]:
+def messages(commands: Sequence[Command]) -> Sequence[Sequence[Command]]:
     """The commands in their order, cut before a message gets too large."""
-    some: list[Command] = []
+    if len(commands) < 2:
+        return [commands] if commands else []
+    cut: list[list[Command]] = [[]]
     num_bytes = 0
     for command in commands:
         size = command.ByteSize()
-        if some and num_bytes + size > _MESSAGE_BYTES:
-            yield some
-            some, num_bytes = [], 0
-        some.append(command)
+        if cut[-1] and num_bytes + size > _MESSAGE_BYTES:
+            cut.append([])
+            num_bytes = 0
+        cut[-1].append(command)
         num_bytes += size
-    if some:
-        yield some
+    return cut
 
 
 def _num_free(load: Load | None) -> int:

@@ -10,7 +10,7 @@ counts as late.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from pdmesh.core.model import Tick
@@ -36,7 +36,9 @@ from pdmesh.core.request.events import (
 )
 
 
-class RequestPhase(Enum):
+class RequestPhase(StrEnum):
+    """Its members are looked up for each event, and a string's hash needs no call into Python."""
+
     NEW = "new"
     PLANNING = "planning"
     WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
