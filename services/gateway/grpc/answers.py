@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.services.gateway.access.access_control import Permit
@@ -53,7 +55,7 @@ def _named(spec: CallSpec, names: FieldNames) -> CallSpec:
     if sampling.constraint is None:
         return spec
     asked_by = name_of(sampling.constraint.asked_by, names)
-    constraint = replace(sampling.constraint, asked_by=asked_by)
+    constraint = dataclasses.replace(sampling.constraint, asked_by=asked_by)
     return replace(spec, sampling=replace(sampling, constraint=constraint))
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from pdmesh.services.gateway.http.logprobs import LogprobWriter, prompt_logprobs
 from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
@@ -209,7 +209,7 @@ class OpenAiFormat:
         )
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        if sum(delta.num_logprobs for delta in deltas) <= MAX_LOGPROBS_HERE:
+        if sum([delta.num_logprobs for delta in deltas]) <= MAX_LOGPROBS_HERE:
             return whole_body(call, deltas)
         return await asyncio.to_thread(whole_body, call, deltas)
 

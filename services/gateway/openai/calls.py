@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
+from msgspec.structs import replace
+
 from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
-from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
-from pdmesh.core.sampling.repetition import RepetitionRule, repetition_rule
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
+from pdmesh.services.gateway.openai.sampling import sampling_of
 from pdmesh.services.gateway.openai.schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    RepetitionDetection,
     TokenizeRequest,
     checked_ids,
     is_echo_alone,
@@ -29,18 +29,10 @@ from pdmesh.services.gateway.openai.schema import (
 )
 from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
-from pdmesh.services.gateway.request.answer_form import asked_over_http, constraint_of
-from pdmesh.services.gateway.request.bounds import context_exceeded, stops_of
+from pdmesh.services.gateway.request.answer_form import constraint_of
+from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.frontend import Frontend
-from pdmesh.services.gateway.request.shaping import (
-    AskedShaping,
-    biases_by_id,
-    logprob_ids_of,
-    shaping_of,
-    stop_ids_of,
-)
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
-from pdmesh.services.gateway.request.thinking import thinking_budget_of
 from pdmesh.services.gateway.text.chat_template import RESERVED_VARIABLES, Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -57,8 +49,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     max_tokens = request.max_completion_tokens or request.max_tokens
     has_special = bool(request.add_special_tokens)
     tokens = await chat_tokens(conversation_of(request), model, add_special_tokens=has_special)
-    sampling = await _sampling(request, max_tokens, num_logprobs, model, frontend, tenant)
-    check_shaping(frontend, model.name, sampling.shaping)
+    sampling = await sampling_of(request, max_tokens, num_logprobs, model, frontend, tenant)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
     has_form = sampling.constraint is not None or may_call(request)
@@ -89,6 +80,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         has_token_ids=bool(request.return_token_ids) and not is_hidden,
         parsing=parsing,
         tenant=tenant,
+        adapter=model.adapter,
     )
 
 
@@ -111,7 +103,7 @@ async def _parsed_sampling(
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="response_format")
         constraint = await constraint_of(parsing.calls, model, frontend, tenant)
     if constraint is not None and parsing.begins_after:
-        constraint = replace(constraint, begins_after=parsing.begins_after)
+        constraint = dataclasses.replace(constraint, begins_after=parsing.begins_after)
     shows = sampling.are_special_shown or parsing.shows_special
     return replace(sampling, constraint=constraint, are_special_shown=shows)
 
@@ -145,8 +137,7 @@ async def completion_spec(
         for p in asked
     ]
     max_tokens = 1 if is_echo_alone(request) else request.max_tokens
-    sampling = await _sampling(request, max_tokens, request.logprobs, model, frontend, tenant)
-    check_shaping(frontend, model.name, sampling.shaping)
+    sampling = await sampling_of(request, max_tokens, request.logprobs, model, frontend, tenant)
     num_prompt_logprobs = sampling.num_prompt_logprobs
     if num_prompt_logprobs is None and request.echo:
         num_prompt_logprobs = request.logprobs
@@ -170,6 +161,7 @@ async def completion_spec(
         spells_ids=bool(request.return_tokens_as_token_ids),
         has_token_ids=bool(request.return_token_ids),
         tenant=tenant,
+        adapter=model.adapter,
     )
 
 
@@ -236,6 +228,8 @@ def template_variables(
     given: Mapping[str, object] | None, reasoning_effort: str | None = None
 ) -> dict[str, object]:
     """The variables of the template that the client sets. Raises InvalidRequest."""
+    if not given and reasoning_effort is None:
+        return {}
     variables = dict(given or {})
     if len(variables) > MAX_VARIABLES:
         message = f"chat_template_kwargs sets at most {MAX_VARIABLES} variables"
@@ -291,25 +285,6 @@ def check_num_prompt_logprobs(
         raise InvalidRequest(message, field="prompt_logprobs")
 
 
-def check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None:
-    """Refuse shaping that the model's engine does not support as it is set up (speculation)."""
-    if shaping is UNSHAPED:
-        return
-    for field in sorted(frontend.shared.fleet.unsupported_shaping(model)):
-        # An instance of a later version may name a field that this gateway does not have.
-        if getattr(shaping, field, None) != getattr(UNSHAPED, field, None):
-            message = f"{field} is not supported by this model's engine as it is set up"
-            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
-
-
-def check_logprob_ids(frontend: Frontend, model: str, ids: Sequence[int]) -> None:
-    """Raises InvalidRequest if the model's engine cannot give these logprobs as it is set up."""
-    field = "logprob_token_ids"
-    if ids and field in frontend.shared.fleet.unsupported_shaping(model):
-        message = f"{field} is not supported by this model's engine as it is set up"
-        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
-
-
 def _truncated(
     tokens: array[int], request: ChatCompletionRequest | CompletionRequest, context: int
 ) -> array[int]:
@@ -335,57 +310,3 @@ async def _echoed(
             [p if isinstance(p, str) else await tokenizer.decode_prompt(ids) for p, ids in pairs]
         )
     return tuple([await tokenizer.decode_prompt(ids) for ids in prompts])
-
-
-async def _sampling(
-    request: ChatCompletionRequest | CompletionRequest,
-    max_tokens: int | None,
-    num_logprobs: int | None,
-    model: ServedModel,
-    frontend: Frontend,
-    tenant: Tenant,
-) -> SamplingSpec:
-    tokenizer, defaults = model.tokenizer, model.tokenizer.defaults
-    asked = AskedShaping(
-        request.presence_penalty,
-        request.frequency_penalty,
-        request.repetition_penalty,
-        request.top_k,
-        request.min_p,
-        request.min_tokens or 0,
-        biases_by_id(request.logit_bias) if request.logit_bias else None,
-        request.bad_words,
-        request.allowed_token_ids,
-        await thinking_budget_of(request.thinking_token_budget, model, frontend),
-    )
-    logprob_ids = logprob_ids_of(request.logprob_token_ids, tokenizer.vocab_size, num_logprobs)
-    check_logprob_ids(frontend, model.name, logprob_ids)
-    return SamplingSpec(
-        max_tokens=max_tokens,
-        default_max_tokens=defaults.max_tokens,
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
-        seed=request.seed,
-        stop=stops_of(request.stop),
-        ignore_eos=request.ignore_eos,
-        num_logprobs=num_logprobs,
-        logprob_token_ids=logprob_ids,
-        num_prompt_logprobs=None if request.stream else request.prompt_logprobs,
-        shaping=await shaping_of(asked, tokenizer, max_tokens),
-        constraint=await constraint_of(
-            asked_over_http(request.response_format, request.structured_outputs),
-            model,
-            frontend,
-            tenant,
-        ),
-        stop_token_ids=stop_ids_of(request.stop_token_ids, tokenizer.vocab_size),
-        is_stop_shown=bool(request.include_stop_str_in_output),
-        are_special_shown=request.skip_special_tokens is False,
-        repetition=_repetition(request.repetition_detection),
-    )
-
-
-def _repetition(asked: RepetitionDetection | None) -> RepetitionRule | None:
-    if asked is None:
-        return None
-    return repetition_rule(asked.max_pattern_size, asked.min_pattern_size, asked.min_count)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import msgspec
@@ -83,6 +85,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tools: _Anything = None
 
 
+_UNSUPPORTED: Final = ("refusal", "function_call", "audio", "annotations", "tools")
+_read_unsupported: Final = attrgetter(*_UNSUPPORTED)
 NESTED_IN_MESSAGES: Final[Nested] = {
     ChatMessage: {"content": ContentPart, "tool_calls": ToolCall},
     ToolCall: {"function": CalledFunction},
@@ -98,9 +102,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     called_ids: set[str] = set()
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        for field in ("refusal", "function_call", "audio", "annotations", "tools"):
-            if getattr(message, field):
-                raise _unsupported(f"{where}.{field}")
+        if any(values := _read_unsupported(message)):
+            raise _unsupported(f"{where}.{next(compress(_UNSUPPORTED, values))}")
         if message.tool_calls:
             _check_calls(message, where)
             called_ids.update(call.id for call in message.tool_calls)
@@ -110,7 +113,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
             raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
         if isinstance(message.content, list):
             _check_parts(message.content, where)
-    _check_work(messages)
+    if called_ids:
+        _check_work(messages)
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:

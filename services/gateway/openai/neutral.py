@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import msgspec
 
 from pdmesh.errors import InvalidRequest
 
 
-def check_neutral(request: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """`neutral`: the values of each unsupported field that ask for nothing; null always does.
+class NeutralValues(dict[str, tuple[object, ...]]):
+    """The unsupported fields of a struct, each with its values that ask for nothing.
 
-    Raises InvalidRequest.
+    Null always asks for nothing. There are two fields at least.
     """
-    for field, values in neutral.items():
-        value = getattr(request, field)
-        if value is not None and not any(_is_same(value, each) for each in values):
-            message = f"{field} is not supported"
-            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+
+    __slots__ = ("_read",)
+
+    def __init__(self, values: Mapping[str, tuple[object, ...]]) -> None:
+        super().__init__(values)
+        assert len(self) > 1, "a single attribute would be read without a tuple around it"
+        self._read = attrgetter(*self)  # all of them at once: most requests give none
+
+    def check(self, request: msgspec.Struct) -> None:
+        """Raises InvalidRequest."""
+        given = self._read(request)
+        if given.count(None) == len(given):
+            return
+        for (field, neutral), value in zip(self.items(), given, strict=True):
+            if value is not None and not any(_is_same(value, each) for each in neutral):
+                message = f"{field} is not supported"
+                raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -20,7 +20,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
     check_messages,
 )
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import check_neutral
+from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.tools import (
     NESTED_IN_TOOLS,
     NamedTool,
@@ -50,7 +50,7 @@ from pdmesh.services.gateway.request.bounds import (
 MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
 
-# Any: a client may send anything here; `_check_neutral` compares it with the neutral values.
+# Any: a client may send anything here; `NeutralValues` compares it.
 _Anything = Any
 
 
@@ -223,16 +223,15 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
-_NEUTRAL_CHAT: Final = {
-    **{f: v for f, v in _NEUTRAL.items() if f in ChatCompletionRequest.__struct_fields__},
-    "echo": (False,),
-}
-_NEUTRAL_COMPLETION: Final = {
-    f: v for f, v in _NEUTRAL.items() if f in CompletionRequest.__struct_fields__
-}
-_NEUTRAL_TOKENIZE: Final = {
-    f: v for f, v in _NEUTRAL.items() if f in TokenizeRequest.__struct_fields__
-}
+
+
+def _neutral_of(struct: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+    return {f: v for f, v in _NEUTRAL.items() if f in struct.__struct_fields__}
+
+
+_NEUTRAL_CHAT: Final = NeutralValues({**_neutral_of(ChatCompletionRequest), "echo": (False,)})
+_NEUTRAL_COMPLETION: Final = NeutralValues(_neutral_of(CompletionRequest))
+_NEUTRAL_TOKENIZE: Final = NeutralValues(_neutral_of(TokenizeRequest))
 _OF_MESSAGES: Final = (
     "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
 )  # fmt: skip
@@ -288,8 +287,10 @@ def check_chat(request: ChatCompletionRequest) -> None:
     """Raises InvalidRequest with the field."""
     _check_common(request, _NEUTRAL_CHAT)
     check_messages(request.messages)
-    check_tools(request.tools, request.tool_choice)
-    check_depth(request.chat_template_kwargs, "chat_template_kwargs")
+    if request.tools is not None or request.tool_choice is not None:
+        check_tools(request.tools, request.tool_choice)
+    if request.chat_template_kwargs:
+        check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     _check_end(request)
     in_range("max_completion_tokens", request.max_completion_tokens, 1, MAX_TOKENS)
     in_range("top_logprobs", request.top_logprobs, 0, 20)
@@ -323,7 +324,7 @@ def check_tokenize(request: TokenizeRequest) -> None:
     """Raises InvalidRequest with the field."""
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either prompt or messages", field="prompt")
-    check_neutral(request, _NEUTRAL_TOKENIZE)
+    _NEUTRAL_TOKENIZE.check(request)
     if request.messages is not None:
         check_messages(request.messages)
         _check_end(request)
@@ -396,8 +397,8 @@ def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
         raise InvalidRequest(message, field="continue_final_message")
 
 
-def _check_common(request: _Common, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    check_neutral(request, neutral)
+def _check_common(request: _Common, neutral: NeutralValues) -> None:
+    neutral.check(request)
     max_tokens = None if is_echo_alone(request) else request.max_tokens
     check_sampling(max_tokens=max_tokens, temperature=request.temperature, top_p=request.top_p)
     in_range("prompt_logprobs", request.prompt_logprobs, 0, 20)

@@ -11,12 +11,13 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.sampling.thinking_budget import ThinkingMarks
@@ -60,8 +61,7 @@ class UnusableParsers(InvalidRequest):
     default_reason = "UNSUPPORTED_FIELD"
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedModel:
+class ParsedModel(msgspec.Struct, frozen=True):
     """A model's parsers. `key` is their name in the parser process."""
 
     key: str

@@ -5,7 +5,7 @@ Every API takes its answers from here, so a call has the same answer over each o
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pdmesh.errors import MeshError
 from pdmesh.services.gateway.parsing.answer_parsing import CallParser

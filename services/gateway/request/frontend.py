@@ -13,10 +13,10 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
@@ -208,14 +208,15 @@ class Frontend:
 
         Raises MeshError.
         """
-        name = self.model_name(asked, scenario)
-        check_model(tenant, name)
         fleet = self.shared.fleet
-        context_length, base = self.context_length(name), fleet.base_model(name)
+        name = fleet.model_name(asked, scenario)
+        check_model(tenant, name)
+        context_length, adapter = self.context_length(name), fleet.adapted(name)
+        base = name if adapter is None else adapter.model
         tokenizer = await self.shared.tokenizers.get(
             base, fleet.text_of(base), lambda: fleet.text_sources(base)
         )
-        return ServedModel(name, tokenizer, context_length)
+        return ServedModel(name, tokenizer, context_length, adapter)
 
     async def pooling_model(
         self, asked: str, tenant: Tenant, scenario: str = ""
@@ -294,8 +295,10 @@ class Frontend:
 
         Raises ModelNotFound for an adapter that was removed while the prompt was encoded.
         """
+        if spec.adapter is None:
+            return spec
         found = self.shared.fleet.adapted(self.model_name(spec.model, spec.scenario))
-        return spec if found is None else replace(spec, adapter=found)
+        return replace(spec, adapter=found)
 
     def _with_scenario(self, spec: CallSpec) -> CallSpec:
         """Give the call its scenario. The rules use the length of its longest prompt.
@@ -306,17 +309,21 @@ class Frontend:
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
             return spec
-        fleet, model = self.shared.fleet, spec.base_model
-        longest = max(map(len, spec.prompts), default=0)
-        rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
-        found, by = scenario_by_rule(rules, spec.operation, longest), "rule"
+        model = spec.base_model
+        found, by = self._scenario_by_rule(spec, model) if self._scenario_rules else None, "rule"
         if found is None:
-            found, by = fleet.scenario_of(model), "model"
+            found, by = self.shared.fleet.scenario_of(model), "model"
         if found == DEFAULT_SCENARIO and by == "model":
             _scenarios.add(1, _BY_DEFAULT)
             return spec
         _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
         return replace(spec, scenario=found)
+
+    def _scenario_by_rule(self, spec: CallSpec, model: str) -> str | None:
+        fleet = self.shared.fleet
+        rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
+        longest = max(map(len, spec.prompts), default=0)
+        return scenario_by_rule(rules, spec.operation, longest)
 
     def take_in(self, call: Endable) -> None:
         """Count a pooling call that begins, so that it ends when the gateway does."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
 import structlog
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
@@ -58,8 +59,7 @@ class Publisher(Protocol):
     async def publish(self, subject: str, message: RequestFinished) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CallReport:
+class CallReport(msgspec.Struct, frozen=True):
     """A closed call."""
 
     request_id: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from pdmesh.core.sampling.logit_shaping import (
     MAX_BAD_WORDS,
@@ -23,8 +24,7 @@ MAX_BIAS: Final = 100.0
 MAX_STOP_IDS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class AskedShaping:
+class AskedShaping(msgspec.Struct, frozen=True):
     """The fields of vLLM's API. None: the model's default. `top_k` -1 or 0: all tokens."""
 
     presence_penalty: float | None = None
@@ -47,6 +47,8 @@ async def shaping_of(
 ) -> LogitShaping:
     """Raises InvalidRequest with the field."""
     defaults = tokenizer.defaults
+    if asked == NOTHING_ASKED and not defaults.shapes_logits:
+        return UNSHAPED
     shaping = LogitShaping(
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,

@@ -1,9 +1,14 @@
-"""A client's validated request, in one form for HTTP and gRPC."""
+"""A client's validated request, in one form for HTTP and gRPC.
+
+Each call makes these values, so they are structs of msgspec, whose making and replacing costs a
+tenth of what it costs for frozen dataclasses.
+"""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+
+import msgspec
 
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
@@ -15,8 +20,7 @@ from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingSpec:
+class SamplingSpec(msgspec.Struct, frozen=True):
     """How an answer's tokens are drawn, and when it ends.
 
     If `max_tokens` is None, the answer may fill the context, up to `default_max_tokens` or, without
@@ -60,17 +64,16 @@ class SamplingSpec:
         return RepeatedEnd(self.repetition, end_ids, self.shaping.min_tokens, max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """A model as one call uses it, with one tokenizer from the prompt to the last token."""
 
     name: str
     tokenizer: Tokenizer
     context_length: int  # prompt and answer together
+    adapter: AdaptedModel | None = None  # the adapter that `name` stands for
 
 
-@dataclass(frozen=True, slots=True)
-class CallSpec:
+class CallSpec(msgspec.Struct, frozen=True):
     """One client call: `n` choices for each prompt.
 
     Its prompts are token ids of `tokenizer`, which also turns the answers into text.

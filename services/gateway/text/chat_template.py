@@ -15,7 +15,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -26,6 +25,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from pdmesh.errors import InvalidRequest
 
@@ -60,8 +60,7 @@ RESERVED_VARIABLES: Final = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """The source of a prompt. `variables`: the template's variables that the client set.
 
     The prompt ends with the beginning of the model's message (`add_generation_prompt`), or within
@@ -70,7 +69,7 @@ class Conversation:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
-    variables: Mapping[str, object] = field(default_factory=dict)
+    variables: Mapping[str, object] = MappingProxyType({})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -110,7 +109,7 @@ class ChatTemplate:
         messages = conversation.messages
         if conversation.continue_final_message:
             messages = [*messages[:-1], _tagged(messages[-1])]
-        if not self._knows_developer and any(m["role"] == "developer" for m in messages):
+        if not self._knows_developer and "developer" in [m["role"] for m in messages]:
             messages = _with_one_system([{**m, "role": _undeveloped(m["role"])} for m in messages])
         given = conversation.variables
         text = self._render(

@@ -7,8 +7,11 @@ decodes many tokens in one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from pdmesh.core.request.events import (
     Cancelled,
@@ -35,8 +38,7 @@ class ToolCallDelta:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """The output of one choice since the last delta.
 
     Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
@@ -75,8 +77,8 @@ class ChoiceText:
     """
 
     __slots__ = (
-        "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_repeated",
-        "_text", "prompt_logprobs",
+        "_default_text", "_index", "_is_last_taken", "_logprobs", "_may_stop", "_num_taken",
+        "_repeated", "_text", "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +93,7 @@ class ChoiceText:
         self._index = index
         self._text = text
         self._repeated = repeated
+        self._may_stop = text.has_stops or repeated is not None
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._default_text = default_text
         self.prompt_logprobs: PromptLogprobs | None = None  # until it is taken
@@ -105,6 +108,8 @@ class ChoiceText:
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string was found, or a repetition that ends it."""
+        if not self._may_stop:
+            return False
         return self._text.is_stopped or (self._repeated is not None and self._repeated.is_found)
 
     def num_tokens(self, num_emitted: int) -> int:

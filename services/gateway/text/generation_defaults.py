@@ -22,6 +22,11 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether a request that asks for nothing has its logits shaped."""
+        return (self.top_k, self.min_p, self.repetition_penalty) != (0, 0.0, 1.0)
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
         """Read `config`, in which the model's author may have written anything; ignore bad

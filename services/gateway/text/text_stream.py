@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
 
+import msgspec
 from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.sampling.stop_strings import StopText
@@ -33,8 +33,7 @@ _BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True):
     """Which part of an answer is text. `end_ids`: the tokens that end an answer.
 
     A stop string ends an answer only after `min_tokens` tokens. With `is_stop_shown`, the stop
@@ -125,6 +124,10 @@ class TextStream:
             ""  # where the prompt ends in half a character: `_shown` and what that looks like
         )
         self.num_tokens = 0
+
+    @property
+    def has_stops(self) -> bool:
+        return self._stops is not None
 
     @property
     def is_stopped(self) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import check_neutral
+from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 
@@ -94,15 +94,17 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     """Anthropic's fields, then vLLM's, then pdmesh's own."""
 
     # The values of unsupported fields that have no effect. None never has one.
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "container": ("", {}),
-        "mcp_servers": ([],),
-        "watermarking": (False,),
-        "kv_transfer_params": ({},),
-        "ec_transfer_params": ({},),
-        "vllm_xargs": ({},),
-        "mm_payload": (),
-    }
+    UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
+        {
+            "container": ("", {}),
+            "mcp_servers": ([],),
+            "watermarking": (False,),
+            "kv_transfer_params": ({},),
+            "ec_transfer_params": ({},),
+            "vllm_xargs": ({},),
+            "mm_payload": (),
+        }
+    )
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -150,7 +152,7 @@ def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesReq
     An unknown field is refused, or added to `ignored` by its path.
     """
     request = decoded(_messages_decoder, _NESTED, body, ignored)
-    check_neutral(request, MessagesRequest.UNSUPPORTED)
+    MessagesRequest.UNSUPPORTED.check(request)
     _check_thinking(request)
     return request
 

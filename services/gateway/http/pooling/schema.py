@@ -16,7 +16,7 @@ import msgspec
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai import told_bounds as told
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import check_neutral
+from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.request.bounds import MAX_TOKENS, check_names, in_range
 
 MAX_INPUTS: Final = 2048  # as OpenAI's
@@ -34,7 +34,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What all of them take."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = _UNSUPPORTED
+    UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(_UNSUPPORTED)
 
     model: told.Name
     user: str | None = None
@@ -50,15 +50,17 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class EmbeddingsRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **_UNSUPPORTED,
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "messages": (),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "normalize": (),
-    }
+    UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
+        {
+            **_UNSUPPORTED,
+            "embed_dtype": ("float32",),
+            "endianness": ("native", "little"),
+            "messages": (),
+            "chat_template": (),
+            "chat_template_kwargs": ({},),
+            "normalize": (),
+        }
+    )
 
     input: str | told.Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -95,11 +97,9 @@ class RerankText(msgspec.Struct, forbid_unknown_fields=True):
 class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
     """The common fields of score and rerank. A token limit of 0 means none."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **_UNSUPPORTED,
-        "instruction": (),
-        "chat_template_kwargs": ({},),
-    }
+    UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
+        {**_UNSUPPORTED, "instruction": (), "chat_template_kwargs": ({},)}
+    )
 
     max_tokens_per_query: told.TextLimit | None = None
     max_tokens_per_doc: told.TextLimit | None = None
@@ -203,6 +203,6 @@ def _check_scoring(request: _ScoringRequest) -> None:
 
 
 def _check(request: PoolingRequest) -> None:
-    check_neutral(request, type(request).UNSUPPORTED)
+    type(request).UNSUPPORTED.check(request)
     in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, MAX_TOKENS)
     check_names(model=request.model, cache_salt=request.cache_salt, scenario=request.scenario)

@@ -13,7 +13,7 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import check_neutral
+from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.schema import ReasoningEffort
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
@@ -101,22 +101,24 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """OpenAI's fields, then vLLM's, then pdmesh's own."""
 
     # The values of unsupported fields that have no effect. None never has one.
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "service_tier": ("auto", "default"),
-        "prompt": (),
-        "conversation": (),
-        "moderation": (),
-        "priority": (0,),
-        "watermarking": (False,),
-        "kv_transfer_params": ({},),
-        "ec_transfer_params": ({},),
-        "vllm_xargs": ({},),
-        "mm_payload": (),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "previous_input_messages": ([],),
-        "enable_response_messages": (False,),
-    }
+    UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
+        {
+            "service_tier": ("auto", "default"),
+            "prompt": (),
+            "conversation": (),
+            "moderation": (),
+            "priority": (0,),
+            "watermarking": (False,),
+            "kv_transfer_params": ({},),
+            "ec_transfer_params": ({},),
+            "vllm_xargs": ({},),
+            "mm_payload": (),
+            "media_io_kwargs": ({},),
+            "mm_processor_kwargs": ({},),
+            "previous_input_messages": ([],),
+            "enable_response_messages": (False,),
+        }
+    )
 
     model: str
     input: str | list[InputItem]
@@ -204,7 +206,7 @@ def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesR
     An unknown field is refused, or added to `ignored` by its path.
     """
     request = decoded(_decoder, _NESTED, body, ignored)
-    check_neutral(request, ResponsesRequest.UNSUPPORTED)
+    ResponsesRequest.UNSUPPORTED.check(request)
     if request.background and request.store is False:
         raise InvalidRequest("background needs store", field="background")
     if request.background and request.stream:

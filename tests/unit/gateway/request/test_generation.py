@@ -58,6 +58,7 @@ def offered_to_a_decode(log: list[str]) -> Generation:
     """Prefill has just drawn token 1."""
     keys, instance, nothing = itertools.count(1), Instance(log), SimpleNamespace()
     nothing.flush = nothing.feed = lambda *_: ""
+    nothing.has_stops = False
     shared: Any = SimpleNamespace(
         fleet=SimpleNamespace(
             record=lambda instance_id, incarnation: InstanceRecord(instance_id=instance_id),
