@@ -89,7 +89,7 @@ class PoolingBatch:
         match effect:
             case life.Rank(excluded):
                 self._leave_room()
-                self._step(life.Ranked(self._ranked(excluded)))
+                self._rank(excluded)
             case life.SendBatch(instance, attempt):
                 self._ask(instance, attempt)
             case life.Abort():
@@ -101,11 +101,13 @@ class PoolingBatch:
             case life.Done():
                 pass  # `on_event` has the answer
 
-    def _ranked(self, excluded: frozenset[PeerId]) -> Sequence[PeerId]:
-        spec, shared = self._spec, self._shared
-        return shared.fleet.pooling.ranked(
-            spec.model.name, spec.scenario, spec.vocabulary, excluded, shared.sessions.num_open
-        )
+    def _rank(self, excluded: frozenset[PeerId]) -> None:
+        fleet, needs = self._shared.fleet.pooling, self._spec.needs
+        if fleet.is_gone(needs):
+            self._step(life.RevisionGone())
+        else:
+            found = fleet.ranked(needs, excluded, self._shared.sessions.num_open)
+            self._step(life.Ranked(found))
 
     def _ask(self, instance: PeerId, attempt: int) -> None:
         record = self._shared.fleet.record(instance.instance_id, instance.incarnation)

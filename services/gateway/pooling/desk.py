@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import tenant_root, tokens_to_bytes
+from pdmesh.core.pooling.batch_life import ModelReplaced
 from pdmesh.core.pooling.batches import batches
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded, PoisonRequest, ScenarioNotFound
 from pdmesh.net.tasks import end
@@ -25,6 +26,7 @@ from pdmesh.v1.instance_service_pb2 import Pooled
 
 MAX_VALUES: Final = 1 << 23  # numbers of one answer: 32 MiB
 MAX_OPEN_BYTES: Final = 256 << 20  # of the inputs and answers of all calls together
+_MOST_REVISIONS: Final = 3  # of a model, for one call
 _WIDTH: Final = 8  # batches of one call that are out at once: it cannot take every slot
 
 
@@ -94,7 +96,7 @@ class PoolingDesk:
     ) -> PoolingAnswer:
         done: list[PoolingBatch] = []
         try:
-            answer = await self._all(places, report, call, done)
+            answer = await self._of_one_model(places, report, call, done)
             report.outcome, report.reason = "completed", "stop"
             report.num_cached_tokens = answer.num_cached_tokens
             return answer
@@ -108,6 +110,27 @@ class PoolingDesk:
             permit.settle(_num_used_tokens(report, done))
             self._judge(report.spec, done)
             report_call(self._frontend.observer, report, done)
+
+    async def _of_one_model(
+        self,
+        places: Sequence[range],
+        report: PoolingReport,
+        call: OpenCall,
+        out: list[PoolingBatch],
+    ) -> PoolingAnswer:
+        """Compute all inputs with one revision of the model: anew, if it goes meanwhile."""
+        for _ in range(_MOST_REVISIONS):
+            report.spec = self._pinned(report.spec)
+            try:
+                return await self._all(places, report, call, out)
+            except ModelReplaced:
+                if not self._shared.budget.spend():
+                    raise
+        raise ModelReplaced("the model was replaced several times during this call")
+
+    def _pinned(self, spec: PoolingSpec) -> PoolingSpec:
+        needs = self._shared.fleet.pooling.pinned(spec.needs, self._shared.sessions.num_open)
+        return replace(spec, model=needs.model, canary=needs.canary)
 
     async def _all(
         self,
@@ -186,8 +209,8 @@ def _num_used_tokens(report: PoolingReport, done: Sequence[PoolingBatch]) -> int
         return spec.num_tokens
     if report.outcome == "failed":
         return 0
-    begun = (batch.places for batch in done if batch.accepted_at)
-    return sum(len(spec.inputs[place]) for places in begun for place in places)
+    begun = {place for batch in done if batch.accepted_at for place in batch.places}
+    return sum(len(spec.inputs[place]) for place in begun)
 
 
 async def _results(

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from pdmesh.core.pooling.facts import PoolingTask
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
-from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
+from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel, PoolingNeeds
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
     """`first_lengths`: for pairs of texts, how many tokens of each input belong to the first text.
 
-    `vocabulary`: of the tokens; empty: not known.
+    `vocabulary` and `canary` as in `PoolingNeeds`.
     """
 
     operation: str  # embeddings, score or rerank
@@ -29,6 +29,11 @@ class PoolingSpec:
     cache_salt: str = ""
     vocabulary: str = ""
     tenant: Tenant = ANYONE
+    canary: tuple[str, bool] | None = None
+
+    @property
+    def needs(self) -> PoolingNeeds:
+        return PoolingNeeds(self.model, self.scenario, self.vocabulary, self.canary)
 
     @property
     def num_tokens(self) -> int:

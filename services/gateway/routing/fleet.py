@@ -132,7 +132,9 @@ class FleetView:
         self._mesh, self._view = mesh, mesh.records
         self._clock = clock
         self._book = ModelBook(model)
-        self.pooling = PoolingFleet(mesh.out_of_service, self._book, clock, region, gateway_id)
+        self.pooling = PoolingFleet(
+            mesh.out_of_service, mesh.canaries, self._book, clock, region, gateway_id
+        )
         self._connected_at = clock()
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()

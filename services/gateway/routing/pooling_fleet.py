@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh.core.model import PeerId
-from pdmesh.core.placement.plan import DEFAULT_MODEL
+from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.pooling.ranking import PoolingInstance, PoolingQuery, ranked
 from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
 from pdmesh.net.pooling_facts import pooling_from_proto
+from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -27,28 +28,53 @@ class PoolingModel:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingNeeds:
+    """What the instances of one call must have. `vocabulary`: of its tokens; empty: not known.
+
+    `canary` as in `PoolingQuery`.
+    """
+
+    model: PoolingModel
+    scenario: str
+    vocabulary: str = ""
+    canary: tuple[str, bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is asked of an instance's record for each batch, made once."""
+
+    instance: PoolingInstance
+    facts: PoolingFacts
+    vocabulary: str
+
+
 class PoolingFleet:
     """`answers`: the models that make answers, which other paths serve."""
 
     def __init__(
         self,
         out_of_service: OutOfServiceView,
+        canaries: CanaryShares,
         answers: ModelBook,
         clock: Callable[[], float],
         region: str = "",
         gateway_id: str = "",
     ) -> None:
         self.book = ModelBook()
-        self._out, self._answers, self._clock = out_of_service, answers, clock
+        self._out, self._canaries = out_of_service, canaries
+        self._answers, self._clock = answers, clock
         self._region, self._gateway_id = region, gateway_id
         self._records: list[InstanceRecord] = []
-        self._ties: dict[str, bytes] = {}
+        self._instances: dict[PeerId, _Known] = {}
 
     def see(self, records: Iterable[InstanceRecord]) -> None:
         """All pooling instances that take requests now."""
         self._records = list(records)
         self.book.see(self._records, self._clock())
-        self._ties = {r.instance_id: self._tie(r.instance_id) for r in self._records}
+        known = [self._known(r) for r in self._records if not r.is_draining]
+        self._instances = {each.instance.id: each for each in known}
 
     @property
     def is_empty(self) -> bool:
@@ -90,40 +116,82 @@ class PoolingFleet:
         knows = self.book.catalogue.knows(model, scenario, self._clock())
         return bool(self.book.serving(model)) and not knows
 
+    def pinned(self, needs: PoolingNeeds, num_open: Callable[[str, int], int]) -> PoolingNeeds:
+        """The needs with the revision of the model that all inputs of one call go to.
+
+        It is that of the instance that would be asked first, or of the canary if it is its turn.
+        """
+        needs = replace(needs, canary=self._canaries.draw(needs.scenario or DEFAULT_SCENARIO))
+        first = next(iter(self._ranked(needs, None, (), num_open)), None)
+        if first is None:
+            return needs
+        fingerprint = self._instances[first].instance.fingerprint
+        return replace(needs, model=replace(needs.model, fingerprint=fingerprint))
+
+    def is_gone(self, needs: PoolingNeeds) -> bool:
+        """Whether only other revisions of the model are served now."""
+        found = {each.instance.fingerprint for each in self._able(needs)}
+        return bool(found) and needs.model.fingerprint not in found
+
     def ranked(
         self,
-        model: str,
-        scenario: str,
-        vocabulary: str,
+        needs: PoolingNeeds,
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """The candidates, best first. `vocabulary`: that of the tokens; empty: not known.
+        """Best first. `num_open`: our own legs."""
+        return self._ranked(needs, needs.model.fingerprint, excluded, num_open)
 
-        `num_open`: counts this gateway's own legs on an instance.
-        """
-        out = self._out
-        instances = [
-            PoolingInstance(
-                PeerId(r.instance_id, r.incarnation),
-                r.model,
-                r.scenario,
-                r.region,
-                r.num_slots,
-                num_open(r.instance_id, r.incarnation),
-                self._ties[r.instance_id],
-            )
-            for r in self.book.serving(model)
-            if not r.is_draining
-            and not out.is_out(r.instance_id)
-            and (not (vocabulary and r.text.vocabulary) or vocabulary == r.text.vocabulary)
-        ]
-        avoided = [
+    def _ranked(
+        self,
+        needs: PoolingNeeds,
+        fingerprint: str | None,
+        excluded: Collection[PeerId],
+        num_open: Callable[[str, int], int],
+    ) -> list[PeerId]:
+        instances = [each.instance for each in self._able(needs)]
+        avoided = {
             i.id.instance_id
             for i in instances
-            if out.is_avoided(i.id.instance_id, i.id.incarnation)
+            if self._out.is_avoided(i.id.instance_id, i.id.incarnation)
+        }
+        query = PoolingQuery(
+            needs.model.name,
+            needs.scenario,
+            self._region,
+            excluded,
+            avoided,
+            fingerprint,
+            needs.canary,
+        )
+        return ranked(instances, query, lambda peer: num_open(peer.instance_id, peer.incarnation))
+
+    def _able(self, needs: PoolingNeeds) -> list[_Known]:
+        """Those of all revisions that read these tokens and make the same kind of numbers."""
+        vocabulary, facts, name = needs.vocabulary, needs.model.facts, needs.model.name
+        scenario = needs.scenario or DEFAULT_SCENARIO
+        return [
+            each
+            for each in self._instances.values()
+            if each.instance.model == name
+            and (each.instance.scenario or scenario) == scenario
+            and (not (vocabulary and each.vocabulary) or vocabulary == each.vocabulary)
+            and each.facts == facts
+            and not self._out.is_out(each.instance.id.instance_id)
         ]
-        return ranked(instances, PoolingQuery(model, scenario, self._region, excluded, avoided))
+
+    def _known(self, record: InstanceRecord) -> _Known:
+        instance = PoolingInstance(
+            PeerId(record.instance_id, record.incarnation),
+            record.model,
+            record.scenario,
+            record.region,
+            record.num_slots,
+            self._tie(record.instance_id),
+            record.model_fingerprint,
+            record.group_id,
+        )
+        return _Known(instance, pooling_from_proto(record.pooling), record.text.vocabulary)
 
     def _tie(self, instance_id: str) -> bytes:
         """A fixed order of this gateway, so that not all gateways begin with the same instance."""

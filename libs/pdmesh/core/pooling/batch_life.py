@@ -29,6 +29,10 @@ from pdmesh.errors import (
 )
 
 
+class ModelReplaced(NoInstance):
+    """Inputs of the call may have been computed by the model before: it begins anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """The batch may be sent."""
@@ -39,6 +43,11 @@ class Ranked:
     """All instances that may take it, best first."""
 
     instances: Sequence[PeerId]
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionGone:
+    """Only other revisions of its model are served now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +103,7 @@ class BatchEvicted:
 Event = (
     Begun
     | Ranked
+    | RevisionGone
     | Unsent
     | BatchAccepted
     | BatchRejected
@@ -197,6 +207,8 @@ class BatchLife:
                 return [self._rank()]
             case Ranked(instances):
                 return self._begin_round(instances, now)
+            case RevisionGone():
+                return self._give_up(ModelReplaced("the model was replaced during this call"))
             case Unsent():
                 self._forget_asked()
                 return self._next(now)

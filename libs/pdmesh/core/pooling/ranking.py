@@ -1,66 +1,91 @@
 """Decides which pooling instances are asked first: near, not avoided, with the fewest open legs.
 
-Nothing is handed over and nothing is cached that matters, so any instance of the model will do.
+Nothing is handed over and nothing is cached that matters, so any instance of the model will do. All
+inputs of a call go to instances with one fingerprint, since vectors of two models do not compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from pdmesh.core.model import PeerId
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 
+MOST_RANKED: Final = 128
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingInstance:
-    """An instance that takes requests. `num_used`: slots in use, as far as it is known.
-
-    An empty `scenario` serves all.
-    """
+    """An instance that takes requests. An empty `scenario` serves all."""
 
     id: PeerId
     model: str
     scenario: str
     region: str
     num_slots: int
-    num_used: int
     tie: bytes = b""  # orders equally busy instances, otherwise on each gateway
+    fingerprint: str = ""  # of the model
+    group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingQuery:
-    """`excluded` instances failed for these inputs; `avoided` ones are asked last."""
+    """`excluded` instances failed for these inputs; `avoided` ones are asked last.
+
+    `fingerprint`: which instances may be asked; None: any. `canary`: the group of the scenario's
+    canary, and whether it gets this call; the others get it if that side has no instance.
+    """
 
     model: str
     scenario: str = ""
     region: str = ""
     excluded: Collection[PeerId] = ()
     avoided: Collection[str] = ()
+    fingerprint: str | None = None
+    canary: tuple[str, bool] | None = None
 
 
-def ranked(instances: Iterable[PoolingInstance], query: PoolingQuery) -> list[PeerId]:
-    """Best first. An instance that is full as far as is known comes after those that are not."""
+def ranked(
+    instances: Iterable[PoolingInstance],
+    query: PoolingQuery,
+    num_used: Callable[[PeerId], int],
+) -> list[PeerId]:
+    """Best first, at most `MOST_RANKED`. Full instances come after those that are not.
+
+    `num_used`: slots in use, as far as it is known.
+    """
     scenario = query.scenario or DEFAULT_SCENARIO
     able = [
         i
         for i in instances
         if i.model == query.model
         and (i.scenario or scenario) == scenario
+        and query.fingerprint in (None, i.fingerprint)
         and i.id not in query.excluded
     ]
 
     def order(instance: PoolingInstance) -> tuple[bool, bool, bool, float, bytes, PeerId]:
+        used = num_used(instance.id)
         is_far = bool(query.region) and instance.region not in (query.region, "")
-        is_full = instance.num_used >= instance.num_slots
-        share = instance.num_used / max(1, instance.num_slots)
         return (
             instance.id.instance_id in query.avoided,
-            is_full,
+            used >= instance.num_slots,
             is_far,
-            share,
+            used / max(1, instance.num_slots),
             instance.tie,
             instance.id,
         )
 
-    return [i.id for i in sorted(able, key=order)]
+    return [i.id for i in heapq.nsmallest(MOST_RANKED, _of_side(able, query), key=order)]
+
+
+def _of_side(able: list[PoolingInstance], query: PoolingQuery) -> list[PoolingInstance]:
+    """Those of the canary, or all others. Avoided instances do not make a side."""
+    if query.canary is None:
+        return able
+    group_id, is_its_turn = query.canary
+    side = [i for i in able if (i.group_id == group_id) is is_its_turn]
+    return side if any(i.id.instance_id not in query.avoided for i in side) else able

@@ -15,7 +15,7 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_POOLING
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 GROUPS = """
 services:
@@ -60,14 +60,19 @@ async def test_a_pooling_group_outlives_the_death_of_an_instance_under_load(
 
         await until(lambda: len(members()) == 2)
 
+        async def listed() -> list[str]:
+            found = (await client.get("/v1/models")).json()["data"]
+            return sorted(each["id"] for each in found)
+
         async def one(call: int) -> list[Any]:
             body = {"model": "vectors", "input": inputs_of(call)}
             answer = await client.post("/v1/embeddings", json=body)
             assert answer.status_code == 200, answer.text
             return [each["embedding"] for each in answer.json()["data"]]
 
-        listed = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
-        assert sorted(listed) == ["chat", "vectors"]
+        async with asyncio.timeout(PATIENCE_S):
+            while await listed() != ["chat", "vectors"]:
+                await asyncio.sleep(0.05)
         before = [await one(call) for call in range(4)]
         assert {len(vector) for vector in before[0]} == {8}
         calls = [asyncio.create_task(one(call % 4)) for call in range(40)]

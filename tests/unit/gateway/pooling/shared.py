@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
 from pdmesh.services.gateway.pooling.spec import PoolingSpec
-from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
+from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel, PoolingNeeds
 from pdmesh.v1.instance_service_pb2 import Command, Pooled, SessionEvent
 
 NUM_VALUES = 4
@@ -78,6 +78,7 @@ class FakeShared:
     poison: PoisonBook = field(default_factory=PoisonBook)
     budget: RetryBudget = field(default_factory=RetryBudget)
     slos: Slos = field(default_factory=lambda: Slos(LIMITS))
+    fingerprint: str = "new"  # of the only revision of the model that is served
     hash_secret: bytes = b"secret"
     _keys: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -112,13 +113,14 @@ class FakeShared:
     def scenario_of(self, model: str) -> str:
         return "default"
 
+    def pinned(self, needs: PoolingNeeds, num_open: Any) -> PoolingNeeds:
+        return replace(needs, model=replace(needs.model, fingerprint=self.fingerprint))
+
+    def is_gone(self, needs: PoolingNeeds) -> bool:
+        return needs.model.fingerprint != self.fingerprint
+
     def ranked(
-        self,
-        model: str,
-        scenario: str,
-        vocabulary: str,
-        excluded: Collection[PeerId],
-        num_open: Callable[[str, int], int],
+        self, needs: PoolingNeeds, excluded: Collection[PeerId], num_open: Any
     ) -> list[PeerId]:
         return [p for i in self.instance_ids if (p := PeerId(i, 1)) not in excluded]
 

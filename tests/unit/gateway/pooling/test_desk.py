@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdmesh.core.request.events import LegAccepted, LegFailed, LegLost
-from pdmesh.errors import EngineFailed, MeshError, Overloaded, PoisonRequest
+from pdmesh.errors import EngineFailed, MeshError, NoInstance, Overloaded, PoisonRequest
 from pdmesh.services.gateway.pooling import desk as desk_module
 from pdmesh.services.gateway.pooling.desk import CallerGone, PoolingDesk
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
@@ -144,3 +144,32 @@ async def test_a_call_that_fails_costs_nothing() -> None:
     with pytest.raises(MeshError):
         await desk.ask(spec_of(3))
     assert desk.permit.used == 0
+
+
+async def test_all_inputs_of_a_call_are_computed_by_one_revision_of_the_model() -> None:
+    """Vectors of two models do not compare: a model that is replaced computes all of them anew."""
+    revisions: list[tuple[int, str]] = []
+
+    def script(instance_id: str, pool: Any, key: int) -> Said:
+        first = pool.inputs[0][0]
+        revisions.append((first, desk.shared.fingerprint))
+        if first == 2 and desk.shared.fingerprint == "new":
+            desk.shared.fingerprint = "newer"
+            return [(LegAccepted(key), None), (LegLost(key), None)]
+        return answered(pool, key)
+
+    desk = Desk(script)
+    await desk.ask(TWO_BATCHES)
+    assert revisions == [(1, "new"), (2, "new"), (1, "newer"), (2, "newer")]
+    assert desk.permit.used == 32_000
+
+
+async def test_a_model_that_is_replaced_again_and_again_ends_the_call() -> None:
+    def script(instance_id: str, pool: Any, key: int) -> Said:
+        desk.shared.fingerprint += "er"
+        return [(LegAccepted(key), None), (LegLost(key), None)]
+
+    desk = Desk(script)
+    with pytest.raises(NoInstance):
+        await desk.ask(spec_of(3))
+    assert len(desk.shared.asked) == 3
