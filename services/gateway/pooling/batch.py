@@ -46,7 +46,7 @@ class PoolingBatch:
     ) -> None:
         self._shared, self._spec, self.places, self._identity = shared, spec, places, identity
         limits = shared.slos.limits_for(spec.scenario, spec.num_tokens)
-        self.life = life.BatchLife(limits, shared.budget, identity.began_at)
+        self.life = life.BatchLife(limits, shared.budget, identity.began_at, spec.field)
         self.instance_id = ""  # that took it
         self.accepted_at = 0.0
         self._done: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()

@@ -72,7 +72,7 @@ class PoolingDesk:
         num_values = len(spec.inputs) * spec.num_values
         if num_values > MAX_VALUES:
             message = f"the answer would have {num_values} numbers, and may have {MAX_VALUES}"
-            raise InvalidRequest(f"{message}: send fewer inputs at once", field="input")
+            raise InvalidRequest(f"{message}: send fewer inputs at once", field=spec.field)
         places = list(batches([len(tokens) for tokens in spec.inputs]))
         if self._shared.poison:
             self._refuse_poison(spec, places)

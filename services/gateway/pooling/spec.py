@@ -30,6 +30,7 @@ class PoolingSpec:
     vocabulary: str = ""
     tenant: Tenant = ANYONE
     canary: tuple[str, bool] | None = None
+    field: str = "input"  # of the request, with its inputs
 
     @property
     def needs(self) -> PoolingNeeds:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
+from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
 from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.request.slo import Slos
@@ -219,14 +220,18 @@ class Frontend:
         return ServedModel(name, tokenizer, context_length, adapter)
 
     async def pooling_model(
-        self, asked: str, tenant: Tenant, scenario: str = ""
+        self,
+        asked: str,
+        tenant: Tenant,
+        scenario: str = "",
+        fits: Callable[[PoolingFacts], bool] = bool,
     ) -> tuple[PoolingModel, ServedModel]:
         """The pooling model that a request of this tenant names, and its tokenizer.
 
-        Raises MeshError.
+        `fits` as in `PoolingFleet.model`. Raises MeshError.
         """
         fleet = self.shared.fleet.pooling
-        model = fleet.model(asked, scenario)
+        model = fleet.model(asked, scenario, fits)
         check_model(tenant, model.name)
         tokenizer = await self.shared.tokenizers.get(
             model.name,

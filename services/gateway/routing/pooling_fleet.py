@@ -89,14 +89,32 @@ class PoolingFleet:
         """Whether a model has this name, or had it lately."""
         return self.book.catalogue.since(asked) is not None
 
-    def model(self, asked: str, scenario: str = "") -> PoolingModel:
-        """Raises InvalidRequest for a model that makes answers, ModelNotFound, NoInstance."""
-        name = self.book.catalogue.resolve(asked, scenario, self._clock())
+    def model(
+        self, asked: str, scenario: str = "", fits: Callable[[PoolingFacts], bool] = bool
+    ) -> PoolingModel:
+        """`fits`: which models `default` may mean, if there is one.
+
+        Raises InvalidRequest for a model that makes answers, ModelNotFound, NoInstance.
+        """
+        name = self._default(asked, scenario, fits)
+        if name is None:
+            name = self.book.catalogue.resolve(asked, scenario, self._clock())
         record = self.book.reference(name) if name is not None else None
         if name is None or record is None:
             raise self._unknown(asked)
         facts = pooling_from_proto(record.pooling)
         return PoolingModel(name, facts, record.model_fingerprint, record.max_model_len)
+
+    def _default(
+        self, asked: str, scenario: str, fits: Callable[[PoolingFacts], bool]
+    ) -> str | None:
+        """The first model by name that fits, of those of the scenario if any of them does."""
+        if asked not in ("", DEFAULT_MODEL) or self.has(asked):
+            return None
+        known = {r.model: r for r in self._records if r.model}
+        able = [name for name, r in known.items() if fits(pooling_from_proto(r.pooling))]
+        now, catalogue = self._clock(), self.book.catalogue
+        return min(able, key=lambda m: (not catalogue.knows(m, scenario, now), m), default=None)
 
     def _unknown(self, asked: str) -> Exception:
         if asked in ("", DEFAULT_MODEL):

@@ -172,6 +172,7 @@ class BatchLife:
     limits: RequestLimits
     budget: RetryBudget
     began_at: float
+    field_of_inputs: str = "input"
     num_rejections: int = 0
     num_losses: int = 0
     victims: dict[Victim, None] = field(default_factory=dict)  # instances that died while it ran
@@ -254,8 +255,8 @@ class BatchLife:
     def _rejected(self, event: BatchRejected, now: float) -> list[Effect]:
         assert self._asked is not None
         if event.is_too_long:
-            error = InvalidRequest("an input is longer than the model's context", field="input")
-            return self._give_up(error)
+            message = "an input is longer than the model's context"
+            return self._give_up(InvalidRequest(message, field=self.field_of_inputs))
         if event.is_final:
             self._exclude()
         else:
@@ -325,7 +326,7 @@ class BatchLife:
         return []
 
     def _out_of_time(self) -> list[Effect]:
-        if self.num_rejections:
+        if self._busy:  # in the last round
             return self._give_up(Overloaded("no instance had a free slot in time"))
         return self._give_up(NoInstance("no instance serves this model now"))
 

@@ -36,9 +36,13 @@ class PoolingFacts:
         return num_dimensions or self.num_dimensions
 
     @property
+    def embeds(self) -> bool:
+        return PoolingTask.EMBED in self.tasks
+
+    @property
     def scores(self) -> bool:
         """Whether it scores pairs: as a cross-encoder, or by how near their vectors are."""
-        return self.is_cross_encoder or PoolingTask.EMBED in self.tasks
+        return self.is_cross_encoder or self.embeds
 
     def why_not_dimensions(self, asked: int) -> str:
         """Why its vectors cannot have so many dimensions; empty if they can."""

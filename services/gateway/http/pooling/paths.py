@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -47,6 +48,8 @@ from pdmesh.services.gateway.request.spec import ServedModel
 
 _SCORE_PATHS: Final = ("/score", "/v1/score")
 _RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
+_EMBEDS: Final = attrgetter("embeds")
+_SCORES: Final = attrgetter("scores")
 _MAX_VALUES_HERE: Final = 1 << 17  # compared on the event loop
 _encode: Final = msgspec.json.encode
 
@@ -80,8 +83,8 @@ class PoolingPaths:
         try:
             body = await self._intake.body(exchange)
             request = parse_embeddings(body, self._intake.ignored(exchange))
-            spec, served = await self._spec(request, "embeddings", permit)
-            if PoolingTask.EMBED not in spec.model.facts.tasks:
+            spec, served = await self._spec(request, "embeddings", permit, _EMBEDS)
+            if not spec.model.facts.embeds:
                 message = f"the model {spec.model.name} makes no vectors: it scores texts"
                 raise InvalidRequest(message, reason="WRONG_TASK", field="model")
             _check_dimensions(request.dimensions, spec.model.facts)
@@ -151,23 +154,28 @@ class PoolingPaths:
         permit: Permit,
     ) -> AsyncIterator[tuple[PoolingSpec, list[float]]]:
         """Raises MeshError, ClientDisconnected."""
-        spec, served = await self._spec(request, operation, permit)
+        spec, served = await self._spec(request, operation, permit, _SCORES)
         if not spec.model.facts.scores:
             message = f"the model {spec.model.name} has several classes: it scores no pairs"
             raise InvalidRequest(message, reason="WRONG_TASK", field="model")
         with exchange.watched():
             spec = await scoring_spec(spec, scored, request, served)
+        spec = replace(spec, field=scored.fields[1])
         async with self._answered(exchange, spec, permit) as answer:
             work = partial(scores_of, spec, answer, len(scored.first))
             is_small = spec.num_values * len(spec.inputs) <= _MAX_VALUES_HERE
             yield spec, work() if is_small else await asyncio.to_thread(work)
 
     async def _spec(
-        self, request: PoolingRequest, operation: str, permit: Permit
+        self,
+        request: PoolingRequest,
+        operation: str,
+        permit: Permit,
+        fits: Callable[[PoolingFacts], bool],
     ) -> tuple[PoolingSpec, ServedModel]:
         """What the request asks for, still without its inputs. Raises MeshError."""
         model, served = await self._frontend.pooling_model(
-            request.model, permit.tenant, request.scenario
+            request.model or "", permit.tenant, request.scenario, fits
         )
         spec = PoolingSpec(
             operation=operation,

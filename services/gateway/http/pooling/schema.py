@@ -36,7 +36,7 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(_UNSUPPORTED)
 
-    model: told.Name
+    model: told.Name | None = None
     user: str | None = None
     truncate_prompt_tokens: told.Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -126,7 +126,7 @@ class RerankRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
     """As in vLLM's /rerank, and Jina's and Cohere's."""
 
     query: Annotated[str, told.chars(1, MAX_TOKENS)]
-    documents: Annotated[list[str | RerankText], told.entries(1, MAX_INPUTS)]
+    documents: str | Annotated[list[str | RerankText], told.entries(1, MAX_INPUTS)]
     top_n: told.TopN | None = None
     return_documents: bool | None = None
 
@@ -183,7 +183,8 @@ def parse_rerank(
     in_range("top_n", request.top_n, 0, MAX_TOKENS)
     if not request.query:
         raise InvalidRequest("query is empty", field="query")
-    documents = [d if isinstance(d, str) else d.text for d in request.documents]
+    given = [request.documents] if isinstance(request.documents, str) else request.documents
+    documents = [d if isinstance(d, str) else d.text for d in given]
     return request, ScoredTexts(
         [request.query], _texts(documents, "documents"), ("query", "documents")
     )
@@ -205,4 +206,4 @@ def _check_scoring(request: _ScoringRequest) -> None:
 def _check(request: PoolingRequest) -> None:
     type(request).UNSUPPORTED.check(request)
     in_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, MAX_TOKENS)
-    check_names(model=request.model, cache_salt=request.cache_salt, scenario=request.scenario)
+    check_names(model=request.model or "", cache_salt=request.cache_salt, scenario=request.scenario)

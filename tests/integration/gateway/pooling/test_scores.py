@@ -164,6 +164,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": 512}, "max_tokens_per_doc"),
     ("/rerank", {"query": "", "documents": ["a"]}, "query"),
     ("/rerank", {"query": "a", "documents": []}, "documents"),
+    ("/rerank", {"query": "a", "documents": ""}, "documents[0]"),
+    ("/rerank", {"query": "a", "documents": 5}, "documents"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents[0].text"),
     ("/rerank", {"query": "a b " * 3000, "documents": ["a"]}, "query"),

@@ -29,7 +29,7 @@ from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig, fitted, pooling_arguments
 from pdmesh.engine.vllm.pooling.description import facts_of, takes_token_types
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineFailed, InvalidRequest
 from pdmesh.net.tasks import end, watched
 
 if TYPE_CHECKING:
@@ -143,6 +143,7 @@ class VllmPoolingEngine(NoKv):
     # -- one job ----------------------------------------------------------------------------------
 
     async def _compute(self, job: PoolJob) -> None:
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         readers = [
@@ -156,8 +157,7 @@ class VllmPoolingEngine(NoKv):
             return
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
             log.warning("vllm.request.failed", leg=job.leg, error=error.__class__.__name__)
-            message = f"vLLM refused the request: {error.__class__.__name__}"
-            self._queue.put([Failed(job.leg, EngineFailed.default_reason, message)])
+            self._queue.put([failure_of(job.leg, error, (VLLMClientError, ValueError, TypeError))])
             return
         finally:
             await end(readers)
@@ -192,6 +192,14 @@ class VllmPoolingEngine(NoKv):
             return
         log.error("vllm.died", cause=message)
         self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
+
+
+def failure_of(leg: int, error: Exception, refusals: tuple[type[Exception], ...]) -> Failed:
+    """`refusals`: what vLLM raises for a request that every instance would refuse."""
+    name = error.__class__.__name__
+    if isinstance(error, refusals):
+        return Failed(leg, InvalidRequest.default_reason, f"vLLM refused it: {name}", False)
+    return Failed(leg, EngineFailed.default_reason, f"vLLM failed the request: {name}")
 
 
 def pooling_params(job: PoolJob, place: int, *, takes_types: bool) -> Any:
