@@ -1,5 +1,5 @@
-"""A run of overhead.py as Markdown: the bars first, then the measurements, then peers to compare
-with.
+"""A run of overhead.py as Markdown: the bars, then the measurements, then other servers to compare
+it with.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TOKENS_BAR: Final = 100_000.0
 _STALL_BAR: Final = 0.001
 _BEST_CONCURRENCIES: Final = (64, 256)
 _ABOUT_PEERS: Final = (
-    "Peers were **measured elsewhere, on a like 2-core machine, in other minutes**, with instant"
-    " backends; routers pass bytes through, Dynamo and pdmesh tokenize and detokenize."
+    "The peers were **measured on a similar machine (2 cores), at another time**, with instant"
+    " backends. Routers pass bytes through; Dynamo and pdmesh tokenize and detokenize."
 )
 
 
@@ -158,7 +158,10 @@ def markdown(run: Run) -> str:
 
 def _how(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    dropped = f"{run.num_dropped} windows were dropped because others took over a quarter of a core"
+    dropped = (
+        f"{run.num_dropped} windows were dropped because other processes used more than a quarter"
+        " of a core"
+    )
     return "\n".join(
         (
             f"- Command: `{run.command}`",
@@ -171,8 +174,8 @@ def _how(run: Run) -> str:
 
 
 def _beside_passthrough(run: Run) -> list[str]:
-    """A slow hour of the machine slows both alike, so the ratio can be compared with another
-    day's.
+    """When the machine is slow, it slows the mesh and the passthrough alike. So their ratio can be
+    compared with the ratio of a run on another day.
     """
     compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str, float], ...] = (
         ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
@@ -201,8 +204,8 @@ def _beside_passthrough(run: Run) -> list[str]:
     about = (
         "The passthrough (`loadtests/harness/passthrough.py`) has canned answers behind it and "
         "passes bytes on: no tokenizer, no"
-        " placement, no prefill, no decode. It was measured in the same minutes, and in those of "
-        "the peers' table, too."
+        " placement, no prefill, no decode. It was measured in the same minutes as pdmesh. "
+        "The runs of the peers' table measured it, too."
     )
     return ["## Beside the simplest gateway, in the same minutes", about, table(head, rows)]
 

@@ -1,4 +1,6 @@
-"""The senders that a decode ejects or avoids, between its record and `source_exclusions`."""
+"""Converts the senders that a decode ejects or avoids between its record and the types of
+`source_exclusions`.
+"""
 
 from __future__ import annotations
 

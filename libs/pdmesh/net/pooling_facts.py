@@ -1,4 +1,4 @@
-"""What a pooling instance can make, between its registry record and the core's type."""
+"""Converts what a pooling instance can do between its registry record and the core's type."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ async def test_pins_are_written_again_when_their_bucket_was_lost(leader: Leader)
         ({"scenario": "search"}, "scenario"),
     ],
 )
-async def test_a_prefix_that_cannot_be_pinned_is_refused_by_field(
+async def test_the_refusal_of_a_prefix_that_cannot_be_pinned_names_the_field(
     leader: Leader, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -12,9 +12,8 @@ from typing import Final
 
 MAX_NAMED: Final = 4096
 _NOT_TIMED: Final = 0.0
-_SAME_STEP_S: Final = (
-    0.0005  # prompts of one step end together: only the first has a time that means anything
-)
+# Prompts that end in the same step end together, so only the first of them is timed.
+_SAME_STEP_S: Final = 0.0005
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,10 @@ class SourceWatch:
             self._on_change()
 
     def excluded(self) -> list[ExcludedSource]:
-        """Sources that are ejected or avoided now. Call it now and then, to end what is over."""
+        """Sources that are ejected or avoided now.
+
+        Call it now and then: it first releases the sources whose time is over.
+        """
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
         return self._sources.excluded()

@@ -130,9 +130,10 @@ class FileStore:
         owner: bytes,
         is_given_up: threading.Event | None = None,
     ) -> int:
-        """Mask of the positions that have a file, up to the first without a file or until given up.
+        """Mask of the positions that have a file, up to the first without one.
 
-        It does not promise that the files are good.
+        The look-up ends early once `is_given_up` is set. It does not promise that the files are
+        good.
         """
         mask = 0
         for position, name in enumerate(names):
@@ -287,8 +288,8 @@ class FileStore:
     def _evict_of_what_is_there(self, size: int) -> bool:
         """The disk is full, whatever the quota says: evict. Returns whether anything was evicted.
 
-        It evicts only once until a block could be written again. If others took the room each time,
-        the store would be emptied in vain.
+        After that, it evicts nothing until a block has been written. Otherwise, if others took the
+        room each time, the store would be emptied in vain.
         """
         if self._evicted_in_vain:
             return False
@@ -341,7 +342,7 @@ class FileStore:
     def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
         """Kept files beyond the share, the file with the latest time first.
 
-        A wrong clock may have set that time, or a pin that has been removed since.
+        That time may come from a wrong clock, or from a pin that has been removed since.
         """
         num_bytes = sum(stored.num_bytes for stored in kept)
         for stored in reversed(kept):

@@ -91,7 +91,7 @@ async def test_prompt_logprobs_are_computed_once_even_after_a_death(
     told += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
     asked = [sampling.HasField("num_prompt_logprobs") for sampling in told]
     assert sum(asked) == 1
-    assert len(asked) >= 4, "two of them came after a death"
+    assert len(asked) >= 4, "two of the legs were started after a death"
 
 
 async def test_a_replaced_prefill_still_gives_the_prompt_logprobs(
@@ -143,7 +143,7 @@ async def test_an_echo_without_an_answer_is_only_the_prompt(
         assert told == (["a", "b", "c"] if logprobs else [])
 
 
-async def test_prompt_logprobs_that_are_not_available_are_refused_by_field(
+async def test_the_refusal_of_prompt_logprobs_that_are_not_available_names_the_field(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
     assert await refusal(http, prompt_logprobs=21) == "prompt_logprobs"
@@ -162,8 +162,8 @@ async def test_prompt_logprobs_that_are_not_available_are_refused_by_field(
 async def test_an_answer_says_what_stopped_it(
     mesh: GatewayMesh, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The reason is the stop string or stop token, and null for the model's own end and a
-    length.
+    """`stop_reason` is the stop string or stop token. It is null if the model ended the answer
+    itself, or if the answer reached `max_tokens`.
     """
     whole = mesh.expected_text("abc", 40)
     (stop_id,) = await mesh.tokenizer.encode(whole[20], add_special_tokens=False)

@@ -1,5 +1,5 @@
-"""What bounds an early decode's pull at its instance's host: nothing before its turn, and a pull's
-time after it.
+"""How long an instance's host lets an early decode pull: the time of a pull, from the decode's turn
+on. The wait for the turn has no bound here.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ async def test_the_deadline_of_a_pull_that_begins_before_prefill_ends_runs_from_
         await until(lambda: len(site.failed()) == 2)
 
 
-async def test_a_turn_after_a_wait_is_reported_and_so_is_the_acceptance() -> None:
+async def test_the_host_reports_a_turn_after_a_wait_and_that_the_leg_is_accepted() -> None:
     """An older gateway knows no stages, and waits for the acceptance."""
     async with running() as site:
         site.start(1, is_early=False)

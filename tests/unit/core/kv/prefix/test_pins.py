@@ -16,7 +16,7 @@ CUT = Cut("fp", 4)
 
 
 @pytest.mark.req("S78")
-def test_a_pin_names_what_its_tenants_prompts_name() -> None:
+def test_a_pin_gives_blocks_the_same_names_as_its_tenants_prompts_do() -> None:
     root = PIN.roots(b"secret", [CUT])[CUT]
     assert root == tenant_root(b"secret", "acme", "salt", "fp")
     assert PIN.names(root, CUT) == tuple(block_hashes(root, range(8), 4)), "two full blocks"
@@ -32,14 +32,14 @@ def test_a_pin_names_what_its_tenants_prompts_name() -> None:
         ("ttl_s", {"ttl_s": 10**9}),
     ],
 )
-def test_a_prefix_that_cannot_be_pinned_names_its_field(field: str, change: dict[str, Any]) -> None:
+def test_the_refusal_of_a_bad_pin_names_its_field(field: str, change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         replace(PIN, **change)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("num_tokens", [3, (MAX_BLOCKS + 1) * 4])
-def test_a_pin_has_a_block_at_least_and_no_more_than_all(num_tokens: int) -> None:
+def test_a_pin_shorter_than_a_block_or_longer_than_the_bound_is_refused(num_tokens: int) -> None:
     pin = replace(PIN, token_ids=tuple(range(num_tokens)))
     with pytest.raises(InvalidRequest):
         pin.names(b"r" * 16, CUT)
