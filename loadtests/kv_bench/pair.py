@@ -56,8 +56,9 @@ class Pair:
         addresses = self._hear(0)["addresses"]
         self._hear(1)
         self._say({"addresses": addresses})
+        self._hear(1)  # it is connected
+        self._say({}, only=0)
         self._hear(0)
-        self._hear(1)
         self._num_commands = 0
 
     def run(
@@ -125,8 +126,9 @@ class Pair:
             pass_fds=[pipe],
         )
 
-    def _say(self, what: dict[str, Any]) -> None:
-        for process in reversed(self._processes):  # the receiver first
+    def _say(self, what: dict[str, Any], only: int | None = None) -> None:
+        told = self._processes if only is None else [self._processes[only]]
+        for process in reversed(told):  # the receiver first
             assert process.stdin is not None
             process.stdin.write(json.dumps(what) + "\n")
             process.stdin.flush()

@@ -45,14 +45,12 @@ class SendingWorker:
         return [self.product.agent.start(), self.loop.run_until_complete(self.raw.start())]
 
     def meet(self, addresses: list[str]) -> None:
-        """Let the handshake run while the receiver connects."""
+        """Keep the loop running until the receiver is connected, which the next line says.
 
-        async def met() -> None:
-            async with asyncio.timeout(10):
-                while self.raw.transport.num_connections == 0 or not self.raw.is_connected:
-                    await asyncio.sleep(0.005)
-
-        self.loop.run_until_complete(met())
+        The welcome leaves only while it runs.
+        """
+        self.loop.run_until_complete(asyncio.to_thread(sys.stdin.readline))
+        assert self.raw.is_connected
 
     def run(self, command: Command) -> tuple[Times, str]:
         cache = self.cache_of(command.paging)
