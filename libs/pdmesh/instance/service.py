@@ -25,9 +25,9 @@ from pdmesh.net.nats.registry import NatsRegistry
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
-    """Serve until `app.stopping`, the engine's death, or another incarnation replaces this one.
+    """Serve until `app.stopping` is set, the engine dies, or another incarnation replaces this one.
 
-    With role NONE it is blank at first.
+    With role NONE the instance is blank at first.
     """
     failpoints.arm(settings.failpoint)
     app.add_readiness("engine", lambda: False)

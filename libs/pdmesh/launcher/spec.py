@@ -51,7 +51,7 @@ class MeshSpec:
     num_decode: int = 1
     num_fusion: int = 0
     num_pooling: int = 0  # instances that make vectors or scores
-    pooling_model_dir: Path | None = None  # theirs; None: the model of the other instances
+    pooling_model_dir: Path | None = None  # None: the model of the other instances
     num_blank: int = 0  # instances whose role the master assigns
     groups_file: Path | None = None  # the desired state, which is applied once a master leads
     num_gateways: int = 1
@@ -162,7 +162,7 @@ _TIERS: Final = {
     "gateway": StopOrder.GATEWAY,
 }
 
-# Of the name of a model that makes answers, where pooling instances make vectors with it.
+# Added to the name of a model that gives answers when pooling instances make vectors with it.
 _POOLING_SUFFIX: Final = "-embed"
 _MODULES: Final = {
     "node-agent": ("pdmesh.services.health_monitor", "--node")

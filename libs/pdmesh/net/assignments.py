@@ -1,4 +1,4 @@
-"""What each instance shall be: one Assignment per instance, from the leading master.
+"""What each instance should be: one Assignment per instance, from the leading master.
 
 Assignments outlive both sides: they do not expire. The adapter is JetStream key-value
 (`nats/assignments.py`). Each write is compared with the revision that its writer last saw, and is

@@ -119,7 +119,7 @@ def order_blocks(
         raise ValueError(f"{len(names)} names for {len(targets)} targets")
     size = targets[0].size
     if any(t.size != size for t in targets) or any(len(n) != wire.NAME_BYTES for n in names):
-        raise ValueError("blocks of different sizes, or a name that is none")
+        raise ValueError("blocks of different sizes, or a bad name")
 
     def make_message(pull_id: int) -> wire.Question:
         return wire.Fetch(pull_id, incarnation, fingerprint_hash, tuple(names))

@@ -1,1 +1,1 @@
-"""Between the engine's paged blocks and contiguous bytes, on a processor and on a GPU."""
+"""Copies between the engine's paged blocks and contiguous bytes, on a processor and on a GPU."""

@@ -1,5 +1,5 @@
-"""Between discrete blocks and the contiguous buffer (S50): gather at the sender, RecvScatter at the
-receiver.
+"""Copies between discrete blocks and the contiguous buffer (S50): gather at the sender, RecvScatter
+at the receiver.
 
 Consecutive blocks in the cache are one copy; otherwise numpy selects rows of 8-byte words, its fast
 path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies nothing.

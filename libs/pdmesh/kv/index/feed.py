@@ -119,7 +119,8 @@ class IndexFeed:
     async def run(self) -> None:
         """Repair until cancelled.
 
-        An exception of a bug passes through: an index that is not repaired must not look healthy.
+        If a bug raises, the exception passes through: an index that is not repaired must not look
+        healthy.
         """
         try:
             await together(self._repair(), self._resync())

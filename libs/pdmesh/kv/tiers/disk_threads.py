@@ -69,7 +69,7 @@ class DiskThreads:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """When the call that is slowest to progress last made progress; None: no call runs."""
+        """The earliest time at which a running call last made progress; None: no call runs."""
         with self._changed:
             return min(self._progress.values(), default=None)
 

@@ -321,8 +321,8 @@ class UcxTransport:
         """The endpoint to answer on.
 
         A hello of our own may have crossed this one: then both came on the same pair of endpoints.
-        One side, the one with the lower address, gives its end of it to the answer, and its own
-        connection goes on with the next pair, which the other side answers on.
+        The side with the lower address answers on its end of that pair. It moves its own connection
+        to the next pair, on which the other side answers.
         """
         crossed = self._greeting.get((hello.worker, hello.turn))
         if crossed is None or crossed.endpoint is None or not ucx.address < hello.worker:
