@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Final
 
 from pdmesh.services.gateway.parsing.child import received, send
@@ -29,6 +30,8 @@ from pdmesh.services.gateway.parsing.frames import (
 DEADLY: Final = 0x2620
 HANGING: Final = 0x231B
 FAULTY: Final = 0x21AF
+SLOW: Final = 0x231A  # a token that takes SLOW_S of CPU
+SLOW_S: Final = 0.002
 
 
 def main() -> None:
@@ -48,7 +51,7 @@ def _reply(request: ParserRequest, open_choices: set[int]) -> ParserReply | None
         case OpenAnswer():
             open_choices.add(request.choice)
         case CloseAnswer():
-            open_choices.remove(request.choice)
+            open_choices.discard(request.choice)
             return None
         case FeedAnswer():
             assert request.choice in open_choices
@@ -56,6 +59,9 @@ def _reply(request: ParserRequest, open_choices: set[int]) -> ParserReply | None
                 os._exit(1)
             if HANGING in request.token_ids:
                 signal.pause()
+            until = time.process_time() + SLOW_S * request.token_ids.count(SLOW)
+            while time.process_time() < until:
+                pass
             if FAULTY in request.token_ids:
                 return ParsingFailed("ValueError: a fault")
             return ParsedTokens([ParsedPiece(content="".join(map(chr, request.token_ids)))])

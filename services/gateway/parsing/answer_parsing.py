@@ -44,6 +44,9 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
+# Tokens to feed at once. The time of some parsers grows with the square of an answer's length. So a
+# long answer must not count as one piece of work, which others wait for, when it is fed again.
+_PIECE: Final = 64
 _MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
 _choices: Final = itertools.count(1)
 _PLAIN_CHAT: Final = msgspec.json.encode(
@@ -253,17 +256,14 @@ class CallParser:
         self, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
     ) -> ParsedTokens:
         """What the parsers find in the new tokens. Raises ParserLost, ParserFailed."""
-        parsers, key = self._parsing.parsers, choice.open.choice
+        parsers = self._parsing.parsers
         if choice.life is None:
-            life = await parsers.life()
-            await parsers.ask(life, self._parsing.model, choice.open)
+            # Known before it is open there, so that it is closed if the client leaves meanwhile.
+            choice.life = await parsers.life()
+            await parsers.ask(choice.life, self._parsing.model, choice.open)
             if choice.token_ids:
-                _raise_if_failed(await life.ask(FeedAnswer(key, choice.token_ids.tolist())))
-            choice.life = life
-        reply = await choice.life.ask(FeedAnswer(key, list(token_ids), is_end))
-        _raise_if_failed(reply)
-        assert isinstance(reply, ParsedTokens)
-        return reply
+                await _feed(choice.life, choice, choice.token_ids, is_end=False)
+        return await _feed(choice.life, choice, token_ids, is_end=is_end)
 
     def _told(self, choice: _Choice, delta: TextDelta, found: ParsedTokens) -> list[TextDelta]:
         pieces = found.pieces or [ParsedPiece()]
@@ -304,6 +304,22 @@ class _Choice:
         self.life: ParserLife | None = None
         self.num_deaths = 0
         self.has_calls = False
+
+
+async def _feed(
+    life: ParserLife, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
+) -> ParsedTokens:
+    """Raises ParserLost, ParserFailed."""
+    found = ParsedTokens([])
+    for begin in range(0, max(1, len(token_ids)), _PIECE):
+        is_last = is_end and begin + _PIECE >= len(token_ids)
+        piece = list(token_ids[begin : begin + _PIECE])
+        reply = await life.ask(FeedAnswer(choice.open.choice, piece, is_last))
+        _raise_if_failed(reply)
+        assert isinstance(reply, ParsedTokens)
+        found.pieces += reply.pieces
+        found.num_reasoning_tokens = reply.num_reasoning_tokens
+    return found
 
 
 def _calls_of(piece: ParsedPiece) -> tuple[ToolCallDelta, ...]:

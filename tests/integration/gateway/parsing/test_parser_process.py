@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, ParserFailed, Parsing
+from pdmesh.services.gateway.parsing.frames import OpenAnswer, ParserReply, ParserRequest
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess, ParserUnavailable
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.text_stream import PLAIN
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
-from tests.fakes.parser_child import DEADLY, FAULTY, HANGING
+from tests.fakes.parser_child import DEADLY, FAULTY, HANGING, SLOW
 from tests.fakes.tiny_model import write_tiny_model
 from tests.support.waiting import until
 
@@ -129,6 +130,22 @@ async def test_parsers_that_hang_over_an_answer_whose_client_left_are_killed(
         await parsers.close()
 
 
+@pytest.mark.fault("F7")
+async def test_a_long_answer_is_fed_again_in_pieces(tokenizer: Tokenizer) -> None:
+    """All of it takes twice the time after which the process would count as hung."""
+    parsers = AnswerParsers("hermes", "none", ParserProcess(CHILD, answer_s=0.6))
+    try:
+        long = Answer(parsers, tokenizer)
+        for _ in range(10):
+            await long.write(chr(SLOW) * 60)
+        with pytest.raises(ParserFailed):
+            await Answer(parsers, tokenizer).write(chr(DEADLY))
+        await long.write("a")
+        assert long.text == chr(SLOW) * 600 + "a"
+    finally:
+        await parsers.close()
+
+
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "print('no frame')"])
 async def test_parsers_that_do_not_start_give_a_clear_error(
     tokenizer: Tokenizer, code: str
@@ -167,3 +184,29 @@ async def test_a_call_that_is_cancelled_leaves_the_others_replies_in_order(
     left.close()
     await other.write("b")
     assert other.text == "ab"
+
+
+async def test_an_answer_whose_client_leaves_while_it_is_opened_is_closed(
+    parsers: AnswerParsers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the process would keep it, with its prompt, for good."""
+    busy, left = Answer(parsers, tokenizer), Answer(parsers, tokenizer)
+    await busy.write("a")
+    life = await parsers.life()
+    asked, closed = list[object](), list[int]()
+    ask = life.ask
+
+    async def noted(request: ParserRequest, limit_s: float | None = None) -> ParserReply:
+        asked.append(request)
+        return await ask(request, limit_s)
+
+    monkeypatch.setattr(life, "ask", noted)
+    monkeypatch.setattr(life, "close_choice", closed.append)
+    hanging = asyncio.create_task(busy.write(chr(HANGING)))
+    opening = asyncio.create_task(left.write("b"))
+    await until(lambda: any(isinstance(each, OpenAnswer) for each in asked))
+    opening.cancel()
+    left.close()
+    (opened,) = (each for each in asked if isinstance(each, OpenAnswer))
+    assert closed == [opened.choice]
+    hanging.cancel()
