@@ -25,6 +25,7 @@ MAX_CALLS: Final = 128  # tool calls in one message
 _MAX_PARTS: Final = 256
 _MAX_ID_CHARS: Final = 256
 _STRING: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, as JSON writes it
 _BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
 # A line that a coding agent puts before its system prompt; it differs in each request, so that no
 # two prompts would share a prefix. Plain vLLM leaves it out too.
@@ -169,7 +170,14 @@ def _arguments_of(text: str, field: str) -> dict[str, Any]:
         return {}
     if "\\u0000" in text:
         raise nul_refused(field)
+    if _SURROGATE.search(text):
+        found = json.loads(_in_characters(json.dumps(found, ensure_ascii=False)))
     return found if isinstance(found, dict) else {}
+
+
+def _in_characters(text: str) -> str:
+    """The text without halves of characters, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _without_billing_line(content: str | Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,15 @@ from tokenizers import Tokenizer
 from pdmesh.core.instance.speculation import Speculation
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import LogitShaping
-from pdmesh.engine.base import Failed, KvReceived, Sampling, TicketOpened, constraint_failed
+from pdmesh.engine.base import (
+    Failed,
+    Finished,
+    KvReceived,
+    PrefillJob,
+    Sampling,
+    TicketOpened,
+    constraint_failed,
+)
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
@@ -268,3 +277,27 @@ async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
     assert await failure(pair.decode, leg) == constraint_failed(leg)
     await pair.prefill.until_idle()
     await pair.decode.until_idle()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_form_that_is_complete_too_soon_for_the_answer_fails(
+    fusion: Host, temperature: float
+) -> None:
+    """`min_tokens` forbids the end, and after the form there is nothing else."""
+    choice = Constraint(grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["no"]))))
+    sampling = Sampling(
+        12,
+        temperature=temperature,
+        seed=5,
+        stop_token_ids=frozenset({EOS}),
+        shaping=LogitShaping(min_tokens=10),
+        constraint=choice,
+    )
+    leg = Pair(fusion, fusion).next_leg(fusion)
+    prompt = array("I", CASES[0].prompt)
+    fusion.engine.prefill(PrefillJob(leg, "r", 0, prompt, sampling))
+    outputs = []
+    while not isinstance(output := await fusion.next_output(leg), Failed | Finished):
+        outputs.append(output)
+    assert output == constraint_failed(leg), outputs

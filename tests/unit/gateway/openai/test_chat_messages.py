@@ -52,6 +52,23 @@ def test_a_template_gets_arguments_as_objects_and_results_as_they_are() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (r'{"a": "x\ud800y", "n": 1.0}', {"a": "x\ufffdy", "n": 1.0}),
+        (r'{"\udC00": ["\uD800"]}', {"\ufffd": ["\ufffd"]}),
+        (r'{"a": "\ud83c\udf27"}', {"a": "\U0001f327"}),
+    ],
+)
+def test_halves_of_characters_in_arguments_become_replacement_characters(
+    arguments: str, shown: dict[str, Any]
+) -> None:
+    """A model wrote half of a character. No tokenizer takes it, and the conversation goes on."""
+    found = rendered(asked(call(arguments)))[0]["tool_calls"][0]["function"]["arguments"]
+    assert found == shown
+    assert json.dumps(found, ensure_ascii=False).encode()
+
+
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "not json", "null", '{"a": 1'])
 def test_arguments_that_are_not_an_object_become_an_empty_object(arguments: str) -> None:
     """The model wrote these arguments. As in plain vLLM, the conversation must continue."""
