@@ -53,7 +53,7 @@ def sim_reference(
             drawn = guided_vocabulary().draw_next(guide, drawn, digest + key, may_end)
         tokens.append(drawn)
         ends = sampling.stop_token_ids | (set() if sampling.ignore_eos else {EOS_ID})
-        if is_long_enough and drawn in ends:
+        if drawn in ends and (is_long_enough or drawn == EOS_ID):
             return tokens, FinishReason.STOP
         if len(tokens) == sampling.max_tokens or num_tokens + 1 == model.params.max_model_len:
             return tokens, FinishReason.LENGTH

@@ -21,7 +21,7 @@ from pdmesh.services.gateway.openai.schema import (
     RepetitionDetection,
 )
 from pdmesh.services.gateway.request.answer_form import asked_over_http, constraint_of
-from pdmesh.services.gateway.request.bounds import stops_of
+from pdmesh.services.gateway.request.bounds import as_sent, stops_of
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.shaping import (
     AskedShaping,
@@ -56,7 +56,7 @@ async def sampling_of(
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_tokens,
         temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        top_p=defaults.top_p if request.top_p is None else as_sent(request.top_p),
         seed=request.seed,
         stop=stops_of(request.stop),
         ignore_eos=request.ignore_eos,

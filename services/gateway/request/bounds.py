@@ -16,7 +16,9 @@ MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
+_LEAST: Final = 2.0**-126  # the least positive number of 32 bits that has all its digits
 MAX_GRAMMARS_BYTES: Final = 4 << 20  # of one call: each choice of each prompt sends its own
+MAX_ALLOWED_IDS: Final = 1 << 20  # likewise
 
 
 def check_sampling(
@@ -27,6 +29,11 @@ def check_sampling(
     in_range("top_p", top_p, 0, 1)
     if top_p == 0:
         raise InvalidRequest("top_p must be greater than 0", field="top_p")
+
+
+def as_sent(value: float) -> float:
+    """A positive value in the form that instances get, which has 32 bits: not 0 there."""
+    return _LEAST if 0 < value < _LEAST else value
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
@@ -45,6 +52,17 @@ def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
         message = (
             f"{field}: {num_choices} choices with a grammar for each make {num_bytes} bytes, at "
             f"most {MAX_GRAMMARS_BYTES} are allowed: ask for fewer choices, or for a smaller form"
+        )
+        raise InvalidRequest(message, field=field)
+
+
+def check_allowed_ids(num_ids: int, num_choices: int) -> None:
+    """`num_choices`: as in `check_grammars`."""
+    if num_ids * num_choices > MAX_ALLOWED_IDS:
+        field = "allowed_token_ids"
+        message = (
+            f"{num_choices} choices with {num_ids} {field} for each are too many: at most "
+            f"{MAX_ALLOWED_IDS} are allowed in all; ask for fewer choices"
         )
         raise InvalidRequest(message, field=field)
 

@@ -34,7 +34,11 @@ from pdmesh.errors import (
     PoisonRequest,
 )
 from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit, check_model
-from pdmesh.services.gateway.request.bounds import check_grammars, context_exceeded
+from pdmesh.services.gateway.request.bounds import (
+    check_allowed_ids,
+    check_grammars,
+    context_exceeded,
+)
 from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
@@ -267,7 +271,9 @@ class Frontend:
         Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
         """
         self.check_open()
-        check_grammars(spec.sampling.constraint, spec.n * len(spec.prompts))
+        num_choices = spec.n * len(spec.prompts)
+        check_grammars(spec.sampling.constraint, num_choices)
+        check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
         spec = self._with_scenario(self._with_adapter(spec))
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         digest = spec.adapter.adapter.digest if spec.adapter is not None else ""

@@ -218,7 +218,10 @@ class Generation:
         if not isinstance(outcome.error, ConstraintUnsatisfiable):
             return outcome
         field = constraint.asked_by
-        message = f"{field}: with the other fields of the request, it allows no token"
+        message = (
+            f"{field}: it allows no token beside the other fields of the request, or has become "
+            "too complex"
+        )
         return Fail(ConstraintUnsatisfiable(message, field=field))
 
     def _stop_token(self) -> int | None:

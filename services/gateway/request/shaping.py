@@ -16,6 +16,7 @@ from pdmesh.core.sampling.logit_shaping import (
 )
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget
 from pdmesh.errors import InvalidRequest, shortened
+from pdmesh.services.gateway.request.bounds import as_sent
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 MAX_WORDS: Final = 128
@@ -54,7 +55,7 @@ async def shaping_of(
         frequency_penalty=asked.frequency_penalty or 0.0,
         repetition_penalty=defaults.repetition_penalty
         if asked.repetition_penalty is None
-        else asked.repetition_penalty,
+        else as_sent(asked.repetition_penalty),
         top_k=_top_k(defaults.top_k if asked.top_k is None else asked.top_k),
         min_p=defaults.min_p if asked.min_p is None else asked.min_p,
         min_tokens=asked.min_tokens,
@@ -131,7 +132,7 @@ def _allowed(asked: Sequence[int] | None) -> tuple[int, ...]:
         return ()
     if not asked:
         raise InvalidRequest("allowed_token_ids allows no token", field="allowed_token_ids")
-    return tuple(asked)
+    return tuple(dict.fromkeys(asked))
 
 
 async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -113,6 +113,18 @@ async def test_a_constrained_answer_is_the_same_after_a_death_at_any_token() -> 
                 assert got == whole[num_drawn:], num_drawn
 
 
+@pytest.mark.parametrize("text", ["", "ab"])
+async def test_a_complete_form_ends_an_answer_before_its_least_length(text: str) -> None:
+    """As on vLLM: after the form nothing else is allowed."""
+    choice = Constraint(grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps([text]))))
+    vocabulary = build_vocabulary()
+    async with pair() as (_, _, to_p, to_d):
+        sampling = Sampling(20, shaping=LogitShaping(min_tokens=10), constraint=choice)
+        got, reason = await generate(to_p, to_d, prompt_of(100), sampling)
+        assert b"".join(vocabulary.tokens[t - len(SPECIALS)] for t in got[:-1]) == text.encode()
+        assert reason is FinishReason.STOP
+
+
 UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # the padding, which no grammar allows
 
 

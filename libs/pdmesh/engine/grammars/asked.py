@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from pdmesh.core.sampling.call_grammar import call_grammar
+from pdmesh.core.sampling.lark import quoted
 from pdmesh.engine.grammars.compiler import GrammarRefused
 
 MAX_CHOICES: Final = 10_000
@@ -54,7 +55,7 @@ def grammar_of(asked: AskedGrammar, tokens: Mapping[str, int] | None = None) -> 
             case GrammarKind.JSON:
                 return _json_grammar(asked.text, asked.has_any_whitespace)
             case GrammarKind.CHOICE:
-                return grammar_from("choice", json.dumps(_choices(json.loads(asked.text))))
+                return _choice_grammar(_choices(json.loads(asked.text)))
             case GrammarKind.STRUCTURAL_TAG:
                 return _tags(json.loads(asked.text))
             case GrammarKind.CALLS:
@@ -84,6 +85,15 @@ def _choices(choices: Any) -> list[str]:
     if not 0 < len(choices) <= MAX_CHOICES:
         raise GrammarRefused(f"1 to {MAX_CHOICES} choices")
     return choices
+
+
+def _choice_grammar(choices: list[str]) -> str:
+    """All of them in one terminal: the parser fails on some thousand alternatives of a rule."""
+    texts = [quoted(text) for text in dict.fromkeys(choices) if text]
+    if not texts:
+        return 'start: ""'
+    start = "CHOICE?" if "" in choices else "CHOICE"
+    return f"start: {start}\nCHOICE: {' | '.join(texts)}"
 
 
 def _tags(tag: Any) -> str:

@@ -139,7 +139,8 @@ class DecodeBatch:
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        stops = (tokens == EOS_ID) & may_end
+        # Before that many tokens, only the end of a form draws it: then nothing else may come.
+        stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
         for leg, stop_ids in self._stops.items():
             column = self._column_of[leg]
             if is_long_enough[column] and token_ids[column] in stop_ids:

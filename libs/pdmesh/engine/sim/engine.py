@@ -447,7 +447,7 @@ class SimEngine:
     def _first_finish(self, job: PrefillJob, token: int) -> FinishReason | None:
         sampling = job.sampling
         is_stop = token in sampling.stop_token_ids or (token == EOS_ID and not sampling.ignore_eos)
-        if is_stop and _min_left(sampling) == 0:
+        if is_stop and (_min_left(sampling) == 0 or token == EOS_ID):
             return FinishReason.STOP
         if sampling.max_tokens == 1 or len(job.prompt) + 1 >= self._config.params.max_model_len:
             return FinishReason.LENGTH

@@ -14,6 +14,9 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from openai.types import Completion
 
+from pdmesh.errors import InvalidRequest
+from pdmesh.instance.legs.convert import sampling_from_proto
+from pdmesh.services.gateway.request.bounds import MAX_ALLOWED_IDS, check_allowed_ids
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_REPETITION, ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -170,6 +173,46 @@ async def test_each_leg_gets_the_token_ids_whose_logprobs_are_wanted(
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="tiny", prompt="abc", max_tokens=4, **wrong)
         assert caught.value.param == "logprob_token_ids"
+
+
+async def test_allowed_tokens_are_counted_once_and_over_all_choices(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """Each choice sends its own."""
+    for instance in mesh.instances.values():
+        instance.script, instance.breaks_at = (), None
+        instance.prefills.clear()
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "n": 16}
+    prompts = ["a", "b"]
+    await client.completions.create(
+        **asked, prompt=prompts, extra_body={"allowed_token_ids": [5, 6] * 30_000}
+    )
+    legs = [prefill for i in mesh.instances.values() for prefill in i.prefills]
+    assert {tuple(leg.sampling.shaping.allowed_token_ids) for leg in legs} == {(5, 6)}
+
+
+def test_the_number_of_allowed_tokens_of_a_call_is_bounded() -> None:
+    check_allowed_ids(MAX_ALLOWED_IDS // 16, 16)
+    with pytest.raises(InvalidRequest) as caught:
+        check_allowed_ids(MAX_ALLOWED_IDS // 16 + 1, 16)
+    assert caught.value.field == "allowed_token_ids"
+
+
+async def test_the_least_values_are_not_zero_for_an_instance(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    """An instance gets numbers of 32 bits, and refuses a zero here."""
+    for instance in mesh.instances.values():
+        instance.script, instance.breaks_at = (), None
+        instance.prefills.clear()
+    asked = {"repetition_penalty": 1e-50}
+    await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=2, top_p=1e-50, extra_body=asked
+    )
+    (leg,) = (prefill for i in mesh.instances.values() for prefill in i.prefills)
+    found = sampling_from_proto(leg.sampling)
+    assert 0 < found.top_p < 1e-30
+    assert 0 < found.shaping.repetition_penalty < 1e-30
 
 
 REPEATED: dict[str, Any] = {

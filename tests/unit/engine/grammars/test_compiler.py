@@ -85,6 +85,18 @@ def test_a_grammar_that_only_looks_hostile_compiles(kind: GrammarKind, text: str
     compiled(kind, text)
 
 
+@pytest.mark.parametrize("choices", [[f"abcd{n}" for n in range(9000)], ["", "a", "ab"], [""]])
+def test_an_answer_is_one_of_many_choices(choices: list[str]) -> None:
+    """As alternatives of a rule, two thousand of them fail at the first token."""
+    grammar = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(choices)))
+    matcher = COMPILER.matcher(grammar)
+    vocabulary, text = COMPILER.vocabulary, choices[-1]
+    for token in vocabulary.tokenize_str(text):
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+    assert not matcher.is_error()
+
+
 def test_an_equal_grammar_is_not_compiled_again() -> None:
     compiler = GrammarCompiler(lambda: COMPILER.vocabulary)
     names = {f"p{n}": {"type": "string"} for n in range(300)}
