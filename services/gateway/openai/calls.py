@@ -68,6 +68,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         prompts=(prompt,),
         sampling=sampling,
         tokenizer=model.tokenizer,
+        context_length=model.context_length,
         n=request.n or 1,
         scenario=request.scenario,
         chat_id=request.chat_id,
@@ -147,6 +148,7 @@ async def completion_spec(
         model=model.name,
         prompts=tuple(prompts),
         tokenizer=model.tokenizer,
+        context_length=model.context_length,
         sampling=replace(
             sampling,
             default_max_tokens=sampling.default_max_tokens or default_max_tokens,

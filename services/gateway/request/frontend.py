@@ -43,7 +43,7 @@ from pdmesh.services.gateway.request.generation import Collaborators, Generation
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
-from pdmesh.services.gateway.request.spec import CallSpec, ServedModel
+from pdmesh.services.gateway.request.spec import UNBOUNDED, CallSpec, ServedModel
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
@@ -54,7 +54,6 @@ _scenarios = metrics.counter(
     "Calls by what chose their scenario: a label, a rule, the model, or the default",
 )
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
-_UNBOUNDED: Final = 1 << 31
 _BY_LABEL: Final = MappingProxyType(
     {"by": "label"}
 )  # one value for all labels, because clients may send any
@@ -143,7 +142,7 @@ class Call:
 
     @property
     def num_completion_tokens(self) -> int:
-        return sum(g.num_completion_tokens for g in self.generations)
+        return sum([g.num_completion_tokens for g in self.generations])
 
     @property
     def num_used_tokens(self) -> int:
@@ -161,7 +160,7 @@ class Call:
     @property
     def num_cached_tokens(self) -> int:
         """The cached tokens of each prompt's first choice, since other choices share them."""
-        return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
+        return sum([g.core.num_cached_tokens for g in self.generations[:: self.spec.n]])
 
     def cancel(self, error: MeshError | None = None) -> None:
         for generation in self.generations:
@@ -216,7 +215,7 @@ class Frontend:
         fleet = self.shared.fleet
         name = fleet.model_name(asked, scenario)
         check_model(tenant, name)
-        context_length, adapter = self.context_length(name), fleet.adapted(name)
+        context_length, adapter = self._context_length(name), fleet.adapted(name)
         base = name if adapter is None else adapter.model
         tokenizer = await self.shared.tokenizers.get(
             base, fleet.text_of(base), lambda: fleet.text_sources(base)
@@ -399,16 +398,16 @@ class Frontend:
             max_tokens=max_tokens,
         )
 
-    def context_length(self, model: str) -> int:
+    def _context_length(self, model: str) -> int:
         """The most tokens that prompt and answer may have together. Raises NoInstance."""
         record = self.shared.fleet.reference(model)
         if record is None:
             raise NoInstance(f"no instance serves {model} now")
-        return record.max_model_len or _UNBOUNDED
+        return record.max_model_len or UNBOUNDED
 
     def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
         """The most tokens that an answer to this prompt may have."""
-        context = self.context_length(spec.model)
+        context = spec.context_length
         if not num_prompt_tokens:
             raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
         room = context - num_prompt_tokens
@@ -445,14 +444,14 @@ _ABSENT: Final = object()
 def _report(call: Call) -> CallReport:
     outcomes = [g.core.outcome for g in call.generations]
     reasons = [o.finish_reason for o in outcomes if isinstance(o, Complete)]
-    failed = next((o.error for o in outcomes if isinstance(o, Fail)), None)
-    failed = failed or next((g.error for g in call.generations if g.error is not None), None)
+    errors = [o.error for o in outcomes if isinstance(o, Fail)]
+    errors += [g.error for g in call.generations if g.error is not None]
     is_completed = all(
         isinstance(o, Complete) or g.is_stopped
         for o, g in zip(outcomes, call.generations, strict=True)
     )
-    if failed is not None:
-        outcome, reason = "failed", failed.reason
+    if errors:
+        outcome, reason = "failed", errors[0].reason
     elif is_completed:
         is_whole = bool(reasons) and not call.generations[0].is_stopped
         outcome, reason = "completed", reasons[0] if is_whole else "stop"

@@ -7,6 +7,7 @@ tenth of what it costs for frozen dataclasses.
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,8 @@ from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
+
+UNBOUNDED: Final = 1 << 31
 
 
 class SamplingSpec(msgspec.Struct, frozen=True):
@@ -84,6 +87,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     prompts: tuple[array[int], ...]
     sampling: SamplingSpec
     tokenizer: Tokenizer
+    context_length: int = UNBOUNDED  # prompt and answer together, in tokens
     n: int = 1
     scenario: str = ""
     chat_id: str = ""
