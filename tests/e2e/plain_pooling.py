@@ -40,6 +40,14 @@ def main() -> None:
         found["embed"] = [o.outputs.embedding for o in llm.embed(texts["embed"], use_tqdm=False)]
     query, documents = texts["score"]
     found["score"] = [o.outputs.score for o in llm.score(query, documents, use_tqdm=False)]
+    kind = "embed" if "embed" in texts else "score"
+    for number, cut in enumerate(texts.get("cuts", ())):
+        if kind == "embed":
+            made = llm.embed(texts["embed"], use_tqdm=False, tokenization_kwargs=dict(cut))
+            found[f"cut {number}"] = [o.outputs.embedding for o in made]
+        else:
+            scored = llm.score(query, documents, use_tqdm=False, tokenization_kwargs=dict(cut))
+            found[f"cut {number}"] = [o.outputs.score for o in scored]
     Path(numbers_file).write_text(json.dumps(found))
     os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
 

@@ -10,8 +10,12 @@ from typing import Any
 
 import httpx
 
+from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_POOLING
@@ -73,6 +77,12 @@ async def test_a_pooling_group_outlives_the_death_of_an_instance_under_load(
         async with asyncio.timeout(PATIENCE_S):
             while await listed() != ["chat", "vectors"]:
                 await asyncio.sleep(0.05)
+        events: list[RequestFinished] = []
+
+        async def hear(message: Message) -> None:
+            events.append(decode_event(message, RequestFinished))
+
+        await bus.subscribe(subjects.request_finished(), hear)
         before = [await one(call) for call in range(4)]
         assert {len(vector) for vector in before[0]} == {8}
         calls = [asyncio.create_task(one(call % 4)) for call in range(40)]
@@ -81,6 +91,8 @@ async def test_a_pooling_group_outlives_the_death_of_an_instance_under_load(
         mesh.kill(victim)
         for call, got in enumerate(await asyncio.gather(*calls)):
             assert got == before[call % 4]
+        await until(lambda: len(events) == 44)
+        assert sum(event.num_migrations for event in events) > 0, "the death cost nothing: no proof"
         await until(lambda: members().get(victim) != incarnation and len(members()) == 2)
         assert await one(3) == before[3]
         await view.close()

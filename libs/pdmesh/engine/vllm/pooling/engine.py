@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.deadlines import ENGINE_HUNG_S
 from pdmesh.core.pooling.facts import PoolingTask
+from pdmesh.core.pooling.step_patience import StepPatience
 from pdmesh.engine.base import EngineInfo, EngineStats, Failed, Output, Pooled, PoolJob
 from pdmesh.engine.no_kv import NoKv
 from pdmesh.engine.vllm.child.llm_process import LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
-from pdmesh.engine.vllm.config import environment
+from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, environment
 from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
@@ -51,7 +53,8 @@ class VllmPoolingEngine(NoKv):
         self._view = SchedulerView()
         self._queue = OutputQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._num_tokens = 0
+        self._num_tokens = self._num_open_tokens = 0
+        self._patience: StepPatience | None = None  # None: a step is short
         self._takes_types = False
         self._is_stopping = False
 
@@ -75,6 +78,7 @@ class VllmPoolingEngine(NoKv):
         os.environ.update(environment(config, os.environ))
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         arguments = await asyncio.to_thread(_fitted, config)
+        self._patience = _patience(config, arguments)
         llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
         await asyncio.to_thread(files.check_unchanged, self._digests)
         self._llm = llm
@@ -133,9 +137,13 @@ class VllmPoolingEngine(NoKv):
             self._die("vLLM's engine process died; see its log")
 
     def stats(self) -> EngineStats:
+        num_signs = self._view.num_steps
+        if self._patience is not None:
+            now = time.monotonic()
+            num_signs = self._patience.num_signs(num_signs, self._num_open_tokens, now)
         return EngineStats(
             num_running=len(self._tasks),
-            num_signs=self._view.num_steps,
+            num_signs=num_signs,
             num_tokens=self._num_tokens,
             extra=self._view.numbers(),
         )
@@ -146,6 +154,8 @@ class VllmPoolingEngine(NoKv):
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        num_tokens = sum(map(len, job.inputs))
+        self._num_open_tokens += num_tokens
         readers = [
             asyncio.create_task(self._input(job, place), name=f"pool-{job.leg}-{place}")
             for place in range(len(job.inputs))
@@ -160,8 +170,9 @@ class VllmPoolingEngine(NoKv):
             self._queue.put([failure_of(job.leg, error, (VLLMClientError, ValueError, TypeError))])
             return
         finally:
+            self._num_open_tokens -= num_tokens
             await end(readers)
-        self._num_tokens += sum(map(len, job.inputs))
+        self._num_tokens += num_tokens
         num_cached = sum(cached for _, cached in found)
         data = b"".join(values for values, _ in found)
         num_values = len(data) // (4 * len(found))
@@ -217,6 +228,13 @@ def pooling_params(job: PoolJob, place: int, *, takes_types: bool) -> Any:
         use_activation=job.use_activation,
         extra_kwargs=extra,
     )
+
+
+def _patience(config: VllmPoolingConfig, arguments: dict[str, Any]) -> StepPatience | None:
+    step_tokens = int(arguments.get("max_num_batched_tokens", 0))
+    if config.device != "cpu" or step_tokens <= CPU_STEP_TOKENS:
+        return None
+    return StepPatience(step_tokens, CPU_STEP_TOKENS, ENGINE_HUNG_S)
 
 
 def _fitted(config: VllmPoolingConfig) -> dict[str, Any]:
