@@ -80,8 +80,8 @@ class App:
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which may wait without bound; raises StoppedEarly on a stop
-        before.
+        """The result of `work`, which may wait without bound. If the process is asked to stop
+        before, raises StoppedEarly.
         """
         task = asyncio.create_task(work)
         try:

@@ -1,7 +1,7 @@
 """The sim engine's way to its adapters: jobs wait here until their adapter is loaded.
 
 The sim model has no weights to adapt. An adapter shifts its states, by an amount that the adapter's
-digest says: so its KV and its tokens are others with each content.
+digest says. So its KV and its tokens differ with the content of the adapter.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AdapterLane:
         )
 
     def join(self, leg: int, first_token: int) -> bool:
-        """True if the leg's decode waits here: then the token goes with it."""
+        """True if the leg's decode waits here: then `first_token` returns the token later."""
         if leg not in self._jobs:
             return False
         self._first_tokens[leg] = first_token
@@ -92,12 +92,12 @@ class AdapterLane:
         return job
 
     def left(self, leg: int) -> None:
-        """The leg needs its adapter no more, if it had one."""
+        """The leg no longer needs its adapter, if it had one."""
         if self._host is not None:
             self._host.release(leg)
 
     def first_token(self, leg: int) -> int | None:
-        """Token 1 of a decode that waited, if it came meanwhile; to be asked once."""
+        """Token 1 of a decode that waited, if it came meanwhile. Only the first call returns it."""
         return self._first_tokens.pop(leg, None)
 
     def keep(self, digests: Collection[str]) -> None:

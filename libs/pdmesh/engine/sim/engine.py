@@ -193,7 +193,7 @@ class SimEngine:
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
-        """It fails before it is computed: a ticket that is open already closes."""
+        """The job fails before it is computed. If its ticket is open already, the ticket closes."""
         if self._stager.is_per_layer(job):
             self._stager.release(job.ticket_id)
 

@@ -1,4 +1,4 @@
-"""The sim engine's blocks that are not full, or whose beginning only is used (S103, S104)."""
+"""The sim engine's blocks that are not full, or of which only a beginning is used (S103, S104)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Constraints in the sim engine: compiled beside its loop, kept to by its draws."""
+"""Constraints in the sim engine: they are compiled beside its loop, and its draws obey them."""

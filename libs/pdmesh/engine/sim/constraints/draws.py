@@ -1,7 +1,8 @@
 """The sim model's draws under a constraint.
 
-It has no logits, so a constraint says all: of the tokens that it allows one is drawn, which leads
-to an end sooner or later. The same digest, key and constraint draw the same token.
+The model has no logits, so the constraint alone decides. One of the tokens that it allows is drawn,
+in a way that ends the answer sooner or later. The same digest, key and constraint draw the same
+token.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class GuidedVocabulary:
         self._visible = np.array([bool(token.strip()) for token in tokens])
 
     def draw_next(self, limited: LimitedGuide, free: int, seed: int, may_end: bool) -> int:
-        """The next token, which the guide then has taken: `free` if any token may come.
+        """Draw the next token and let the guide take it; the token is `free` if any may come.
 
         Raises EngineFailed if the constraint cannot go on.
         """

@@ -1,4 +1,4 @@
-"""Compiles the constraints of requests beside the sim engine's loop, before these may draw."""
+"""Compiles the constraints of requests beside the sim engine's loop, before they may draw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.net.tasks import watched
 
 
 class GuideLane:
-    """From `prepare` a leg is here until its guide is taken, or the leg aborted.
+    """A leg is here from `prepare` until its guide is taken or the leg is aborted.
 
     `refuse` is called with the leg if its constraint cannot be compiled.
     """

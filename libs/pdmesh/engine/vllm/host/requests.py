@@ -105,7 +105,7 @@ class Requests:
     def cancel(self, leg: int) -> None:
         """Abort the request in vLLM; its task ends with the output that reports it.
 
-        A request that waits for its adapter ends at once: to load that may take long.
+        A request that waits for its adapter ends at once, because loading an adapter may take long.
         """
         reader = self._readers.get(leg)
         if reader is None:

@@ -99,7 +99,7 @@ def honoured(seed: int | None) -> int | None:
 
 
 def num_told(sampling: Sampling) -> int | None:
-    """How many tokens' log probabilities are told beside each drawn one; None: no such thing."""
+    """How many tokens get log probabilities besides each drawn token; None: not even that one."""
     return ALL_TOLD if sampling.logprob_token_ids else sampling.num_logprobs
 
 

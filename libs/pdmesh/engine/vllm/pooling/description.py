@@ -46,9 +46,8 @@ def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFact
 
 
 def _refuse_template(model_config: Any) -> None:
-    """A model whose class writes pairs in its own words: pdmesh's gateways cannot.
-
-    Raises EngineFailed.
+    """Raises EngineFailed for a model whose class writes pairs of texts in a form of its own, which
+    pdmesh's gateways cannot write.
     """
     from vllm.model_executor.model_loader import get_model_cls
     from vllm.model_executor.models.interfaces import supports_score_template

@@ -1,9 +1,10 @@
-"""Constraints in vLLM's scheduler: compiled beside its steps, and brought to where the answer is.
+"""Constraints in vLLM's scheduler: compiles them beside its steps, and advances them to where the
+answer is.
 
-vLLM compiles grammars only with a tokenizer of its own, which the mesh's engines have not. Here its
-manager of structured output gets the vocabulary with the first constraint, and matchers that have
-taken the tokens that other engines drew: the last ones of the prompt. Token 1 of a request that
-waits for it is taken with the first step.
+vLLM compiles grammars only with a tokenizer of its own, which the mesh's engines do not have. Here
+its manager of structured output gets the vocabulary with the first constraint. The matchers that it
+gets have already taken the last tokens of the prompt, if other engines drew these for the answer. A
+request that waits for token 1 has its matcher take that token with the first step.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Grammars:
             return RefusedGrammar()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """Not by llguidance.torch: to import it takes 3 s and 120 MB."""
+        """It avoids llguidance.torch, whose import takes 3 s and 120 MB."""
         import torch
 
         num_words = -(-self._compiler.vocabulary.vocab_size // 32)
@@ -127,10 +128,10 @@ class Drawing:
 
 
 class RefusedGrammar:
-    """In the place of a grammar that does not compile: it fails its request with the next token.
+    """Stands in for a grammar that does not compile, and fails its request with the next token.
 
-    vLLM ends such a request by itself, but does not tell the host why: the reason could be KV that
-    did not come, and then another engine could do it.
+    vLLM would end such a request by itself, but would not tell the host why. The host could not
+    tell this from KV that did not come, after which another engine could serve the request.
     """
 
     has_failed = True

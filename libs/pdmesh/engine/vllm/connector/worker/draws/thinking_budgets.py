@@ -129,8 +129,8 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         state["force_index"] = []
 
     def _telling(self, state: dict[str, Any], drawn: Sequence[int]) -> Iterator[int]:
-        """After which numbers of tokens, below all, the rule has to look: where it does more than
-        count down, and one token before.
+        """The counts of drawn tokens, below their total, at which the rule has to look: those at
+        which it does more than count down, and the count before each of them.
         """
         begins, ends = self.think_start_token_ids, self.think_end_token_ids
         num = 0

@@ -1,8 +1,8 @@
 """Keeps the log probabilities of requests in one batch apart.
 
-vLLM's first model runner gives a batch either the likeliest tokens or, if one of its requests asks
-for tokens by their ids, these. The other requests of the batch would then get log probabilities of
-no token. So their rows are filled with their likeliest tokens.
+vLLM's first model runner gives a whole batch the likeliest tokens. If one request of the batch asks
+for tokens by their ids, the runner gives the batch only those. The other requests would then get
+log probabilities of no token. So their rows are filled with their likeliest tokens.
 """
 
 from __future__ import annotations
