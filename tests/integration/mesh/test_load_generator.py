@@ -92,7 +92,8 @@ async def test_a_stall_between_two_tokens_shows_in_the_gaps() -> None:
 
     async with serving(answer) as port:
         result = await load(port, is_stream=True, max_requests=4)
-    assert result.gaps.share_between(0.035, 0.060) == 1.0
+    assert not result.errors
+    assert result.gaps.quantile(0.01) >= 0.041
 
 
 async def test_errors_and_answers_without_usage_are_errors_not_tokens() -> None:

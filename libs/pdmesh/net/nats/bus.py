@@ -186,12 +186,21 @@ class NatsBus:
         # RuntimeError: uvloop raises it for a write to a broken connection.
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):  # the last events still go out
-                await self._client.close()
+                await self._close_client()
         # nats-py cancels each of its tasks once. A reconnection that loses that cancellation tries
         # forever, and the event loop's end waits for it.
         current = asyncio.current_task()
         left = (getattr(self._client, name) for name in _CLIENT_TASKS)
         await tasks.end(task for task in left if task is not None and task is not current)
+
+    async def _close_client(self) -> None:
+        try:
+            await self._client.close()
+        except asyncio.CancelledError:
+            # A task of nats-py that waits for the end of the same socket may be cancelled, and
+            # cancels the wait of all others with it.
+            if (current := asyncio.current_task()) is None or current.cancelling():
+                raise
 
     async def _start_echo(self) -> None:
         inbox = self._client.new_inbox()

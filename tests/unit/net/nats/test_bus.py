@@ -58,3 +58,32 @@ async def test_a_bus_that_is_closed_by_a_task_of_its_client_does_not_wait_for_it
 
     client._reconnection_task = asyncio.create_task(close())
     await asyncio.wait_for(client._reconnection_task, 30)
+
+
+async def test_a_wait_that_another_task_cancels_does_not_cancel_who_closes_the_bus() -> None:
+    """Both wait for the end of one socket."""
+    client: Any = Client()
+    closed = asyncio.get_running_loop().create_future()
+
+    async def close() -> None:
+        await closed
+
+    client.close = close
+    bus = NatsBus("nats://127.0.0.1:4222")
+    bus._client = client
+    closing = asyncio.create_task(bus.close())
+    await asyncio.sleep(0)
+    closed.cancel()
+    await closing
+
+
+async def test_closing_a_bus_can_be_cancelled() -> None:
+    client: Any = Client()
+    client.close = asyncio.get_running_loop().create_future
+    bus = NatsBus("nats://127.0.0.1:4222")
+    bus._client = client
+    closing = asyncio.create_task(bus.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
