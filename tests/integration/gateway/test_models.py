@@ -104,8 +104,9 @@ async def test_each_request_gets_the_text_of_its_own_model(
     asks = [ask(m, i) for i in range(8) for m in models.instances for ask in (completion, chat)]
     await asyncio.gather(*asks)
     models.check_all_met_their_own()
-    fetched = {name: sum(i.num_texts for i in found) for name, found in models.instances.items()}
-    assert fetched == {"alpha": 1, "beta": 1, "gamma": 1}
+    for name, instances in models.instances.items():
+        # A slow instance may be silent for so long that another one is asked, too.
+        assert {i.num_texts for i in instances} in ({1}, {0, 1}), name
 
 
 async def test_an_unknown_model_is_a_404_in_openais_form(
