@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport import ucx
 from pdmesh.kv.transport.base import KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
-from pdmesh.kv.transport.ucx_connection import UcxConnection
+from pdmesh.kv.transport.ucx_connection import PEER_GONE, UcxConnection
 from pdmesh.kv.transport.ucx_handshake import parse_address
 from pdmesh.kv.transport.ucx_worker import options_for
 from tests.fakes.kv.pair import INCARNATION, kv_pair
@@ -108,3 +109,32 @@ async def test_both_ends_of_a_connection_are_one_pair_though_two_connections_cro
             to_b.abort("the test ends it")
             to_a.abort("the test ends it")
             await until(lambda: not a.transport.num_connections + b.transport.num_connections)
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("num_lost", [2, 3])
+async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
+    num_lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pair's other end may be closed, with an older connection. A few in a row are too many."""
+    async with two_sides() as (a, b):
+        openings = 0
+        greet = a.transport._say_hello
+
+        def lose_the_first(connection: UcxConnection, *rest: Any) -> None:
+            nonlocal openings
+            openings += 1
+            greet(connection, *rest)
+            if openings <= num_lost:
+                connection.lose(PEER_GONE)
+                ucx._settle(connection.greeted, PEER_GONE)
+
+        monkeypatch.setattr(a.transport, "_say_hello", lose_the_first)
+        if num_lost < 3:
+            await a.connect(b)
+        else:
+            with pytest.raises(KvTransferFailed, match=PEER_GONE) as lost:
+                await a.connect(b)
+            assert lost.value.reason == "KV_CONNECT_FAILED"
+        assert openings == 3
+        await until(lambda: a.transport.num_connections == (1 if num_lost < 3 else 0))

@@ -24,7 +24,7 @@ import structlog
 
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.base import MAX_MESSAGE, ConnectionHandler, KvConnection
-from pdmesh.kv.transport.ucx_connection import UcxConnection
+from pdmesh.kv.transport.ucx_connection import PEER_GONE, UcxConnection
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, close_endpoint
 from pdmesh.kv.transport.ucx_handshake import (
     HANDSHAKE,
@@ -55,7 +55,16 @@ _AT_ONCE = 32 << 10  # a message of this size is sent at once, and not copied to
 MAX_CONNECTIONS = 4096  # both directions
 _FLUSH_S = 0.2  # for the last messages, above all acks
 _DRAIN_S = 2.0
+_MAX_OPENINGS = 3  # of a connection that UCX ends before the peer's welcome
 _WARM_UP_S = 1.0
+
+
+class _LostInGreeting(KvTransferFailed):
+    """UCX ended the connection before the welcome.
+
+    The peer may be gone. But it may also be that the other end of the pair was closed long ago,
+    after a hello in vain, and that UCX's keepalive has found that just now (`ucx_endpoints`).
+    """
 
 
 class UcxTransport:
@@ -119,6 +128,14 @@ class UcxTransport:
                 await self._emptied.wait()
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        for _ in range(_MAX_OPENINGS - 1):
+            with contextlib.suppress(_LostInGreeting):
+                return await self._open(address, ends - loop.time())
+        return await self._open(address, ends - loop.time())
+
+    async def _open(self, address: str, timeout_s: float) -> KvConnection:
         assert self._ucx is not None, "start() comes first"
         connection: UcxConnection | None = None
         try:
@@ -139,16 +156,17 @@ class UcxTransport:
                     raise ConnectionError(connection.close_reason)
                 connection.is_announced = True
         except BaseException as exc:
+            failure: type[KvTransferFailed] = KvTransferFailed
             if connection is not None:
+                if connection.close_reason == PEER_GONE:
+                    failure = _LostInGreeting
                 if connection.greeted is not None:
                     connection.greeted.cancel()  # its caller no longer waits
                 connection.abort("not connected")
             if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
                 raise  # TimeoutError is an OSError
             reason = str(exc) or "timed out"
-            raise KvTransferFailed(
-                f"no KV connection: {reason}", reason="KV_CONNECT_FAILED"
-            ) from exc
+            raise failure(f"no KV connection: {reason}", reason="KV_CONNECT_FAILED") from exc
         return connection
 
     async def close(self) -> None:
@@ -348,7 +366,7 @@ class UcxTransport:
                 if found is not endpoint:
                     connection.move_to(found)
             except (self._ucx_error, RuntimeError):
-                connection.lose("the peer is gone")
+                connection.lose(PEER_GONE)
                 return
         _settle(connection.greeted, "")
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint
 from pdmesh.kv.transport.ucx_handshake import Address
+
+PEER_GONE: Final = "the peer is gone"
 
 
 class Owner(Protocol):
@@ -97,7 +99,7 @@ class UcxConnection:
             if is_ok and not self.close_reason:
                 on_done()
             elif not is_ok:
-                self.lose("the peer is gone")
+                self.lose(PEER_GONE)
 
         self._transport.watch(request, done, buffer)
 
@@ -105,10 +107,10 @@ class UcxConnection:
         """A frame or greeting left, or failed."""
         self.num_unsent -= 1
         if not is_ok:
-            self.lose("the peer is gone")
+            self.lose(PEER_GONE)
 
     def _on_endpoint_closed(self, *_: object) -> None:
-        self.lose("the peer is gone")
+        self.lose(PEER_GONE)
 
 
 def _tag(number: int, key: int) -> int:
