@@ -56,9 +56,9 @@ Handle = TypeVar("Handle", bound=Callable[..., Any])  # Any: of any machine
 
 
 def with_story(handle: Handle) -> Handle:
-    """`handle(self, event, now)` of a machine that has a `story`, kept there.
+    """Wrap a machine's `handle(self, event, now)`: each call is added to the machine's `story`.
 
-    An error that it raises carries the story as a note.
+    An error that `handle` raises carries the story as a note.
     """
 
     @wraps(handle)
@@ -74,4 +74,4 @@ def with_story(handle: Handle) -> Handle:
         machine.story.add(event, effects, now)
         return effects
 
-    return cast(Handle, with_steps)  # the same call, kept
+    return cast(Handle, with_steps)  # the signature is the same

@@ -175,7 +175,7 @@ def test_the_report_names_a_previous_version_that_is_no_longer_kept() -> None:
     assert running(world) == {g: {OLD} for g in "abc"}
     report = world.upgrading.reports["chat"]
     assert report.state == "stopped"
-    assert report.detail.endswith("; version 1 is not kept any more: apply a right file")
+    assert report.detail.endswith("; version 1 is not kept any more: apply a correct file")
     world.apply(released("1"))
     play(world, 30)
     assert is_at(world, OLD)
@@ -196,7 +196,7 @@ def test_other_changes_of_an_operator_are_not_rolled_back() -> None:
     assert world.desired == more
     assert running(world) == {g: {OLD} for g in "abc"}
     report = world.upgrading.reports["chat"]
-    assert (report.state, "apply a right file" in report.detail) == ("stopped", True)
+    assert (report.state, "apply a correct file" in report.detail) == ("stopped", True)
     world.apply(released("1"))
     play(world, 60)
     assert is_at(world, OLD)

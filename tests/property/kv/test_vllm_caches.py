@@ -189,7 +189,7 @@ def test_parts_scatter_as_the_whole_does(
         caches[1].scatter_part(data[a:b], a, ids)
     for name, tensor in whole.tensors.items():
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
-    if not is_opaque:  # a part of a piece with some of the heads
+    if not is_opaque:  # the same for a piece that has two of the heads
         some = np.random.default_rng(seed + 1).integers(0, 256, data.size // 3 * 2, np.uint8)
         caches[0].scatter(some, ids, lambda: None, (1, 2))
         for a, b in pairwise(e for e in (*edges[:-1], some.size) if e <= some.size):

@@ -2,8 +2,8 @@
 
 An adapter is loaded on its first use. It is unloaded when another one needs its slot, or when it is
 removed. An engine has few slots. An adapter stays in its slot while any leg uses it, and the least
-recently used one makes room for another. Before that, the files of the other are copied and
-verified. Only one thing changes at a time. A leg waits if there is no room for its adapter.
+recently used one makes room for another. The files of the new adapter are copied and verified
+before that. Only one thing changes at a time. A leg waits if there is no room for its adapter.
 Admission accepts no more adapters than there are slots, so such a leg waits only for legs that have
 just been aborted.
 
@@ -61,7 +61,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class CannotUse:
-    """The leg's adapter could not be loaded. The leg has left by that.
+    """The leg's adapter could not be loaded. The shelf has forgotten the leg.
 
     `is_final`: no other instance can load it either.
     """

@@ -27,8 +27,8 @@ class AdapterTurns:
 
     num_slots: int
     _legs: Counter[str] = field(default_factory=Counter)
-    _since: OrderedDict[str, float] = field(default_factory=OrderedDict)  # of those in slots
-    _claims: OrderedDict[str, float] = field(default_factory=OrderedDict)  # each until a time
+    _since: OrderedDict[str, float] = field(default_factory=OrderedDict)  # when each got its slot
+    _claims: OrderedDict[str, float] = field(default_factory=OrderedDict)  # until when each waits
 
     @property
     def legs(self) -> Counter[str]:
@@ -44,7 +44,7 @@ class AdapterTurns:
             return ""
         self._expire(now)
         if adapter in self._legs:
-            why = "" if adapter not in self._yielding(now) else "its slot is another's next"
+            why = "" if adapter not in self._yielding(now) else "another adapter gets its slot next"
         else:
             why = "" if self._is_next(adapter) else "all adapter slots are in use"
         if adapter in self._claims or (why and len(self._claims) < _MAX_CLAIMS):

@@ -33,8 +33,8 @@ class ModelCatalogue:
     # When the model was last offered, by model and scenario; inf: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
-    # What every request asks about, and no passing of time changes: the scenario of each model that
-    # is served now, and what `default` means in each scenario while no model is away.
+    # Looked up by every request, and not changed by time alone: the scenario of each model that is
+    # served now, and what `default` means in each scenario while no model is away.
     _served: dict[str, str] = field(default_factory=dict)
     _defaults: dict[str, str] = field(default_factory=dict)
 

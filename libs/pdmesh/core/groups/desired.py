@@ -3,7 +3,7 @@
 It has services, scenarios, groups, schedules, pools and regions. An operator writes it as a file,
 and controllers compare it with what instances report. It says how many instances of each role a
 group has, never which ones. The reader of the file (`pdmesh.desired_file`) checks names; `problems`
-finds what shows only in the whole.
+finds errors that show only when all parts are seen together.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Scenario:
 class Group:
     """Instances that hand KV to each other and to no instance outside (S13).
 
-    A group of pooling instances has no others: they run a model that makes no answers.
+    A group with pooling instances has no other instances, since its model makes no answers.
     """
 
     scenario: str = DEFAULT_NAME
@@ -165,10 +165,7 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """What is wrong between the parts.
-
-    That is: unknown names, groups that cannot serve, and single points of failure.
-    """
+    """Unknown names, groups that cannot serve, and single points of failure."""
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
@@ -186,7 +183,7 @@ def problems(desired: Desired) -> Iterator[Problem]:
             message = f"no group serves scenario {schedule.scenario}"
             yield Problem(f"schedules[{i}].scenario", message)
         elif any(group.pooling for group in by_scenario[schedule.scenario].values()):
-            message = f"the groups of scenario {schedule.scenario} are pooling ones, never lent"
+            message = f"scenario {schedule.scenario} has pooling groups, which are never lent"
             yield Problem(f"schedules[{i}].scenario", message)
 
 
@@ -208,7 +205,7 @@ def _problems_of_group(
             path, "the group has no instances: give prefill and decode, or fusion, or pooling"
         )
     elif group.pooling and group.size > group.pooling:
-        yield Problem(f"{path}.pooling", "a group of pooling instances has no others")
+        yield Problem(f"{path}.pooling", "a group that pools has only pooling instances")
 
 
 def _problems_of_place(path: str, group: Group, regions: Collection[str]) -> Iterator[Problem]:

@@ -110,7 +110,7 @@ def drain_serving(
 
 
 def _is_changing(member: GroupMember, round_: Round) -> bool:
-    """Whether it leaves or does not serve in its new place yet: its group lacks an instance."""
+    """Whether its group lacks it: it leaves, or does not serve in its new place yet."""
     is_coming = not member.is_ready and member.instance_id not in round_.unusable
     return member.stage is Stage.DRAIN or is_coming
 

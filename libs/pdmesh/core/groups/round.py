@@ -69,7 +69,7 @@ class GroupMember:
 
     @property
     def is_elsewhere(self) -> bool:
-        """It took another role spec before this was written: an incarnation takes only one."""
+        """It took another role spec before this assignment was written, and takes only one."""
         seen, role_spec = self.seen, self.assignment.role_spec
         told = (seen.role, seen.group_id, seen.scenario, seen.revision)
         given = (role_spec.role, role_spec.group_id, role_spec.scenario, role_spec.revision)

@@ -7,8 +7,8 @@ instance is ejected (panic). Not even a proof counts then, for a bad driver prov
 Instances that were ejected earlier stay out: they were judged while most others were well, and a
 request that one of them gets would fail for certain.
 
-The leading master has `FleetEjectionCap`, over all groups and all time: a fault signal that is
-wrong everywhere must not empty the fleet bit by bit.
+The leading master has `FleetEjectionCap`. It counts all groups together, and every ejection that
+still holds: a fault signal that is wrong everywhere must not empty the fleet bit by bit.
 """
 
 from __future__ import annotations

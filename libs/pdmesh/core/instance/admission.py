@@ -68,7 +68,7 @@ class Capacity:
 class Ask:
     """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here.
 
-    Of inputs to pool, `num_prompt_tokens` is that of the longest.
+    For inputs to pool, `num_prompt_tokens` is the length of the longest one.
     """
 
     leg: int
@@ -77,7 +77,7 @@ class Ask:
     max_tokens: int
     remaining_s: float
     model_fingerprint: str | None = None  # of the ticket, for decode
-    model: str = ""  # that the request means; empty: not said
+    model: str = ""  # the model that the request means; empty: it names none
     adapter: str = ""  # digest of the LoRA adapter that it computes with; empty: none
 
 

@@ -1,7 +1,7 @@
 """Decides when a schedule adds, removes, lends or reclaims groups (S11, S21).
 
-An entry fires once for each of its times. It makes a plan like any other: the plan waits for an
-operator's plan under way, and the same moves are refused. A master that was away makes up for a
+An entry fires once for each of its times. Its plan is treated like an operator's: it waits for a
+plan under way, and its moves are checked by the same rules. A master that was away makes up for a
 missed time if it is back within the entry's grace; if it comes back later, it reports the missed
 time. A RECLAIM begins early, so that groups serve in time; a new RECLAIM begins at once if its lead
 has begun.
@@ -64,8 +64,8 @@ class ScheduleEntry:
 class DueEntry:
     """An entry's time has come.
 
-    `late_s`: how long ago it should have begun. If `plan` is None, there is nothing to do, for
-    `reason`.
+    `late_s`: how long ago it should have begun. If `plan` is None, nothing is done, and `reason`
+    says why.
     """
 
     entry: ScheduleEntry

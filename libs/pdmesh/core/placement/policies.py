@@ -177,9 +177,9 @@ def _prefer_homes(
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
     """The share of KV that stays free times the share of free slots.
 
-    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size. One
-    that has to load the query's adapter first gets a part of its share: an adapter that many ask
-    for spreads over all of them, others stay where they are.
+    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size. A
+    decode that must load the query's adapter first gets only a part of this score. So an adapter in
+    great demand spreads over all decodes, and other adapters stay where they are.
     """
     num_blocks = query.num_blocks(instances[0])
     scores = []

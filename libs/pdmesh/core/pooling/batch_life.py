@@ -2,9 +2,9 @@
 
 Nothing of a batch is kept anywhere: its loss costs what was computed, and the batch runs once more
 on another instance (minimum-cost recovery of a stateless call), within the gateway's budget of
-retries. A batch that two instances die of, or whose engines do, is not tried a third time (F38). It
-waits only for a slot, for at most `ttft_s`. An accepted batch has no bound of its own but the
-deadline: an engine that hangs ends its instance, and a frozen instance breaks its session.
+retries. A batch that has killed two instances or their engines is not tried a third time (F38). It
+waits only for a slot, for at most `ttft_s`. Only the call's deadline bounds an accepted batch: an
+instance whose engine hangs ends itself, and the session with a frozen instance breaks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.errors import (
 
 
 class ModelReplaced(NoInstance):
-    """Inputs of the call may have been computed by the model before: it begins anew."""
+    """The earlier model may have computed some inputs of the call, so the call begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Tell which instances may take it, by `Ranked`."""
+    """Ask which instances may take the batch; answered by `Ranked`."""
 
     excluded: frozenset[PeerId]
 
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Send it; `key` names the attempt in all that is heard of it."""
+    """Send the batch; see `BatchLife.sent`."""
 
     instance: PeerId
     attempt: int
@@ -138,7 +138,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class WaitForPlace:
-    """Join the waiting room for these instances; if they are none, only time ends the wait."""
+    """Join the waiting room for these instances; if there are none, only time ends the wait."""
 
     instances: tuple[PeerId, ...]
     until: float
@@ -164,7 +164,7 @@ _ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(slots=True)
 class BatchLife:
-    """The only way to change state is `handle`. `began_at`: of the call.
+    """The only way to change state is `handle`. `began_at`: when the call began.
 
     Call `handle(Tick())` at `wake_at`.
     """
@@ -180,7 +180,7 @@ class BatchLife:
     is_over: bool = False
     is_answered: bool = False
     attempt: int = 0
-    _key: int = 0  # of the attempt that is heard
+    _key: int = 0  # of the present attempt; events of others are ignored
     _asked: PeerId | None = None
     _is_accepted: bool = False
     _is_waiting: bool = False
@@ -190,11 +190,11 @@ class BatchLife:
     _rest: list[PeerId] = field(default_factory=list)  # those that this round does not ask
     _busy: list[PeerId] = field(default_factory=list)
     _freed_id: str = ""  # the instance that has a slot for it
-    _asked_before: set[PeerId] = field(default_factory=set)  # in the last rounds
+    _asked_before: set[PeerId] = field(default_factory=set)  # in earlier rounds
     _excluded: set[PeerId] = field(default_factory=set)
 
     def sent(self, key: int) -> None:
-        """The attempt that `SendBatch` wanted has this key."""
+        """The batch was sent, and events about this attempt will carry `key`."""
         self._key = key
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -293,7 +293,7 @@ class BatchLife:
         return self._next(now)
 
     def _next(self, now: float) -> list[Effect]:
-        """SendBatch the next instance; when none is left, wait for one."""
+        """Send the batch to the next instance; when none is left, wait for one."""
         if self._queue:
             self._asked = self._queue.pop(0)
             self._asked_before.add(self._asked)

@@ -1,8 +1,8 @@
 """Decides which tokens of a text, or of a pair of texts, are kept, as vLLM decides it.
 
 Without a side, the tokenizer cuts: special tokens stay, and of two texts the longer one is cut
-first. With a side, the whole input is cut there, special tokens included. A cut with less room than
-the special tokens need is one of the whole input, too.
+first. With a side, the whole input is cut there, special tokens included. The same is done, at the
+end, if the special tokens alone do not fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class TextCut:
-    """Each input has at most so many tokens. `side`: where it loses them."""
+    """An input has at most `max_tokens` tokens. `side`: where the others are cut off."""
 
     max_tokens: int
     side: Side | None = None
@@ -24,14 +24,14 @@ class TextCut:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The tokens of a text without special ones, as many as are needed. `length`: of all."""
+    """A text's tokens without special ones, as far as they are needed. `length` counts all."""
 
     tokens: array[int]
     length: int
 
 
 def content_of(tokens: array[int], cut: TextCut | None) -> Content:
-    """Without the tokens that no input will have."""
+    """The text without the tokens that are cut off in any case."""
     if cut is None or len(tokens) <= cut.max_tokens:
         return Content(tokens, len(tokens))
     is_end = cut.side == "left"
@@ -62,9 +62,9 @@ class SpecialTokens:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two texts as one input. `first_length`: its tokens before those of the second text.
+    """Two texts as one input. `first_length`: how many tokens come before the second text.
 
-    It is that of all tokens if the tokenizer does not tell the texts apart.
+    All tokens count if the tokenizer does not tell the texts apart.
     """
 
     tokens: array[int]
@@ -72,7 +72,7 @@ class Pair:
 
 
 def lengths_within(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of each text are kept, of the longer one first."""
+    """How many tokens of each text are kept if the longer one is cut first."""
     if first + second <= room:
         return first, second
     shorter, longer = sorted((first, second))
@@ -84,7 +84,7 @@ def lengths_within(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def input_length(num_tokens: int, special: SpecialTokens, cut: TextCut | None) -> int:
-    """Of an input whose texts have so many tokens."""
+    """The length of an input whose texts have `num_tokens` tokens."""
     length = num_tokens + len(special)
     return length if cut is None else min(length, cut.max_tokens)
 

@@ -26,7 +26,7 @@ class PoolingInstance:
     scenario: str
     region: str
     num_slots: int
-    tie: bytes = b""  # orders equally busy instances, otherwise on each gateway
+    tie: bytes = b""  # orders equally busy instances; it differs between gateways
     fingerprint: str = ""  # of the model
     group_id: str = ""
 
@@ -36,7 +36,7 @@ class PoolingQuery:
     """`excluded` instances failed for these inputs; `avoided` ones are asked last.
 
     `fingerprint`: which instances may be asked; None: any. `canary`: the group of the scenario's
-    canary, and whether it gets this call; the others get it if that side has no instance.
+    canary, and whether it gets this call; if no instance can take it there, the others get it.
     """
 
     model: str

@@ -1,10 +1,10 @@
 """Decides which decode pulls a request's KV while prefill still computes it (S48, per layer).
 
 The decode is offered the ticket when prefill accepts, so that it pulls each layer as it comes. It
-takes over at token 1. Until then it is a bet: if it refuses, the next decode is asked; if it fails,
-the bet is off. A request without an early decode is handed on at token 1, as in whole-model mode.
-The request loses its prefill only if a decode has taken the KV and is then lost, for that decode
-has spent the ticket.
+takes over at token 1. If it refuses before that, the next decode is asked. If it fails before that,
+the request goes on without an early decode and is handed on at token 1, as in whole-model mode. The
+request loses its prefill only if a decode takes the KV and is then lost, because that decode has
+used up the ticket.
 """
 
 from __future__ import annotations

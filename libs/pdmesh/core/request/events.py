@@ -62,7 +62,7 @@ class RequestLimits:
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
     max_deaths: int = 2  # of instances; then the request is to blame (F38)
-    num_innocent_tokens: int = 16  # an instance's death after these many is not counted
+    num_innocent_tokens: int = 16  # a death later than this many tokens into its leg is not counted
     # A leg without progress is lost once its engine has computed this multiple of its open work.
     max_overtaking: int = 2
     max_candidates: int = 8
@@ -92,7 +92,7 @@ class PlanFailed:
 
 @dataclass(frozen=True, slots=True)
 class LegEvent:
-    """Something that was said of the leg with this key."""
+    """An event of the leg with this key."""
 
     key: int
 
@@ -140,7 +140,10 @@ class KvStage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvAdvanced(LegEvent):
-    """The leg's KV reached a stage. That shows no work by the engine, so each stage counts once."""
+    """The leg's KV reached a stage.
+
+    Each stage counts as progress of the leg once. It does not show that the engine works.
+    """
 
     stage: KvStage
 
@@ -294,9 +297,10 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True)
 class WaitForSlot:
-    """Wait for a SlotFreed of one of these; the earliest `until` is called first.
+    """Wait in the waiting room for a free slot of one of these instances.
 
-    `num_tokens` are to be computed there; 0 for a decode.
+    `until`: the deadline by which the room orders requests. `num_tokens`: what the instance would
+    compute; 0 for a decode.
     """
 
     instance_ids: tuple[str, ...]
@@ -306,7 +310,7 @@ class WaitForSlot:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRoom:
-    """Wait no longer, unless the room let the request go by itself."""
+    """Leave the waiting room, if the request is still in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,10 @@ class OpenTicket:
 
 
 class Holdings:
-    """`decoding_key`: the active leg's key once it needs no ticket; its tokens go the short way."""
+    """`decoding_key`: the active leg's key once it needs no ticket: `push_token` takes its tokens.
+
+    Otherwise it is 0.
+    """
 
     __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")
 

@@ -13,7 +13,7 @@ from pdmesh.core.request.events import EngineWorked, KvStage, RequestLimits
 
 
 class LegSilence:
-    """The silence of the active leg. `progress_at`: its last own progress; each token counts."""
+    """The silence of the active leg. `progress_at`: when the leg last made progress of its own."""
 
     __slots__ = ("_kv_stage", "_limits", "_turn_by", "_turn_of", "_worked_at", "progress_at")
 
@@ -21,8 +21,8 @@ class LegSilence:
         self._limits = limits
         self.progress_at = 0.0
         self._kv_stage = KvStage.NONE  # of a decode
-        self._worked_at = -math.inf  # the engine that has the leg
-        self._turn_of = -math.inf  # the progress since which `_turn_by` holds
+        self._worked_at = -math.inf  # when the leg's engine last worked
+        self._turn_of = -math.inf  # the `progress_at` for which `_turn_by` was computed
         self._turn_by = 0  # an engine that has computed this many tokens has forgotten the leg
 
     @property
@@ -37,7 +37,7 @@ class LegSilence:
     def kv_advanced(self, stage: KvStage, now: float) -> None:
         """A decode waits for its turn to pull, pulls, then waits for a place in a step.
 
-        Each of these may take almost `stall_s`, and each counts once.
+        Each of these may take almost `stall_s`, and each counts as progress once.
         """
         if stage > self._kv_stage:
             self.progress_at, self._kv_stage = now, stage

@@ -3,9 +3,9 @@
 It is for engines that compute the prompts of a batch in lockstep, each for as long as the longest
 takes: with padding, or as ranks of a DP group that meet in every layer.
 
-The window is w = max(DP size, |R|) of the R waiting prompts, anew for each batch. A short queue is
-one batch; from a long queue, the prompts that waste least go first. No prompt is passed over for
-ever: after `max_passed` batches with a prompt from behind it, it goes before all others. So it
+For each batch the window is w = max(DP size, |R|), where R are the waiting prompts. A short queue
+is one batch; from a long queue, the prompts that waste least go first. No prompt is passed over
+forever: after `max_passed` batches with a prompt from behind it, it goes before all others. So it
 begins at most `max_passed` batches later than in the order of the queue.
 """
 
@@ -39,9 +39,9 @@ def padding_waste(lengths: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class LengthWindow:
-    """One window for all queues; a prompt's count stays while batches come from other queues.
+    """One window for all queues. A batch from one queue passes over no prompt of another.
 
-    The caller forgets a prompt that leaves.
+    The caller calls `forget` for a prompt that leaves.
     """
 
     dp_size: int  # prompts of one batch
@@ -89,7 +89,10 @@ class LengthWindow:
 
 
 def _most_alike(window: Iterable[Place], count: int) -> list[Place]:
-    """The `count` neighbours by length that waste least; of equals the shortest: they end first."""
+    """The `count` neighbours by length that waste least.
+
+    If several are equal, the shortest, since they end first.
+    """
     ordered = sorted(window, key=lambda place: place.num_tokens)
     groups = (ordered[i : i + count] for i in range(len(ordered) - count + 1))
     return min(groups, key=lambda group: padding_waste([place.num_tokens for place in group]))

@@ -157,7 +157,7 @@ class Request:
         return effects if self.phase is before else self._move(before, effects)
 
     def _move(self, before: RequestPhase, effects: list[Effect]) -> list[Effect]:
-        """Tell the waiting room and the scenario's queue first what the new phase means to them."""
+        """Put first what the new phase means for the waiting room and the scenario's queue."""
         moves: list[Effect] = []
         if before in WAITING and self.phase not in WAITING:
             moves.append(LeaveRoom())
@@ -296,13 +296,13 @@ class Request:
         return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """There is no instance to ask. A request that was on one waits for one to come back."""
+        """There is no instance to ask. If the request has lost one, it waits for one to return."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         if self._exclusions.narrow():
             return self._ask_plan()
         if self._exclusions.is_size_alone and not self.num_migrations:
-            return self._end(Fail(self._last_error))  # no larger instance is or was there
+            return self._end(Fail(self._last_error))  # there is no larger instance, and was none
         self._exclusions.wait()
         self.phase = RequestPhase.WAITING_PLAN
         self._schedule_retry(now)
@@ -487,7 +487,7 @@ class Request:
         return self._held.close_ticket()
 
     def _on_tokens(self, event: DecodeTokens, now: float) -> list[Effect]:
-        """Tokens prove that the decode accepted and has the KV. They may overtake that message."""
+        """Tokens prove that the decode accepted and has the KV, even before it has said so."""
         self._accepted_by_now(now)
         self._silence.progress_at = now
         return [*self._ticket_taken(), EmitTokens(self._append(event.token_ids))]
@@ -646,7 +646,8 @@ class Request:
             case RequestPhase.PLANNING:
                 return self._end(Fail(self._last_error or self._overloaded()))
             case RequestPhase.PREFILL_OFFERED if now < self._answer_by:
-                return self._end(Fail(self._last_error or self._overloaded()))  # in time, too (S44)
+                # Answer at the deadline, although this instance may still answer (S44).
+                return self._end(Fail(self._last_error or self._overloaded()))
             case RequestPhase.PREFILL_OFFERED | RequestPhase.DECODE_OFFERED | RequestPhase.DECODING:
                 return self._on_silence(now)
             case RequestPhase.PREFILLING:

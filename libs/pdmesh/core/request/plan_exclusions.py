@@ -29,7 +29,7 @@ class PlanExclusions:
         self._out_of_reach.update(dict.fromkeys(instance_ids))
 
     def rejected(self, instance_id: str, event: LegRejected) -> bool:
-        """Whether this plan is not to ask it again either."""
+        """Note a rejection. Returns whether the present plan must not ask the instance again."""
         if event.is_too_long:
             self._too_small[instance_id] = None
         if event.is_final or event.is_too_long:
@@ -38,11 +38,11 @@ class PlanExclusions:
         return False
 
     def narrow(self) -> bool:
-        """Exclude only lasting obstacles, at most once before the request waits.
+        """Keep only the exclusions that last, at most once before the request waits.
 
         Call it when no other pair is left. Prefills whose KV no decode can get and instances that
         are too small stay excluded, so that a decode may compute the prompt itself. Returns whether
-        that changes anything.
+        anything changed.
         """
         lasting = self._out_of_reach | self._too_small
         if self._has_narrowed or not lasting or self._ids.keys() == lasting.keys():
@@ -57,7 +57,7 @@ class PlanExclusions:
         return is_all and bool(self._too_small)
 
     def wait(self) -> None:
-        """Instances that went away may come back; they do not grow."""
+        """Exclude only instances that are too small: the others may be back by then."""
         self._ids = dict(self._too_small)
 
     def waited(self) -> None:

@@ -37,7 +37,7 @@ from pdmesh.core.request.events import (
 
 
 class RequestPhase(StrEnum):
-    """Its members are looked up for each event, and a string's hash needs no call into Python."""
+    """A StrEnum: its members are looked up for each event, and hashing a string calls no Python."""
 
     NEW = "new"
     PLANNING = "planning"
@@ -69,7 +69,7 @@ def _to(*phases: RequestPhase) -> frozenset[RequestPhase]:
     return frozenset(phases)
 
 
-# A leg or its KV is lost: a new plan, or the end of what could be tried.
+# If a leg or its KV is lost, the request asks for a new plan, or ends if nothing is left to try.
 _LOST: Final = _to(PLANNING, ENDED)
 _LOSSES: Final[Row] = {LegFailed: _LOST, LegLost: _LOST}
 _ALWAYS: Final[Row] = {ClientGone: _to(ENDED), StopMatched: _to(ENDED)}

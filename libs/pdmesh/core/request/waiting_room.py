@@ -116,7 +116,7 @@ class WaitingRoom(Generic[W]):
     def leave(self, number: int) -> W | None:
         """The waiter that leaves; None if it had left before.
 
-        Heaps forget lazily, and all at once when nothing waits.
+        Its entries in the heaps are dropped later, or at once when nothing waits any more.
         """
         entry = self._forget(number)
         if entry is None:
@@ -212,7 +212,10 @@ class WaitingRoom(Generic[W]):
         return entry
 
     def _trim(self, instance_id: str, group: _Group) -> None:
-        """Drop entries that left from the front of a heap; rebuild it once most of it has left."""
+        """Drop the entries at the front of a heap that have left.
+
+        Rebuild the heap once most of its entries have left.
+        """
         heaps = self._heaps.get(instance_id)
         heap = heaps.get(group) if heaps is not None else None
         if heaps is None or heap is None:

@@ -79,7 +79,10 @@ class _Grammar:
         return f"{tags} | {tail}" if node.get("stop_after_first") else f"{tags}* {tail}"
 
     def _text_before(self, triggers: Sequence[str]) -> str:
-        """A terminal of any text. Where a trigger begins with a token, the text cannot spell it."""
+        """A terminal of any text.
+
+        If a trigger begins with a token, the text may not contain that token spelled out.
+        """
         tokens = {found for trigger in triggers if (found := self._rules.first_token(trigger))}
         others = "".join(f" & ~{regex(f'(?s:.*){re.escape(t)}(?s:.*)')}" for t in sorted(tokens))
         return self._rules.terminal(f"/(.|\\n)*/{others}")
@@ -88,7 +91,8 @@ class _Grammar:
         return self._rules.literal(node["value"])
 
     def schema(self, node: _Node, depth: int) -> str:
-        if node.get("style", "json") != "json":  # but in a tag: its end tells how lines are broken
+        # Other styles are handled in `tag`, since they depend on how the tag ends.
+        if node.get("style", "json") != "json":
             raise NoGrammar(f"no grammar for arguments in {node['style']}")
         schema = node["json_schema"]
         return "%json " + (json.dumps(schema) if isinstance(schema, dict) else _OBJECT)

@@ -43,8 +43,8 @@ class LarkRules:
         return " ".join(parts)
 
     def until(self, terminal: str, end: str) -> str:
-        """A rule for a text of this terminal and the `end` after it, where it comes first."""
-        if self.first_token(end):  # which is no part of any text
+        """A rule for a text of this terminal up to its first `end`, which is included."""
+        if self.first_token(end):  # no text contains this token
             return self.rule(f"{terminal} {self.literal(end)}")
         return self.rule(f"{terminal} {quoted(end)}", "[lazy]")
 
@@ -59,7 +59,7 @@ class LarkRules:
 
 
 def quoted(text: str) -> str:
-    """Empty for an empty text. JSON's escapes of characters beyond U+FFFF are none of Lark's."""
+    """Empty for an empty text. Lark does not know JSON's escapes of characters beyond U+FFFF."""
     return json.dumps(text, ensure_ascii=max(text) <= "\uffff") if text else ""
 
 

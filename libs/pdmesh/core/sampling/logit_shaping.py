@@ -42,7 +42,7 @@ class LogitShaping:
         _in_range("min_p", self.min_p, 0, 1)
         _in_range("top_k", self.top_k, 0, (1 << 31) - 1)
         if not 0 < self.repetition_penalty <= _MAX_BIAS:
-            raise _refusal("repetition_penalty", f"is above 0 and at most {_MAX_BIAS:.0f}")
+            raise _refusal("repetition_penalty", f"must be above 0, at most {_MAX_BIAS:.0f}")
         _in_range("min_tokens", self.min_tokens, 0, (1 << 31) if max_tokens is None else max_tokens)
         _at_most("logit_bias", len(self.logit_bias), MAX_BIASES)
         _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)

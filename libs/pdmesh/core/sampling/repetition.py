@@ -12,7 +12,7 @@ from typing import Final
 
 from pdmesh.errors import InvalidRequest
 
-MAX_PATTERN: Final = 256  # tokens: an answer of one token again and again has as many candidates
+MAX_PATTERN: Final = 256  # tokens; an answer that repeats one token has this many candidates
 MAX_COUNT: Final = 1 << 31
 
 
@@ -27,19 +27,19 @@ class RepetitionRule:
     def check(self) -> None:
         """Raises InvalidRequest with the field."""
         if not 0 < self.max_size <= MAX_PATTERN:
-            raise _refusal("max_pattern_size", f"is between 0 and {MAX_PATTERN}")
+            raise _refusal("max_pattern_size", f"must be between 0 and {MAX_PATTERN}")
         if not 0 <= self.min_size <= self.max_size:
-            raise _refusal("min_pattern_size", "is between 0 and max_pattern_size")
+            raise _refusal("min_pattern_size", "must be between 0 and max_pattern_size")
         if not 2 <= self.min_count <= MAX_COUNT:
-            raise _refusal("min_count", f"is between 2 and {MAX_COUNT}")
+            raise _refusal("min_count", f"must be between 2 and {MAX_COUNT}")
 
 
 def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionRule | None:
     """What a client asks for; None if it is nothing. Raises InvalidRequest with the field."""
     rule = RepetitionRule(max_size, min_size, min_count)
     if not (max_size or min_size):
-        if not 0 <= min_count <= MAX_COUNT:  # it has no effect, and is a mistake all the same
-            raise _refusal("min_count", f"is between 0 and {MAX_COUNT}")
+        if not 0 <= min_count <= MAX_COUNT:  # a mistake, although it would have no effect
+            raise _refusal("min_count", f"must be between 0 and {MAX_COUNT}")
         return None
     rule.check()
     return rule
@@ -54,8 +54,9 @@ class RepetitionFinder:
         self._rule = rule
         self._num = 0
         self._recent: deque[int] = deque()  # as many tokens as the longest pattern has
-        self._places: dict[int, deque[int]] = {}  # of each of these tokens
-        self._runs: dict[int, int] = {}  # by distance: how many last tokens equal those before
+        self._places: dict[int, deque[int]] = {}  # by token: where it occurs among these
+        # By distance: how many of the last tokens equal the token at that distance before them.
+        self._runs: dict[int, int] = {}
 
     def feed(self, token_id: int) -> bool:
         """Whether the answer repeats itself with this token."""
@@ -78,10 +79,10 @@ class RepetitionFinder:
 
 
 class RepeatedEnd:
-    """Ends an answer that repeats itself, unless something else ends it at the same token.
+    """Ends an answer that repeats itself, unless the same token ends it for another reason.
 
-    That is a token of `end_ids`, or the last of `max_tokens`. An answer of fewer than `min_tokens`
-    may repeat itself.
+    Such a token is one of `end_ids`, or the last of `max_tokens`. An answer of fewer than
+    `min_tokens` may repeat itself.
     """
 
     __slots__ = ("_end_ids", "_finder", "_max_tokens", "_min_tokens", "_num", "is_found")
@@ -96,7 +97,7 @@ class RepeatedEnd:
         self.is_found = False
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of the answer's next tokens that are part of it."""
+        """The tokens up to the one that ends the answer; all of them if none does."""
         if self.is_found:
             return ()
         for at, token_id in enumerate(token_ids, start=1):

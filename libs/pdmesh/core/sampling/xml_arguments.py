@@ -23,7 +23,7 @@ _DSML: Final = "\uff5cDSML\uff5c"
 _KEY: Final = re.compile(r"[\w.$:-]+")
 _ANY_KEY: Final = "/[a-zA-Z_][a-zA-Z0-9_.-]*/"
 _ANY_TEXT: Final = "(?s:.*)"
-# Every number that it takes fits a double; parsers take a larger one for text.
+# It matches only numbers that fit a double, since parsers treat a larger one as text.
 _NUMBER: Final = regex(r"-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?")
 _MAX_PROPERTIES: Final = 256
 _MAX_DEPTH: Final = 8
@@ -40,7 +40,7 @@ _DATE: Final = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _HOURS: Final = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME: Final = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOURS})"
 _BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-# A format with no entry says nothing, as JSON Schema has it.
+# A format that is not listed constrains nothing, as in JSON Schema.
 _FORMATS: Final = {
     "date": _DATE,
     "time": _TIME,
@@ -60,8 +60,8 @@ class _Style:
     """`open` and `close` enclose a value. In `open`, KEY is its name, KIND tells whether it is a
     text, LINE is an optional line break.
 
-    `marks`: a regular expression of all that a parser reads as a mark. `before`, `after`: each
-    argument; `at_end`: of the arguments.
+    `marks`: a regular expression of all that a parser reads as a mark. `before` and `after` enclose
+    each argument; `at_end` follows the last one.
     """
 
     open: str
@@ -70,7 +70,7 @@ class _Style:
     before: str = ""
     after: str = ""
     at_end: str = ""
-    is_read_deeply: bool = False  # the parser gives types within objects and lists, too
+    is_read_deeply: bool = False  # the parser converts values within objects and lists, too
 
 
 _LINE: Final = '"\\n"'
@@ -79,7 +79,7 @@ _QWEN: Final = _Style(
     "</parameter>",
     r"<\s*parameter\s*=|<\s*/\s*parameter\s*>|</function>|</?tool_call>",
 )
-# Qwen's own template writes marks and values in lines of their own; other users of its marks don't.
+# Qwen's own template puts each mark and value on its own line; other users of its marks do not.
 _QWEN_IN_LINES: Final = replace(
     _QWEN, open="<parameter=KEY>\n", close="\n</parameter>", after=_LINE
 )
@@ -136,7 +136,7 @@ class _Writer:
         others = schema.get("additionalProperties", True)
         is_object = schema.get("type", "object") == "object"
         if not (is_object and isinstance(properties, Mapping) and isinstance(required, list)):
-            raise NoXmlGrammar("the parameters are no object")
+            raise NoXmlGrammar("the parameters are not an object")
         if any(name not in properties for name in required):
             raise NoXmlGrammar("a required parameter has no schema")
         if len(properties) > _MAX_PROPERTIES:
@@ -190,7 +190,10 @@ class _Writer:
         raise NoXmlGrammar("no grammar for a parameter that is a text or something else")
 
     def _resolved(self, schema: _Schema) -> _Schema:
-        """A parser takes a reference for a text, so it may lead to nothing else."""
+        """The schema that a reference leads to.
+
+        It must be that of a text, since parsers treat every reference as a text.
+        """
         for _ in range(_MAX_DEPTH):
             reference = schema.get("$ref")
             if reference is None:
@@ -204,7 +207,7 @@ class _Writer:
         raise NoXmlGrammar("a $ref that does not end")
 
     def _not_null(self, schema: _Schema) -> _Schema:
-        """The schema of its text alone."""
+        """The schema without its null."""
         for name in _ALTERNATIVES:
             if name in schema:
                 listed = [each for each in schema[name] if isinstance(each, Mapping)]
@@ -259,7 +262,7 @@ def _refuse_others(schema: _Schema, known: frozenset[str], where: str) -> None:
 
 
 def _types(schema: _Schema) -> set[str]:
-    """As parsers see them: what says nothing is a text."""
+    """The types as parsers see them: a schema without a type is a text."""
     given = schema.get("type")
     found = {each for each in (given if isinstance(given, list) else [given]) if each}
     enum = schema.get("enum")
@@ -301,14 +304,14 @@ def _has_untyped(schema: object, depth: int) -> bool:
 def _length(schema: _Schema, name: str) -> int | None:
     value = schema.get(name)
     if value is not None and (type(value) is not int or value < 0):
-        raise NoXmlGrammar(f"{name} of a parameter is no number of characters")
+        raise NoXmlGrammar(f"{name} of a parameter is not a number of characters")
     return value
 
 
 def _searched(pattern: object) -> str:
     """The texts in which the pattern is found, as a regular expression of the whole text."""
     if not isinstance(pattern, str):
-        raise NoXmlGrammar("pattern of a parameter is no text")
+        raise NoXmlGrammar("pattern of a parameter is not text")
     body = pattern.removeprefix("^")
     is_ended = bool(re.search(r"(?<!\\)(\\\\)*\$$", body))
     body = body[:-1] if is_ended else body

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-_SHARES: Final = 32  # a lease is one of this many shares of what is left of the day
+_SHARES: Final = 32  # a lease is a 32nd of what is left of the day's quota
 _MAX_GONE: Final = 32
-_GONE: Final = ""  # holds the leases of gateways that are gone, beyond the last `_MAX_GONE`
+_GONE: Final = ""  # the holder of old leases of gateways that are gone, merged into one
 
 Leases = tuple["QuotaLease", ...]
 
@@ -100,7 +100,7 @@ def given(
 
 
 def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> QuotaLease:
-    """Our lease, resized to a share of what is left, or to nothing unused if no calls come.
+    """Our lease, resized to a share of what is left, or to what is used if no calls come.
 
     If it were larger, other gateways could grant less, and more would be lost if this one dies.
     """

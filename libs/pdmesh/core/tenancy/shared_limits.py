@@ -142,7 +142,7 @@ class TenantParts:
         return {*ledger.holders, *ledger.wanted, *(x.holder for x in ledger.leases)} - {""}
 
     def forget(self) -> None:
-        """The store is read again from its beginning: it may be another one."""
+        """The store is read again from its beginning, since it may be another store now."""
         for known in self._known.values():
             known.ledger, known.revision = None, 0
 

@@ -37,7 +37,7 @@ def why_not_now(
 def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
     """Why the group cannot spare the instances that must leave first; empty if it can.
 
-    As many instances must leave as there are blank instances missing, whichever they are.
+    For each blank instance that is missing, one instance of any role must leave.
     """
     short = max(0, group.size - group.num_blank)
     if not short:

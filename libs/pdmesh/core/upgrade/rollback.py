@@ -57,7 +57,7 @@ def go_back(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
         seen = round_.observed.groups[upgrade.current]
         if not _is_back(round_, upgrade, seen):
             state = f" ({seen.detail})" if seen.detail else ""
-            way_out = "; it had better get another file" if seen.failure else ""
+            way_out = "; apply a file that changes this group" if seen.failure else ""
             round_.say(upgrade, "going back", f"{seen.group_id}{state}{way_out}: {upgrade.back}")
             return upgrade
         round_.announce("back", upgrade, seen.group_id, round_.not_whole().lstrip("; "))
@@ -113,8 +113,8 @@ def _why_not_back(round_: UpgradeRound, left: list[GroupSeen], group: GroupSeen)
     moving = round_.observed.planning - round_.observed.gathering
     why = why_not_now(round_, bad, moving)
     if not why and (no_room := why_no_room(round_, group)):
-        file = f"a file without {group.group_id} for a moment"
-        return f"{no_room}, or, if an outage is better, {file}"
+        file = f"a file without {group.group_id}"
+        return f"{no_room}; if an outage is acceptable, apply {file} for a moment"
     return why
 
 
@@ -127,8 +127,8 @@ def _restore(round_: UpgradeRound, upgrade: Upgrade) -> str:
         return ""
     number, before = upgrade.version, upgrade.settled_version
     if round_.observed.version != number or before != number - 1:
-        return "; later versions have changed more: apply a right file"
+        return "; later versions have changed more: apply a correct file"
     if before in round_.observed.lost_versions:
-        return f"; version {before} is not kept any more: apply a right file"
+        return f"; version {before} is not kept any more: apply a correct file"
     round_.effects.append(RestoreVersion(before, number, upgrade.back))
     return ""

@@ -74,7 +74,7 @@ def test_an_adapter_in_use_is_never_unloaded() -> None:
     assert shelf.was_unloaded(A.digest) == [Load(B)]
 
 
-def test_blocks_fetched_for_a_leg_that_left_are_discarded() -> None:
+def test_files_fetched_for_a_leg_that_left_are_discarded() -> None:
     shelf = AdapterShelf(1)
     loaded(shelf, A)
     assert shelf.wanted(1, A, 0.0) == [Ready(1)]

@@ -18,7 +18,7 @@ def take(turns: AdapterTurns, adapter: str, now: float) -> bool:
     return True
 
 
-def test_any_number_of_legs_share_a_slot_and_none_waits_while_no_adapter_does() -> None:
+def test_any_number_of_legs_share_a_slot_while_no_other_adapter_waits() -> None:
     turns = AdapterTurns(2)
     assert all(take(turns, adapter, now) for now, adapter in enumerate("abab" * 100))
     assert turns.why_not("", 0.0) == ""
@@ -30,7 +30,7 @@ def test_a_waiting_adapter_gets_the_slot_that_was_held_longest() -> None:
     assert take(turns, "a", 0.0)
     assert take(turns, "b", 1.0)
     assert turns.why_not("rare", 5.0) == "all adapter slots are in use"
-    assert turns.why_not("a", 5.1) == "its slot is another's next"
+    assert turns.why_not("a", 5.1) == "another adapter gets its slot next"
     assert take(turns, "b", 5.1), "only one slot is kept for one waiting adapter"
     turns.left("a")
     assert turns.why_not("a", 5.2), "a waits behind rare now"

@@ -31,7 +31,7 @@ LEND = Move("b", MoveKind.LEND, None, "training", "night")
 
 
 @pytest.mark.req("S27", "S28")
-def test_a_move_changes_what_shall_be_and_its_inverse_leaves_no_trace() -> None:
+def test_a_move_changes_the_desired_counts_and_its_inverse_restores_them() -> None:
     known = after(CHANGE, DESIRED, {})
     assert known == {"a": Adjustment(3, 1, (2, 2), "", "T_p grew")}
     shall = adjusted(DESIRED, known)
@@ -41,7 +41,7 @@ def test_a_move_changes_what_shall_be_and_its_inverse_leaves_no_trace() -> None:
 
 
 @pytest.mark.req("S11")
-def test_a_lent_group_is_not_there_and_its_instances_are_kept() -> None:
+def test_a_lent_group_is_no_longer_desired_and_its_instances_are_reserved() -> None:
     known = after(LEND, DESIRED, {})
     assert sorted(adjusted(DESIRED, known).groups) == ["a", "f"]
     assert num_lent(DESIRED, known) == {"": 4}

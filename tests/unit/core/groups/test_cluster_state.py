@@ -53,7 +53,7 @@ def test_a_group_runs_what_its_upgrade_says_not_what_the_file_says() -> None:
         ((Group("chat", fusion=1), Group("chat", 1, 0)), False, (2, 1)),
     ],
 )
-def test_a_scenario_keeps_two_of_each_role_unless_it_says_or_has_less(
+def test_a_scenario_keeps_two_of_each_role_unless_it_allows_or_asks_for_fewer(
     groups: tuple[Group, ...], allow_single: bool, floors: tuple[int, int]
 ) -> None:
     wanted = wanted_of(desired(*groups, allow_single=allow_single), "kv/1")
@@ -61,7 +61,7 @@ def test_a_scenario_keeps_two_of_each_role_unless_it_says_or_has_less(
     assert wanted.floor("other", Role.PREFILL) == 0
 
 
-def test_an_instance_is_loaded_from_when_it_has_its_engine_until_it_failed() -> None:
+def test_an_instance_counts_as_loaded_once_it_has_its_engine_and_until_it_fails() -> None:
     loaded = {phase for phase in Phase if InstanceStatus("i", 1, phase).is_loaded}
     assert Phase.READY in loaded
     assert loaded.isdisjoint({Phase.BLANK, Phase.LOADING, Phase.FAILED})

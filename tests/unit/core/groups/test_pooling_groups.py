@@ -52,5 +52,5 @@ def test_a_pooling_scenario_keeps_two_instances_and_needs_no_prefill() -> None:
 def test_a_file_may_ask_for_pooling_instances() -> None:
     text = "scenarios:\n  search: {}\ngroups:\n  a: {scenario: search, pooling: 3}\n"
     assert read(text).groups["a"] == Group("search", pooling=3)
-    with pytest.raises(InvalidRequest, match="has no others"):
+    with pytest.raises(InvalidRequest, match="has only pooling instances"):
         read(text.replace("pooling: 3", "pooling: 3, fusion: 1"))

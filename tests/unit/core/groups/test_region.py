@@ -67,7 +67,7 @@ def test_a_group_goes_to_its_failover_when_its_region_is_lost_and_back_when_that
     assert told == [("ready", "eu")] * 4 + [("draining", "us")] * 4
 
 
-def test_a_home_that_returns_in_part_takes_nothing_over_and_leaves_nothing_half_made() -> None:
+def test_a_group_stays_in_its_failover_while_its_home_has_too_few_instances() -> None:
     world = world_of(HOME_AND_FAILOVER, us=4)
     world.settle()
     for i in range(4):
@@ -130,7 +130,7 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 @pytest.mark.req("S13")
 # After 3 rounds only the decodes of the group are ready, after 20 rounds all of it.
 @pytest.mark.parametrize("num_rounds", [3, 20])
-def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_rounds: int) -> None:
+def test_a_group_that_spanned_regions_makes_room_in_its_new_region(num_rounds: int) -> None:
     """Its instances are in that region already, but their KV may leave the region. So other
     instances must take their places.
     """
@@ -150,7 +150,7 @@ def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_r
     assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"us"}
 
 
-def test_a_group_that_is_to_span_regions_makes_room_where_there_is_none() -> None:
+def test_a_group_that_is_to_span_regions_makes_room_if_no_blank_instance_is_left() -> None:
     world = world_of(SINGLE + HOME_AND_FAILOVER, eu=4, us=2)
     world.settle()
     world.apply(read(SINGLE + SPANNING))

@@ -109,7 +109,7 @@ def test_two_signals_of_one_source_are_one_suspicion(judge: FaultJudge) -> None:
     assert tick(judge, 30.0) == []
 
 
-def test_the_level_is_what_a_quorum_stands_for(judge: FaultJudge) -> None:
+def test_the_level_is_the_worst_that_a_quorum_supports(judge: FaultJudge) -> None:
     """One source says node, the other says process: both mean at least the process."""
     seen(judge, "d0", "d1")
     tell(judge, "d0", CANARY, Signal("device", "DEVICE_HOT", Level.NODE))
@@ -174,7 +174,7 @@ def test_a_fault_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
 
 
 def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
-    """Otherwise a wrong judge would walk through the group, one restart after the other."""
+    """Otherwise a wrong judgement would restart the whole group, one instance after the other."""
     seen(judge, "d0", "d1", "d2")
     tell(judge, "d0", HANGS)
     tick(judge, 0.0)

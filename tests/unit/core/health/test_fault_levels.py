@@ -34,7 +34,7 @@ def test_each_level_has_one_action(
     assert (level < EJECTS_FROM) is takes_requests
 
 
-def test_an_unknown_level_is_the_worst_or_the_best() -> None:
+def test_a_level_out_of_range_is_the_nearest_level() -> None:
     assert level_of(9) is Level.LOST
     assert level_of(-1) is Level.WELL
     assert len({r.action for r in RESPONSES.values()}) == len(Level)

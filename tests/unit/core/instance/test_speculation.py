@@ -154,7 +154,7 @@ def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None
 
 
 @pytest.mark.req("S118")
-def test_proposals_follow_the_text_off_and_on_again() -> None:
+def test_proposals_stop_and_resume_as_the_text_changes() -> None:
     """When proposals are off, one is tried now and then, or they would stay off forever."""
     adaptive, writing = adaptive_of(SMOLLM2_CPU, 1, 0.6), Writing(SMOLLM2_CPU, 1, 0.9)
     shares = []
@@ -170,7 +170,7 @@ def test_proposals_follow_the_text_off_and_on_again() -> None:
 @pytest.mark.req("S118")
 @settings(max_examples=25)
 @given(acceptance=st.floats(0.0, 0.95), assumed=st.floats(0.0, 0.95), seed=st.integers(0, 99))
-def test_the_acceptance_is_that_of_what_was_checked(
+def test_only_tokens_that_were_checked_count_in_the_acceptance(
     acceptance: float, assumed: float, seed: int
 ) -> None:
     """A proposal of four tokens whose first is wrong says something about one token, not four."""

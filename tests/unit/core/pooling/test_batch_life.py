@@ -188,8 +188,8 @@ def died(key: int) -> BatchFailed:
     return BatchFailed(key, EngineFailed("x", reason="ENGINE_DIED"), is_retryable=True)
 
 
-def test_an_engine_that_dies_counts_as_its_instance() -> None:
-    """The instance tells it before it ends, so its session does not break first."""
+def test_the_death_of_an_engine_counts_as_the_death_of_its_instance() -> None:
+    """The instance reports the death before it ends, so the report precedes the broken session."""
     batch = Batch(A, B, C)
     batch.tell(died(1))
     batch.tell(died(2))
@@ -212,7 +212,7 @@ def test_an_instance_whose_session_breaks_twice_died_once() -> None:
     [(BatchLost(1), InstanceLost), (BatchFailed(1, EngineFailed("no"), True), EngineFailed)],
     ids=["lost", "failed"],
 )
-def test_without_a_budget_for_retries_it_is_not_tried_again(
+def test_without_a_budget_for_retries_a_batch_is_not_tried_again(
     news: Event, error: type[MeshError]
 ) -> None:
     batch = Batch(A, B, num_retries=0.5)

@@ -53,7 +53,7 @@ def test_the_lengths_are_those_of_the_library(first: int, second: int, room: int
 
 @given(LENGTHS, LENGTHS, st.integers(3, 90))
 def test_inputs_are_those_of_the_library(first: int, second: int, max_tokens: int) -> None:
-    """Also if the texts were cut to what an input may have before."""
+    """The inputs are also equal if each text was first cut by `content_of`."""
     cut, tokenizer = TextCut(max_tokens), library()
     tokenizer.enable_truncation(max_tokens, strategy="longest_first")
     one, other = (token_array(3 + i % 20 for i in range(size)) for size in (first, second))
@@ -98,7 +98,7 @@ def test_a_cut_below_the_special_tokens_keeps_the_first_tokens_of_all() -> None:
     ("max_tokens", "kept"),
     [(9, [20, 21]), (8, [20]), (7, None), (4, None)],
 )
-def test_a_limit_of_documents_leaves_the_query_whole(
+def test_a_limit_on_the_tokens_of_documents_leaves_the_query_whole(
     max_tokens: int, kept: list[int] | None
 ) -> None:
     cut = TextCut(max_tokens)

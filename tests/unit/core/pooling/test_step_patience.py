@@ -6,14 +6,14 @@ from pdmesh.core.pooling.step_patience import StepPatience
 
 
 def silent_from(patience: StepPatience, num_open_tokens: int, start: float = 0.0) -> float:
-    """When its last sign comes, without a step that ends."""
+    """When the last sign comes if the step never ends."""
     times = [start + second for second in range(1000)]
     signs = [patience.num_signs(3, num_open_tokens, now) for now in times]
     assert signs == sorted(signs)
     return next(t for t, count in zip(times, signs, strict=True) if count == signs[-1]) - start
 
 
-def test_a_step_has_time_by_its_tokens() -> None:
+def test_a_step_with_more_tokens_has_more_time() -> None:
     assert silent_from(StepPatience(4096, 512, 30.0), 512) == 0
     assert silent_from(StepPatience(4096, 512, 30.0), 1024) == 30
     assert silent_from(StepPatience(4096, 512, 30.0), 4096) == 7 * 30

@@ -165,7 +165,7 @@ def test_windows_without_numbers_change_nothing_and_judge_nothing() -> None:
 
 
 @pytest.mark.req("S28")
-def test_a_finding_about_a_role_that_has_room_is_told_once_and_becomes_normal() -> None:
+def test_a_finding_about_a_role_that_has_room_is_reported_once_and_then_counts_as_normal() -> None:
     loop = Loop()
     loop.windows(replace(CALM, decode_busy=0.1), 10)
     loop.windows(replace(LONGER, decode_busy=0.15), 200)

@@ -53,7 +53,7 @@ def test_a_role_change_that_would_only_move_the_bottleneck_is_no_candidate() -> 
 
 
 @pytest.mark.parametrize("split", [Split(p, d) for p in range(1, 7) for d in range(1, 7)])
-def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None:
+def test_changes_lead_from_the_present_split_to_the_wanted_one(split: Split) -> None:
     groups = {"g0": GROUP}
     moves = changes_to(split, GROUP, "")
     for move in moves:

@@ -16,7 +16,7 @@ def test_a_text_that_is_one_token_is_written_as_that_token() -> None:
     assert LarkRules().first_token("<call>") == ""
 
 
-def test_a_text_ends_at_the_token_of_its_end_mark_or_at_the_first_mark_in_the_text() -> None:
+def test_a_text_ends_at_its_first_end_mark_whether_that_is_a_token_or_text() -> None:
     rules = LarkRules({"<call>": 7})
     text = rules.terminal("/.*/")
     assert [rules.until(text, end) for end in ("<call>x", "x<call>")] == ["r1", "r2"]

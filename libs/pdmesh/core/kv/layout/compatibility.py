@@ -93,8 +93,8 @@ def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this
         return f"{them} has blocks of {a.block_size} tokens, {us} of {b.block_size}"
     if (a.num_ranks, a.num_heads) != (b.num_ranks, b.num_heads):
         return (
-            f"{them} keeps {_cut(a)}, {us} {_cut(b)}: blocks whose inside is the kernel's own "
-            "cannot be cut by heads, so both need as many ranks"
+            f"{them} keeps {_cut(a)}, {us} {_cut(b)}: opaque blocks cannot be cut by heads, so "
+            "both need the same number of ranks"
         )
     return f"{them} packs its blocks in another way than {us}"
 

@@ -439,7 +439,7 @@ class PrefixIndex:
             self._drop(row, holder.bits[rank], rank)
 
     def _next_victim(self) -> int:
-        """The row to evict. The hand ends past it, for the row is filled next."""
+        """The row to evict. The hand stops just after it, because the row is filled next."""
         first_pinned = -1
         while True:
             row, name = self._hand, self._names[self._hand]

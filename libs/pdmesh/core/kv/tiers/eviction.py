@@ -54,7 +54,7 @@ class PoolBook:
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
-    _num_of: dict[bytes, int] = field(default_factory=dict)  # slots of an owner, written ones too
+    _num_of: dict[bytes, int] = field(default_factory=dict)  # slots by owner, also while written
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`

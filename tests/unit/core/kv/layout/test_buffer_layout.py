@@ -42,7 +42,7 @@ def test_bytes_per_token_follow_heads_and_precision(shape: KvShape, token_bytes:
 
 @pytest.mark.req("S3")
 @pytest.mark.parametrize(("num_ranks", "num_copies"), [(1, 1), (4, 1), (16, 2)])
-def test_the_shares_of_all_ranks_are_the_model_and_the_heads_they_copy(
+def test_the_bytes_of_all_ranks_add_up_to_those_of_the_model_and_of_copied_heads(
     num_ranks: int, num_copies: int
 ) -> None:
     def shape(num_heads: int) -> KvShape:
@@ -168,7 +168,7 @@ def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_computed(
 
 @pytest.mark.req("S48")
 @given(st.integers(1, 100), st.integers(1, LAYER_CHUNK_BYTES))
-def test_shrinking_parts_are_few_and_the_last_is_an_eighth_or_fits_its_announcement(
+def test_shrinking_parts_are_few_and_the_last_one_is_small(
     num_layers: int, layer_bytes: int
 ) -> None:
     layout = KvLayout(num_layers, 1, layer_bytes)

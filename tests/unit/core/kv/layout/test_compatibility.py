@@ -25,7 +25,7 @@ FP8 = replace(BF16, dtype="fp8_e4m3", scales="per-tensor-09ab")
 def test_a_fingerprint_holds_the_whole_format(kind: KvFormat) -> None:
     assert parse(str(kind)) == kind
     assert difference(str(kind), str(kind)) == ""
-    assert "/" not in str(kind), "folders have its name"
+    assert "/" not in str(kind), "folders are named by it"
 
 
 @pytest.mark.req("S126", "S57")

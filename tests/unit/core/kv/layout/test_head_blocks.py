@@ -180,7 +180,7 @@ def test_runs_are_as_long_as_the_memory_allows() -> None:
     assert (whole.head_bytes, whole.block_bytes, whole.runs(3, 0)) == (96, 96, [(288, 0)])
 
 
-def test_caches_that_may_meet_have_one_shape_on_the_way() -> None:
+def test_caches_that_may_exchange_blocks_have_equal_travel_shapes() -> None:
     flash = travel_shape("kbnhc", (2, 9, 16, 4, 64), 2)
     assert flash == travel_shape("bknhc", (5, 2, 16, 8, 64), 2) == (2, 16, 64, 2)
     assert flash != travel_shape("bhnc", (9, 4, 16, 128), 2), "K and V alternate by token there"

@@ -50,8 +50,8 @@ def test_the_order_of_eviction() -> None:
 
 @pytest.mark.req("S96")
 def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
-    """Each of the others is asked for again, too. By least recent use only, they would push
-    it out.
+    """Each of the others is asked for again, too. If only the least recent use counted, they would
+    push it out.
     """
     book = PoolBook(16, keep_after=4)
     system = stored(book, 1, 2)

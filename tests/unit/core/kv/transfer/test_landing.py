@@ -62,7 +62,7 @@ def test_no_byte_lands_twice_or_outside(second: MetaArrived) -> None:
 
 
 @pytest.mark.parametrize("size", [99, 101])
-def test_a_pull_of_another_size_than_asked_for_lands_nowhere(size: int) -> None:
+def test_a_pull_whose_size_differs_from_the_request_lands_nowhere(size: int) -> None:
     assert Landing(100, 100).announce(part(0, size, of=size)) is None
 
 
