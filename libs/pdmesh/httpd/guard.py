@@ -223,8 +223,8 @@ class _Guarded(HttpToolsProtocol):
         self.end()
 
     def _may_answer(self) -> bool:
-        """Whether an answer now cannot be mistaken for another answer, or break one."""
-        # There is none before the first request.
+        """Whether an answer sent now would be read as the answer to the current request."""
+        # Before the first request there is no cycle.
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete:
             return True
@@ -232,7 +232,7 @@ class _Guarded(HttpToolsProtocol):
         return is_of_this and not cycle.response_started and not self.pipeline
 
     def end(self) -> None:
-        """Send what was written, read no more, and drop it soon."""
+        """Send what was written, read no more, and drop the connection soon."""
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True

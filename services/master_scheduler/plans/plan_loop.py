@@ -75,7 +75,7 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _NUM_SHOWN: Final = 50  # decisions
-# after a schedule's time: groups that are lent even later would soon be needed again
+# The plan of a schedule is finished within this time. Groups lent later would soon be needed again.
 RESUME_WITHIN_S: Final = 3600.0
 WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
 

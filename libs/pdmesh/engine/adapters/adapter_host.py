@@ -83,8 +83,8 @@ class AdapterHost:
         self._askers: dict[int, _Asker] = {}
         self._inspecting = asyncio.Semaphore(_INSPECTIONS)
         self._task: asyncio.Task[None] | None = None
-        self._fetched: AdapterFacts | None = None  # of what the shelf has fetched
-        self._began_at = 0.0  # of what is being loaded, its files included
+        self._fetched: AdapterFacts | None = None  # the facts of the adapter fetched last
+        self._began_at = 0.0  # when fetching the adapter that is being loaded began
         self.num_signs = 0  # of work on an adapter's files, as in `EngineStats`
 
     @property
@@ -237,16 +237,16 @@ class AdapterHost:
         facts = read_adapter(Path(adapter.path), copy, self._sign)
         if facts.digest != adapter.digest:
             raise AdapterUnusable(
-                f"{adapter.path} has other content than was registered: add it again"
+                f"the content of {adapter.path} has changed since it was registered: add it again"
             )
         return facts
 
     def _sign(self) -> None:
-        """Called in the thread that copies, which alone counts at that time."""
+        """Called by the thread that copies; no other thread counts at that time."""
         self.num_signs += 1
 
     def _check(self, facts: AdapterFacts) -> None:
-        """Raises AdapterUnusable; AdapterMisfit if no rank that an instance takes would help."""
+        """Raises AdapterUnusable; AdapterMisfit if even a higher `max_rank` would not help."""
         base = self._limits.base
         if why := misfit(facts, self._limits.max_rank, base):
             raise (AdapterMisfit if misfit(facts, _ANY_RANK, base) else AdapterUnusable)(why)

@@ -83,7 +83,7 @@ def _choices(choices: Any) -> list[str]:
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
         raise GrammarRefused("choice must be a list of strings")
     if not 0 < len(choices) <= MAX_CHOICES:
-        raise GrammarRefused(f"1 to {MAX_CHOICES} choices")
+        raise GrammarRefused(f"choice must have 1 to {MAX_CHOICES} entries")
     return choices
 
 

@@ -98,7 +98,7 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)
     except MemoryError:
-        os.abort()  # as the compiler itself does: grammars before it may hold the memory
+        os.abort()  # like the compiler itself: earlier grammars may hold the memory
     finally:
         _unbound_cpu()
     return Checked(grammar=grammar)

@@ -139,7 +139,7 @@ class DecodeBatch:
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        # Before that many tokens, only the end of a form draws it: then nothing else may come.
+        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else: it ends too.
         stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
         for leg, stop_ids in self._stops.items():
             column = self._column_of[leg]

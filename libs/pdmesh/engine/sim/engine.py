@@ -112,8 +112,8 @@ class SimEngine:
             self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
         self._adapters = AdapterLane(config, self._go, self._give_up, self._emit, self._die)
         self._guides = GuideLane(self._on_refused, self._die)
-        self._unguided: dict[int, PrefillJob] = {}  # whose constraints are being compiled
-        self._held: dict[int, Retrieved] = {}  # which wait for their guides
+        self._unguided: dict[int, PrefillJob] = {}  # their constraints are being compiled
+        self._held: dict[int, Retrieved] = {}  # they wait for their guides
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}

@@ -100,7 +100,7 @@ class VllmEngine:
         self._process = LlmProcess()
         self._control: ControlServer | None = None
         self._view = SchedulerView()
-        self._names = BlockNames(0, config.block_size)  # its capacity follows with the cache's
+        self._names = BlockNames(0, config.block_size)  # the capacity follows in `_open_for_jobs`
         self._tiers: TierClient | None = None
         self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None

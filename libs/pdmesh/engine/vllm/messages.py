@@ -190,7 +190,7 @@ class TierNews(RankMessage):
 class Open(RankMessage):
     """Host: a per-layer prefill is about to run; its ticket may be pulled from now on.
 
-    Answered by Opened.
+    Answered by RankTicketOpened.
     """
 
     ticket_id: str

@@ -19,7 +19,10 @@ OnError = Callable[[str, str, str], None]  # reason, message, request id
 
 
 class SourceWatch:
-    """Each change is reported as an error event; `on_change`: the instance's record must change."""
+    """Reports each exclusion and release as an error event.
+
+    `on_change` is called when the instance's record must be written again.
+    """
 
     def __init__(
         self, clock: Callable[[], float], on_error: OnError, on_change: Callable[[], None]

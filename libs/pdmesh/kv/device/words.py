@@ -20,7 +20,7 @@ _WORD_BYTES = (8, 4, 2, 1)
 # Both take ints, arrays or Triton's values. They have no annotations, since Triton would look up
 # their names.
 def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
-    """Where word `word` of a head's block lies, from the block's begin in the cache."""
+    """Where word `word` of a head's block lies in the cache, counted from the block's start."""
     run = word // run_words
     outer = run // inner_count
     inner = run % inner_count
@@ -37,7 +37,7 @@ def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-
 
 @dataclass(frozen=True, slots=True)
 class WordPlan:
-    """A layer's cache in words of `word_bytes`; a kernel gets it besides pointers and ids."""
+    """How a layer's cache is read in words of `word_bytes`; a kernel also gets pointers and ids."""
 
     word_bytes: int
     head_words: int
@@ -57,7 +57,8 @@ class WordPlan:
 def word_plan(where: HeadBlocks) -> WordPlan:
     """Raises ValueError for a cache with more axes than an attention block has."""
     if len(where.outer) > _MAX_OUTER:
-        raise ValueError(f"{len(where.outer)} axes around the runs of a head's block")
+        num = len(where.outer)
+        raise ValueError(f"a head's block has {num} outer axes, more than {_MAX_OUTER}")
     strides = [where.blocks.stride, where.heads.stride, *(axis.stride for axis in where.outer)]
     size = next(w for w in _WORD_BYTES if not any(n % w for n in (where.run_bytes, *strides)))
     outer, inner = [(1, 0)] * _MAX_OUTER, [(a.count, a.stride // size) for a in where.outer]

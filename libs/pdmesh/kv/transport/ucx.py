@@ -62,8 +62,8 @@ _WARM_UP_S = 1.0
 class _LostInGreeting(KvTransferFailed):
     """UCX ended the connection before the welcome.
 
-    The peer may be gone. But it may also be that the other end of the pair was closed long ago,
-    after a hello in vain, and that UCX's keepalive has found that just now (`ucx_endpoints`).
+    The peer may be gone. Or the peer closed its end of the pair long ago, after a hello that was
+    given up, and UCX's keepalive notices that only now (`ucx_endpoints`).
     """
 
 

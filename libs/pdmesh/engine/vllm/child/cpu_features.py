@@ -1,4 +1,4 @@
-"""Reads from a processor's flags what it cannot do, or does slowly, before vLLM's child dies of it.
+"""Reads from a processor's flags what the processor cannot do, or does slowly, before vLLM fails.
 
 All functions take text and return text. On a machine whose flags cannot be read, nothing is
 refused: vLLM reports what is wrong.

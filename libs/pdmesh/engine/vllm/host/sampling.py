@@ -62,7 +62,7 @@ def sampling_params(
         logprobs=None if sampling.logprob_token_ids else sampling.num_logprobs,
         logprob_token_ids=list(sampling.logprob_token_ids) or None,
         prompt_logprobs=sampling.num_prompt_logprobs,
-        flat_logprobs=sampling.num_prompt_logprobs is not None,  # not an object for each of many
+        flat_logprobs=sampling.num_prompt_logprobs is not None,  # an object for each would be slow
         structured_outputs=StructuredOutputsParams(grammar=constraint.grammar)
         if constraint is not None
         else None,

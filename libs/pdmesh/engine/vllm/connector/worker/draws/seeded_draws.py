@@ -2,10 +2,10 @@
 
 vLLM's first model runner makes a generator when a request begins and advances it once per step. In
 the mesh, an answer continues in another request, at decode and after a migration. So before each
-draw, the generator is moved to the position in the answer. This includes the steps of a prompt that
-is computed in chunks, whose draws are discarded. vLLM would rewind such a draw, which ends the
-engine on a CPU, whose generators have no offset. vLLM's second model runner needs none of this: its
-noise is a function of seed and position.
+draw, the generator is moved to the position in the answer. A prompt that is computed in chunks
+draws at each step, and all draws but the last are discarded. vLLM would rewind them, but generators
+on a CPU have no offset, and the engine would end. vLLM's second model runner needs none of this:
+its noise is a function of seed and position.
 """
 
 from __future__ import annotations

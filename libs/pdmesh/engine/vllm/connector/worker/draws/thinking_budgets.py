@@ -119,7 +119,7 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         super()._update_think_state(state)
 
     def _follow(self, state: dict[str, Any]) -> None:
-        """Bring the state of a request that begins to what it was before its last token."""
+        """Bring the state of a request that begins here to where it was before the last token."""
         drawn, proposed = state["output_tok_ids"], state["spec_token_ids"]
         state["spec_token_ids"] = []
         for num in self._telling(state, drawn):
@@ -129,8 +129,9 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         state["force_index"] = []
 
     def _telling(self, state: dict[str, Any], drawn: Sequence[int]) -> Iterator[int]:
-        """The counts of drawn tokens, below their total, at which the rule has to look: those at
-        which it does more than count down, and the count before each of them.
+        """Numbers of drawn tokens after which the rule must look at the answer.
+
+        It must look where it does more than count down, and one token before that.
         """
         begins, ends = self.think_start_token_ids, self.think_end_token_ids
         num = 0
@@ -161,7 +162,7 @@ def _index(drawn: Sequence[int], token_id: int, start: int) -> int | None:
 def _of_marks(
     update: BatchUpdate, budgets: Sequence[ThinkingBudget | None], marks: ThinkingMarks
 ) -> BatchUpdate:
-    """What is added, with the budgets of those marks alone."""
+    """The added requests; those with other marks count as unlimited."""
     added = [
         (
             index,
