@@ -77,7 +77,9 @@ def outcomes(folder: Path) -> list[Outcome]:
     suites = [suite for file in files for suite in file.iter("testsuite")]
     found: dict[str, Outcome] = {}
     for suite in sorted(suites, key=lambda s: s.attrib["timestamp"]):
-        for case in suite.iterfind("testcase[@classname!='']"):  # else a file that cannot be read
+        for case in suite.iterfind(
+            "testcase[@classname!='']"
+        ):  # without a class name, it is a file that could not be read
             outcome = _outcome(case, suite.attrib["timestamp"][:10])
             if outcome.result != "skipped" or outcome.test not in found:
                 found[outcome.test] = outcome

@@ -38,7 +38,7 @@ def cited(root: Path) -> dict[str, Path]:
 
 
 def numbers(root: Path) -> list[str]:
-    """All that have a line, in its order."""
+    """The numbers that have a line in the requirements, in the order of the page."""
     return _LINE.findall((root / REQUIREMENTS).read_text())
 
 

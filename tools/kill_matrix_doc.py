@@ -1,5 +1,6 @@
-"""docs/kill-matrix.md from what the last run of the kill matrix measured, or of the faults of KV:
-the other table stays as it is.
+"""Writes docs/kill-matrix.md from the results of the kill matrix, of the KV faults, or of both.
+
+A table without results stays as it is.
 
 Usage: python -m tools.kill_matrix_doc RESULTS_DIR docs/kill-matrix.md
 """
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def page(before: str, results: Path) -> str:
-    """With the tables that there are results for."""
+    """The page, with new tables where there are results."""
     processes, kv = _read(results), _read(results / "kv")
     if not processes and not kv:
         sys.exit(f"no results in {results}")
@@ -78,7 +79,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each fault and what happens, the run that cost most; by the fault's number."""
+    """For each row of the table, the run in which the fault added most; by number of the fault."""
     worst: dict[tuple[int, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: float(r["took_s"]) - float(r["peace_s"])):
         worst[int(row["fault"][1:]), str(row["what"])] = row

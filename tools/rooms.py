@@ -1,7 +1,7 @@
 """What keeps the tree readable, checked: `python -m tools.rooms`.
 
-Folders of at most 15 files, each saying what it is for; names once; the tests of a decision in the
-file of its name; constructors that a reader can call without counting.
+A folder has at most 15 files and says what it is for. A class name is defined once. The tests of a
+module that decides are in the file of the same name. Constructors have few parameters.
 
 `make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
 """

@@ -428,7 +428,7 @@ def as_markdown(report: Report) -> str:
                 [
                     "survivor",
                     "blocks not reserved",
-                    "that nobody holds",
+                    "not held",
                     "open files",
                     "resident MiB",
                 ],

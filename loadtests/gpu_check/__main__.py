@@ -63,7 +63,7 @@ def sections() -> list[Callable[[], Sequence[Finding]]]:
 
 
 def carefully(section: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-    """A section that breaks is one that does not hold; the others run."""
+    """Run a section. If it raises, it does not hold, and the other sections still run."""
     try:
         return section()
     except Exception as broken:

@@ -83,7 +83,7 @@ def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> 
 
 
 def _is_barely_felt(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
-    """Alone and beside copies without pause, in turn. The bar: at most 1.25 of the time alone."""
+    """Time steps alone and beside endless copies, in turn. Bar: 1.25 times the time alone."""
     layers = (0, NUM_LAYERS)
     alone, beside = list[float](), list[float]()
     copied = 0
@@ -116,8 +116,8 @@ def _is_barely_felt(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Fi
     }
     return Finding(
         "Cost beside the model",
-        "A step of matrix products, alone and beside gathers into the arena without pause, "
-        "in turn, five rounds. Bar: 1.25.",
+        "The time of a step of matrix products, alone and beside endless gathers into the arena, "
+        "in turn, in five rounds. Bar: at most 1.25 times the time alone.",
         ratio <= 1.25,
         [row],
     )

@@ -128,8 +128,8 @@ def _times(run: Run) -> Iterator[str]:
 def _costs(run: Run) -> Iterator[str]:
     """Each variant's time minus the time of the engine that keeps its KV."""
     yield (
-        "What the hand-over costs: a way's milliseconds minus those of the engine alone, and "
-        "their share of the way's."
+        "What the hand-over costs: a variant's milliseconds minus those of one engine, and this "
+        "difference as a share of the variant's milliseconds."
     )
     yield ""
     yield from _head(run, "ms, and share")

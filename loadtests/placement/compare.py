@@ -224,10 +224,9 @@ def main() -> None:
             "loadtests.placement.compare",
             "Placement policies on a real mesh",
             "Sim engines, real processes and KV transfer; clients, mesh and servers share the "
-            "cores. Median (lowest..highest) over the seeds,"
-            " which spread the trace's 3 s ticks anew where it is jittered, and else move ties "
-            "alone. Twin: the same on the virtual clock,"
-            " where nothing costs CPU.",
+            "cores. Median (lowest..highest) over the seeds. A seed spreads the trace's 3 s ticks "
+            "if the trace is jittered; otherwise it only breaks the policy's ties. Twin: the same "
+            "on the virtual clock, where nothing costs CPU.",
             text,
             runs=[asdict(run) for run in runs],
         )

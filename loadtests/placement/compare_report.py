@@ -16,12 +16,11 @@ EVEN_OFF: Final = "round_robin"
 _MOST_P95: Final = 0.70  # our P95 relative to the P95 with scheduling off
 
 ABOUT_OFF: Final = (
-    "Scheduling off: RTP-LLM (8.1) names its baseline only by what it lacks, and what its "
-    "scheduling adds is a Master that knows caches and"
-    " load. So any prefill gets any prompt, whatever it holds and however busy it is: that is "
-    f"our `{OFF}`, at random, and S131's baseline."
-    f" `{EVEN_OFF}` is as blind, but spreads evenly what chance does not: the kindest reading "
-    "there is."
+    "Scheduling off: RTP-LLM (8.1) describes its baseline only as a mesh without its scheduling, "
+    "and the scheduling is a Master that knows caches and load. So in the baseline any prefill "
+    "gets any prompt, whatever it holds and however busy it is. That is our "
+    f"`{OFF}`, which chooses at random, and S131's baseline. `{EVEN_OFF}` knows as little, but "
+    "spreads requests evenly: it is the strongest baseline that fits the description."
 )
 
 
@@ -127,12 +126,13 @@ def _judged(by_policy: Mapping[str, Sequence[Run]]) -> str:
         numbers = f"{format(ours, twin.form)} against {format(theirs, twin.form)} ({twin.name})"
         if twin.is_better(ours, theirs):
             return (
-                f" On the virtual clock ours is better, {numbers}: what reverses it is no "
-                "decision of placement's."
+                f" On the virtual clock ours is better, {numbers}, so placement's decisions are "
+                "not the cause."
             )
         if twin.is_better(theirs, ours):
             return (
-                f" So it is on the virtual clock, {numbers}: it comes from where placement sends."
+                f" The same holds on the virtual clock, {numbers}: placement's decisions are the "
+                "cause."
             )
         return f" On the virtual clock both are equal, {numbers}."
 

@@ -256,10 +256,10 @@ def main() -> None:
             options.out,
             "loadtests.placement.plan",
             "The cost of a placement decision",
-            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. The core's times are "
-            "of its thread's CPU; a message's through gRPC are of the"
-            " clock, for all its queries, while client and master share the machine. CPU: the "
-            "master's, for one query.",
+            f"Prompts of {NUM_BLOCKS} blocks; half of the workers are prefills. In the core, times "
+            "are CPU time of one query. Through gRPC, they are wall time of one message with all "
+            "its queries, while client and master share the machine. CPU is the master's, for one "
+            "query.",
             text,
             costs=[asdict(cost) for cost in costs],
         )

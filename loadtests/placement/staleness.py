@@ -1,8 +1,8 @@
 """How old the master's knowledge is: from a change at an instance to its place in the master's view
 (`make bench NAME=staleness`, S100).
 
-python -m loadtests.placement.staleness --instances 10,100,1000 --rate 1000 --out
-loadtests/results/staleness-2026-11-21
+    python -m loadtests.placement.staleness --instances 10,100,1000 --rate 1000 \\
+        --out loadtests/results/staleness-2026-11-21
 
 The instances are only publishers, all in one process. The bus is a real NATS, and the master's own
 feeds listen. Every change carries the time at which it was made.
@@ -288,7 +288,7 @@ def table(found: list[Staleness]) -> str:
         f"p99 within {BLOCKS_BAR_MS:.0f}",
         "p90 to that of polls every 20 / 50 ms",
         "changes lost",
-        "CPU of who listens",
+        "CPU of the master's feeds",
     )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for s in found:
@@ -329,10 +329,10 @@ def main() -> None:
     if options.out:
         about = (
             "From a change at an instance (a slot taken, a block stored) to the master's view of "
-            "it, over a real NATS. The paper polls loads every 20 ms and"
-            " cache keys every 50; ours are pushed, so these are the bars. All instances share "
-            "one process and one connection, the master's feeds are"
-            " another, and both share two cores."
+            "it, over a real NATS. The paper polls loads every 20 ms and cache keys every 50 ms. "
+            "Ours are pushed, and these two periods are the bars. All instances are one process "
+            "with one connection, the master's feeds are another process, and both share two "
+            "cores."
         )
         rows = [asdict(s) for s in found]
         write(

@@ -1,9 +1,10 @@
 """Policies compared on the virtual clock: the same arrivals, the same seeds, one table with spread
 (`make bench NAME=compare`).
 
-python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the
-cases that need none python -m loadtests.sim.compare --cases "cache pressure" --policies
-default,kv_router
+    # The full Mooncake trace, and the cases that need none.
+    python -m loadtests.sim.compare --traces FOLDER
+    # One case under two policies.
+    python -m loadtests.sim.compare --cases "cache pressure" --policies default,kv_router
 """
 
 from __future__ import annotations

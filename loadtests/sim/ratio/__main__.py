@@ -44,7 +44,7 @@ _KINDS: Final[dict[str, type[Any]]] = {
     "scale": scale.Cost,
 }
 Job = tuple[str, Callable[[], Any]]
-_NUM_QUIET: Final = 24  # runs without a fault, for the rest of the week
+_NUM_QUIET: Final = 24  # runs without a fault, which stand for the hours of a week between faults
 
 
 def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:

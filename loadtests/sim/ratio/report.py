@@ -279,13 +279,12 @@ def _faults(results: Results) -> list[str]:
         ),
         "",
         (
-            "Requests of a whole week (some four hundred million) cannot be played one by one. "
-            "Played is, request by request, all of the"
-            f" week's time in which any group lacks an instance, from {faults._BEFORE_S:.0f} s "
-            "before; and of groups that lack nothing"
-            f" {num_quiet:,} requests, of which {num_bad} failed or were late: with 95 % "
-            "confidence less than"
-            f" {_upper_bound(num_bad, num_quiet):.4%}. The week is both, weighted by time."
+            "The requests of a whole week (some four hundred million) cannot be played one by one. "
+            "All times in which a group lacks an instance are played request by request, from "
+            f"{faults._BEFORE_S:.0f} s before the loss. Of groups that lack nothing, a sample of "
+            f"{num_quiet:,} requests is played. {num_bad} of these failed or were late, which "
+            f"means less than {_upper_bound(num_bad, num_quiet):.4%} with 95 % confidence. The "
+            "week's numbers combine both, weighted by time."
         ),
         "",
         (
