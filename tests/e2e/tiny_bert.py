@@ -1,8 +1,8 @@
 """A BERT of random weights with a WordPiece tokenizer: as an embedding model, or as a
 cross-encoder.
 
-Weights are drawn wide, so that what it makes depends on every token, and on which of the two texts
-of a pair each belongs to.
+The weights have a large variance, so that a vector depends on every token, and on the text of a
+pair that each token belongs to.
 """
 
 from __future__ import annotations

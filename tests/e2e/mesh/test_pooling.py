@@ -37,7 +37,8 @@ pytestmark = [
 NEAR = 1e-5
 START_S = 400.0
 QUERY = "the capital of france?"
-# Without a side the special tokens stay, with one they are cut, too; 1 is less than they need.
+# Without a side, the special tokens are kept; with a side, they are cut, too. The last limit has no
+# room for the special tokens.
 CUTS: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": 6},
     {"truncate_prompt_tokens": 6, "truncation_side": "right"},

@@ -84,7 +84,7 @@ TOOLS: Final = [
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    """Conversations with one question each, which in every second one follows a call's result."""
+    """For each town: a question, then the same with the call, its result and a new question."""
     found: list[list[dict[str, Any]]] = []
     for index, town in enumerate(TOWNS):
         question = {"role": "user", "content": f"What is the weather in {town}?"}

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
 OFFERED = 32 * MIB  # by each connection
-TAKEN = 8 * MIB  # the kernel's buffers, which are the server's on this machine
+TAKEN = 8 * MIB  # the kernel's buffers of both ends, which are on this machine
 CONNECTIONS = 3
 FLOODS: dict[str, tuple[bytes, bytes]] = {
     "empty lines before the head": (b"", b"\r\n"),

@@ -167,7 +167,7 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
     raw = KvBucket(site.bus, BUCKET)  # to write like a former leader, without comparing revisions
     old = Assignment()
     old.CopyFrom(master.given["p"])
-    assert master.record("p").epoch == 5, "a leader with a lower one hears of it (F21)"
+    assert master.record("p").epoch == 5, "a leader with a lower epoch learns of this one (F21)"
     old.epoch, old.assignment_id, old.stage = 4, 9, STAGE_BLANK
     await raw.put("p", MessageToJson(old).encode())
     await site.until(lambda: Ignored.OLDER.value in p.log_file.read_text())

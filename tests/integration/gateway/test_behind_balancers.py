@@ -49,7 +49,7 @@ async def test_each_token_passes_two_balancers_before_the_next_is_computed(tmp_p
                 if line.startswith("data: {"):
                     text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
         assert text == mesh.expected_text("abc", 12)
-        assert len(mesh.instances["prefill-0"].prefills) == 1, "nobody else went on with it"
+        assert len(mesh.instances["prefill-0"].prefills) == 1, "no other leg continued it"
         assert [line async for line in lines if line][-1] == "data: [DONE]"
 
 

@@ -1,4 +1,4 @@
-"""Of what goes wrong behind the gateway, a client sees nothing, or one clear error."""
+"""A fault behind the gateway is invisible to its client, or is one clear error."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ async def test_a_request_waits_for_an_older_prefill_that_reports_no_progress(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def left_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    """One prefill and one decode, which every client leaves."""
+    """One prefill and one decode, for tests in which every client leaves."""
     async with gateway_mesh(tmp_path_factory.mktemp("left")) as mesh:
         mesh.instances["decode-0"].step_s = 0.01
         yield mesh

@@ -176,7 +176,7 @@ async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
             *(leg.prompt_token_ids for i in mesh.instances.values() for leg in i.starts),
         ]
         assert all(prompt.startswith(begin) for prompt in prompts)
-        assert max(map(len, prompts)) > len(begin) + 4, "one went on with what it had drawn"
+        assert max(map(len, prompts)) > len(begin) + 4, "one leg continued from the drawn tokens"
         expected = mesh.expected_text(text, 40)
         assert [choice["text"] for choice in answer.json()["choices"]] == [expected] * 3
 
@@ -213,7 +213,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
         prompt = mesh.chat_prompt(SHORT) if "chat" in path else SHORT
         assert "".join(shown) == mesh.expected_text(prompt, num_tokens)
         assert all(shown)
-        assert len(mesh.instances["prefill-0"].prefills) == 1, "nobody else went on with it"
+        assert len(mesh.instances["prefill-0"].prefills) == 1, "no other leg continued it"
 
 
 async def next_text(lines: AsyncIterator[str]) -> str:

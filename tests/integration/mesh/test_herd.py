@@ -37,8 +37,8 @@ from tests.fakes.memory_registry import MemoryView
 
 NUM_PREFILLS = 16
 PREFILL_S = 0.4  # at least
-# A prefill takes this many times what else a request costs this machine, so that the sixteen
-# prefills are the bottleneck, and not the one process.
+# A prefill takes this many times as long as all else that a request costs this machine. So the
+# sixteen prefills are the bottleneck, not the one process in which they run.
 COSTS_PER_PREFILL = 40
 MOST_S = 4.0  # a gateway gives up an instance that shows no work for 5 s
 NUM_EACH = 6  # requests of a user

@@ -149,7 +149,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert re.search(r"the mesh is ready after \d", said)
     assert "chat/completions" in said
     assert said.rstrip().endswith("pdmesh: stopped")
-    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "the output while it ran"
+    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "the files of the run are removed"
 
 
 @pytest.mark.req("S74")
@@ -157,7 +157,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
 def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None:
     launcher = pdmesh.up()
     mesh = pdmesh.until_ready(launcher)
-    os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)  # also what cannot run its own handlers
+    os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)  # it must end although it runs no handler
     launcher.kill()
     launcher.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids(mesh).values()))

@@ -17,7 +17,7 @@ from pdmesh.launcher.spec import MeshSpec
 from tests.support.waiting import until
 
 
-def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
+def test_a_state_directory_is_locked_by_one_mesh_at_a_time(tmp_path: Path) -> None:
     with state.lock(tmp_path):
         assert state.is_locked(tmp_path)
         with pytest.raises(state.MeshRunning, match="already running"):
@@ -75,7 +75,7 @@ def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
     assert (tmp_path / "hash-secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_hash_secret_of_the_environment_is_kept(tmp_path: Path) -> None:
+def test_a_hash_secret_from_the_environment_is_used_and_not_written(tmp_path: Path) -> None:
     """Meshes that share a store must name blocks by the same key."""
     assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": "shared by two"}) == "shared by two"
     assert not (tmp_path / "hash-secret").exists()

@@ -161,7 +161,7 @@ async def test_the_process_starts_with_the_first_call_and_ends_with_its_gateway(
     parsers: AnswerParsers, tokenizer: Tokenizer
 ) -> None:
     parsers.model(tokenizer)
-    assert parsers.pid is None, "to look at a model's parsers starts nothing"
+    assert parsers.pid is None, "looking at a model's parsers starts no process"
     await asyncio.gather(*(parsers.prepared(parsers.model(tokenizer), b"{}") for _ in range(10)))
     pid = parsers.pid
     assert pid is not None

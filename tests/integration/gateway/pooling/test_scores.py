@@ -122,7 +122,7 @@ async def test_texts_are_cut_where_the_limits_say(cross: httpx.AsyncClient) -> N
 async def test_a_long_query_is_read_once_and_cut_with_each_document(
     cross: httpx.AsyncClient,
 ) -> None:
-    """A tenth of the largest body: as many times it would not fit into the gateway's memory."""
+    """The query is a tenth of the largest body. The gateway has no room for a copy per document."""
     body: dict[str, Any] = {
         "model": "ranker",
         "query": "a b " * 200_000,
@@ -134,7 +134,7 @@ async def test_a_long_query_is_read_once_and_cut_with_each_document(
     assert answer.json()["usage"]["prompt_tokens"] == 200 * 16
 
 
-async def test_pairs_that_are_too_much_together_are_refused_before_they_are_made(
+async def test_pairs_with_too_many_tokens_together_are_refused_before_they_are_built(
     tmp_path: Path,
 ) -> None:
     async with (

@@ -78,7 +78,7 @@ async def test_content_other_than_the_registered_one_is_refused(site: Site) -> N
     a = site.adapter("a", 1)
     settings = Path(a.path) / SETTINGS_FILE
     settings.write_text(settings.read_text() + " ")
-    with pytest.raises(AdapterUnusable, match="other content than was registered"):
+    with pytest.raises(AdapterUnusable, match="has changed since it was registered"):
         await site.host.acquired(1, a)
     assert site.slots.loaded == {}
     assert site.changes == [AdaptersChanged((), "failed")]

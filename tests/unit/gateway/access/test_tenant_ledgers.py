@@ -40,7 +40,7 @@ class FreezingBucket:
         raise NotImplementedError
 
 
-async def test_a_frozen_nats_does_not_hold_up_the_end_tenant_by_tenant() -> None:
+async def test_ledgers_are_closed_for_all_tenants_at_once_even_if_nats_is_frozen() -> None:
     limits = TenantLimits(max_concurrent=4, tokens_per_day=1000)
     known = {name: Tenant(name, limits) for name in (f"tenant-{i}" for i in range(40))}
     bucket = FreezingBucket()

@@ -1,4 +1,4 @@
-"""Parsers get the part of a chat that they read; a form that has no grammar names the field."""
+"""Parsers get the part of a chat that they read; the refusal of a form names the field."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class EndlessReasoning:
         return self._reply
 
 
-async def test_only_a_form_is_refused_where_no_token_ends_the_reasoning() -> None:
+async def test_if_no_token_ends_the_reasoning_only_requests_with_a_form_are_refused() -> None:
     model = ServedModel("m", cast(Any, None), 10)
 
     async def parsed(parsers: EndlessReasoning, form_field: str = "", **fields: Any) -> object:

@@ -8,7 +8,7 @@ import re
 from pdmesh.services.gateway.openai import sampling
 
 
-def test_every_further_field_that_is_read_is_looked_for_first() -> None:
-    """A field that only the slow path knows would be ignored without a word."""
+def test_each_field_that_the_slow_path_reads_makes_a_request_take_that_path() -> None:
+    """Otherwise the field would be ignored without a word."""
     read = re.findall(r"\brequest\.(\w+)", inspect.getsource(sampling._with_further))
     assert set(read) == set(sampling._FURTHER)

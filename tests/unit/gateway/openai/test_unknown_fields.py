@@ -42,7 +42,7 @@ def test_at_most_sixteen_unknown_fields_are_reported() -> None:
     assert ignored == [f"f{n}" for n in range(16)], "the first sixteen"
 
 
-def test_a_header_holds_no_byte_that_a_header_may_not_hold() -> None:
+def test_the_header_has_only_allowed_bytes_and_a_bounded_length() -> None:
     name, value = header_of(["a\r\nset-cookie: x", "\u00fc,b", "y" * 10_000])
     assert name == HEADER
     assert all(0x20 <= byte < 0x7F for byte in value)

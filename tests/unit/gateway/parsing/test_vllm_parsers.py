@@ -377,7 +377,7 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
         ("deepseek_v3", {"thinking": True}, "</think>"),
         ("step3", {}, "</think>"),
         ("deepseek_v3", {}, ""),
-        ("granite", {}, None),  # a sentence ends it, and no one token
+        ("granite", {}, None),  # a sentence ends it, not a single token
     ],
 )
 def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
@@ -408,7 +408,7 @@ def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
 def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
     desk: Any, name: str, begins_in_prompt: bool
 ) -> None:
-    """Any tokens: many are parts of a character, and add no text by themselves."""
+    """The tokens are random: many are parts of a character and add no text by themselves."""
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
 
     inner, family, rng = tokenizer_of(name), FAMILIES[name], random.Random(7)

@@ -50,7 +50,7 @@ async def test_a_call_is_open_until_its_answer_is_written() -> None:
     assert desk.desk.num_open_bytes == 0
 
 
-async def test_large_answers_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_open_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(desk_module, "MAX_OPEN_BYTES", 100)
     desk = Desk(lambda _, pool, key: answered(pool, key))
     async with desk.answered(spec_of(10)):
@@ -74,7 +74,7 @@ async def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 
 async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
-    """No matter whether an instance can still tell that its engine has died."""
+    """This holds whether or not an instance can still report that its engine has died."""
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
         died = LegFailed(key, EngineFailed("x", reason="ENGINE_DIED"))

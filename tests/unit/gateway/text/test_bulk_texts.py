@@ -41,7 +41,7 @@ class Counting:
         return self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: Sequence[Any], add_special_tokens: bool) -> Any:
-        """The only other way that lets other threads run meanwhile."""
+        """Beside `encode_batch_fast`, the only method that lets other threads run meanwhile."""
         return self._inner.encode_batch(texts, add_special_tokens=add_special_tokens)
 
     def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
@@ -139,7 +139,9 @@ async def test_a_text_is_shortened_between_its_words(
     assert found == ["is", kept]
 
 
-def test_what_no_input_can_have_is_cut_before(lanes: EncodingLanes) -> None:
+def test_text_beyond_what_any_input_can_hold_is_cut_before_it_is_encoded(
+    lanes: EncodingLanes,
+) -> None:
     bulk = bulk_of(Counting(), lanes)
     assert bulk.bounded("x" * 30 + "y", 6, TextCut(3)) == "x" * 30
     assert bulk.bounded("x" * 30 + "y", 6, TextCut(3, "left")) == "x" * 29 + "y"

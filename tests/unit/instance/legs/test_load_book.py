@@ -28,7 +28,7 @@ def test_prompts_that_share_a_step_or_were_given_up_are_reported_without_a_time(
     book.computed(1, 0, now=1.0)
     book.computed(2, 0, now=1.0)
     book.ended(3)
-    book.ended(1)  # every leg ends: this adds nothing
+    book.ended(1)  # this adds nothing, since leg 1 was reported already
     assert [(c.request_id, c.seconds) for c in book.take()[1]] == [
         ("a", 1.0),
         ("b", 0.0),

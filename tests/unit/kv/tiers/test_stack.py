@@ -77,7 +77,7 @@ async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
 async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
     """The engine has reported that it holds three blocks.
 
-    That report may be old, and pinning those that the pool has costs nothing.
+    That report may be old, so the lease also pins these blocks if the pool has them, at no cost.
     """
     async with running(tmp_path) as r:
         await written(r, CHAIN)
@@ -233,7 +233,7 @@ async def test_two_requests_share_one_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("S77")
-async def test_a_request_that_leaves_leaves_nothing_pinned(tmp_path: Path) -> None:
+async def test_a_request_that_is_cancelled_unpins_its_blocks(tmp_path: Path) -> None:
     peer = FakePeer(CHAIN[:2], delay_s=0.1)
     async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
@@ -370,8 +370,8 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
 
 @pytest.mark.req("S96")
 async def test_the_files_of_a_popular_prompt_are_kept_too(tmp_path: Path) -> None:
-    """These files are read once, and then memory serves the blocks. By their last use only, they
-    would be evicted first.
+    """These files are read once, and then memory serves the blocks. If files were evicted by their
+    last use only, these would be the first.
     """
     async with running(tmp_path, num_slots=32) as r:
         fill(r.pool, CHAIN)
@@ -429,8 +429,8 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
 
 
 async def test_a_cancelled_lookup_of_peers_cancels_nothing_else(tmp_path: Path) -> None:
-    """This happens when the channel to the index is closed during the question. Otherwise the
-    request would be lost.
+    """A lookup is cancelled when the channel to the index is closed while it waits. If that also
+    cancelled the fetch, the request would be lost.
     """
 
     async def find(*_: object) -> Any:

@@ -56,7 +56,7 @@ def test_the_answer_is_on_the_turn_of_the_hello_and_skipped_endpoints_are_closed
     assert worker.endpoints.next(THERE).turn == 4
 
 
-def test_an_answer_whose_turn_is_over_takes_the_next_and_the_other_side_follows() -> None:
+def test_if_the_turn_of_a_hello_is_over_the_answer_takes_the_next_and_the_asker_follows() -> None:
     here, there = Worker(HERE), Worker(THERE)
     for _ in range(5):
         there.endpoints.next(HERE)
@@ -67,15 +67,15 @@ def test_an_answer_whose_turn_is_over_takes_the_next_and_the_other_side_follows(
     assert here.endpoints.num_made(THERE) == there.endpoints.num_made(HERE) == 6
 
 
-def test_what_was_left_to_follow_still_answers_a_hello_that_crossed() -> None:
+def test_an_endpoint_that_was_left_for_a_later_turn_still_answers_a_hello_that_crossed() -> None:
     worker = Worker(HERE)
     asked = worker.endpoints.next(THERE)
     assert worker.endpoints.follow(THERE, asked, 1).turn == 1
     assert worker.endpoints.answering(THERE, 0) is asked
-    assert worker.endpoints.answering(THERE, 0).turn == 2, "it is given once"
+    assert worker.endpoints.answering(THERE, 0).turn == 2, "the spare endpoint is used once"
 
 
-def test_one_stays_where_it_is_if_the_turns_agree_or_the_answers_turn_is_over() -> None:
+def test_an_endpoint_is_kept_if_the_turns_agree_or_if_the_turn_of_the_answer_is_over() -> None:
     worker = Worker(HERE)
     first, second = worker.endpoints.next(THERE), worker.endpoints.next(THERE)
     assert worker.endpoints.follow(THERE, first, 0) is first

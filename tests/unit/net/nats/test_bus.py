@@ -60,7 +60,7 @@ async def test_a_bus_that_is_closed_by_a_task_of_its_client_does_not_wait_for_it
     await asyncio.wait_for(client._reconnection_task, 30)
 
 
-async def test_a_wait_that_another_task_cancels_does_not_cancel_who_closes_the_bus() -> None:
+async def test_a_wait_that_is_cancelled_does_not_cancel_the_task_that_closes_the_bus() -> None:
     """Both wait for the end of one socket."""
     client: Any = Client()
     closed = asyncio.get_running_loop().create_future()
