@@ -18,9 +18,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from pdmesh.core.instance.speculation import Speculation
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import LogitShaping
+from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import (
     Failed,
     KvReceived,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.instance.speculation import PROBE_EVERY, Speculation
+from pdmesh.core.speculation.schedule import PROBE_EVERY, Speculation
 from pdmesh.engine.base import Sampling
 from tests.e2e.cases import VOCABULARY, differences, generate_all
 from tests.e2e.conftest import Reference, decode_config

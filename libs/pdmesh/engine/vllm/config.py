@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
-from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
+from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.AdaptiveScheduler"
+PROMPT_LOOKUP_CLASS = "pdmesh.engine.vllm.speculation.prompt_lookup.PromptLookup"
 # A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
 # steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, and 6.5 s in a single step
 # (SmolLM2-135M, float32). The longest ping took 4 s, and 18 s with a single step, on a busy
@@ -28,7 +29,6 @@ SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.Ada
 CPU_STEP_TOKENS = 512
 MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of slots, as vLLM has them
-LOOKUP_MIN, LOOKUP_MAX = 2, 4  # how many tokens must match before their successors are proposed
 
 
 def installed_device() -> str:
@@ -239,10 +239,9 @@ def speculative_config(config: VllmConfig) -> dict[str, Any]:
     `AdaptiveScheduler` replaces it as tokens are checked (S118).
     """
     return {
-        "method": "ngram",
+        "method": "custom_class",
+        "model": PROMPT_LOOKUP_CLASS,
         "num_speculative_tokens": config.speculation.max_tokens,
-        "prompt_lookup_min": LOOKUP_MIN,
-        "prompt_lookup_max": LOOKUP_MAX,
         "num_speculative_tokens_per_batch_size": config.speculation.schedule(config.max_num_seqs),
     }
 

@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
-from pdmesh.core.instance.speculation import Speculation
 from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.core.model import Role, RoleSpec
+from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.instance.speculation import Speculation
+from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import (
     BlocksChanged,
     Failed,

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from pdmesh.core.instance.speculation import AdaptiveSpeculation, Speculation
+from pdmesh.core.speculation.schedule import AdaptiveSpeculation, Speculation
 
 
 class AdaptiveScheduler(Scheduler):

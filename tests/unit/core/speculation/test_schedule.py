@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.instance.speculation import (
+from pdmesh.core.speculation.schedule import (
     LEAST_GAIN,
     PROBE_EVERY,
     AdaptiveSpeculation,

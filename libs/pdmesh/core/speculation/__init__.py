@@ -1,0 +1,1 @@
+"""Speculation: which tokens a decode proposes, and how many at each batch size."""

@@ -1,0 +1,1 @@
+"""Speculation with vLLM: what it is told, and proposers of our own."""

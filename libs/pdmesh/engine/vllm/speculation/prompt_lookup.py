@@ -1,0 +1,97 @@
+"""Prompt lookup with a cursor, as a proposer of vLLM's (method `custom_class`).
+
+vLLM's own n-gram proposer searches each request's whole text in each step. This one keeps a cursor
+for each request (`CopyCursor`). vLLM tells such a proposer neither which requests are in the batch
+nor how many tokens the step's schedule allows; both are read from its model runner. A cursor may
+be lost or wrong at no cost but a worse proposal: the model checks each token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdmesh.core.speculation.copy_cursor import CopyCursor
+
+# Tokens drawn without a proposal, after which a cursor is made anew, by numpy.
+MAX_BEHIND: Final = 1024
+MAX_TEXT: Final = 1 << 17  # tokens of a request that it looks through, at least
+
+
+class PromptLookup:
+    """Any: vLLM's configuration and states, of no stable type."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._cursors: dict[str, CopyCursor] = {}
+        self._request_ids: Sequence[str] = ()
+        self._requests: Mapping[str, Any] = {}
+        self._num_tokens = 0
+
+    def load_model(self, model: Any) -> None:
+        """There is none to load, but here vLLM's runner has been imported."""
+        tell_proposer_of_steps()
+
+    def begin_step(
+        self, request_ids: Sequence[str], requests: Mapping[str, Any], num_tokens: int
+    ) -> None:
+        """The rows of the batch, all requests that the runner knows, and how many tokens each
+        row may propose.
+        """
+        self._request_ids, self._requests, self._num_tokens = request_ids, requests, num_tokens
+        for gone in self._cursors.keys() - requests.keys():
+            del self._cursors[gone]
+
+    def propose(
+        self,
+        drawn: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.int32],
+        texts: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """By row: what was drawn in this step (nothing while a prompt is computed), the length of
+        the text, and the text.
+        """
+        proposals: list[list[int]] = []
+        for row, tokens in enumerate(drawn):
+            end = int(num_tokens[row])
+            num = min(self._num_tokens, self._max_model_len - 1 - end) if tokens else 0
+            proposals.append(self._cursor(row, texts[row, :end]).propose(num) if num > 0 else [])
+        return proposals
+
+    def _cursor(self, row: int, text: NDArray[np.int32]) -> CopyCursor:
+        """The request's cursor, at the end of its text."""
+        request_id = self._request_ids[row]
+        cursor = self._cursors.get(request_id)
+        num_behind = len(text) - len(cursor) if cursor is not None else -1
+        if cursor is None or not 0 <= num_behind <= MAX_BEHIND:
+            num_drawn = len(self._requests[request_id].output_token_ids)
+            cursor = self._cursors[request_id] = CopyCursor(text, num_drawn, MAX_TEXT)
+        elif num_behind:
+            cursor.extend(text[-num_behind:].tolist())
+        return cursor
+
+
+def tell_proposer_of_steps() -> None:
+    """Patch the model runner of this process. Idempotent."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    propose = GPUModelRunner.propose_draft_token_ids
+    if getattr(propose, "tells_steps", False):
+        return
+
+    @functools.wraps(propose)
+    def propose_in_step(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        runner.drafter.begin_step(
+            runner.input_batch.req_ids,
+            runner.requests,
+            scheduler_output.num_spec_tokens_to_schedule,
+        )
+        return propose(runner, scheduler_output, *args, **kwargs)
+
+    propose_in_step.tells_steps = True  # type: ignore[attr-defined]
+    GPUModelRunner.propose_draft_token_ids = propose_in_step
