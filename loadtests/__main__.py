@@ -47,6 +47,16 @@ BENCHES = {
     "cost": Bench(
         "gateway.cost", "the gateway's CPU of this tree and of another revision, in turn"
     ),
+    "instructions": Bench(
+        "gateway.instructions",
+        "the gateway's instructions, of this tree and of another revision (needs Valgrind)",
+    ),
+    "features": Bench(
+        "gateway.features",
+        "what tools and schemas add, beside vLLM's own server",
+        needs_vllm=True,
+        record=True,
+    ),
     "overhead": Bench("gateway.overhead", "what the mesh adds over the bare engine"),
     "tiers": Bench(
         "kv.tiers", "time to first token, by the tier that holds a prompt's blocks", needs_vllm=True

@@ -40,7 +40,9 @@ from pdmesh.launcher.spec import MeshSpec
 async def main():
     settings = json.loads(sys.argv[1])
     env = {k: {f"PDMESH_{k.upper()}_{n}": v for n, v in settings.items()} for k in ("prefill", "decode")}
-    spec = MeshSpec(engine="sim", http_port=0, grpc_port=0, service_env=env)
+    spec = MeshSpec(
+        engine="sim", http_port=0, grpc_port=0, service_env=env, start_timeout_s=float(sys.argv[2])
+    )
     with tempfile.TemporaryDirectory(prefix="pdmesh-cost-") as directory:
         async with Mesh(spec, Path(directory)) as mesh:
             pids = {name: mesh.pid(name) for name in mesh.names}
@@ -53,7 +55,7 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True)
 class GatewayCost:
-    """CPU in microseconds."""
+    """CPU in microseconds, or thousands of instructions."""
 
     per_request: float
     per_token: float
@@ -61,8 +63,10 @@ class GatewayCost:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
+    """A running mesh. `pids`: those of its gateways, by name."""
+
     url: str
-    gateway: ProcessSet
+    pids: Mapping[str, int]
 
     def cost(self, window_s: float) -> GatewayCost:
         per_request, _ = self._cpu_us(window_s, 1, is_streamed=False)
@@ -80,12 +84,12 @@ class Tree:
             url.hostname,
             url.port,
             "/v1/chat/completions",
-            tuple(_body(number, max_tokens, is_streamed) for number in range(64)),
+            tuple(request_body(number, max_tokens, is_streamed) for number in range(64)),
             _CONCURRENCY,
             _WARMUP_S,
             window_s,
         )
-        measured = measure(spec, self.gateway)
+        measured = measure(spec, ProcessSet(self.pids))
         load = measured.load
         if load.errors or not load.num_requests:
             raise RuntimeError(f"{self.url}: {dict(load.errors)}")
@@ -93,7 +97,7 @@ class Tree:
         return 1e6 * cpu_s / load.num_requests, load.num_tokens / load.num_requests
 
 
-def _body(number: int, max_tokens: int, is_streamed: bool) -> str:
+def request_body(number: int, max_tokens: int, is_streamed: bool) -> str:
     content = f"Conversation {number}: " + "what is there to see in Lisbon in spring? " * 12
     body: dict[str, Any] = {
         "model": "default",
@@ -120,14 +124,19 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def running(tree: Path) -> Iterator[Tree]:
+def running(
+    tree: Path, first_path: str = "", env: Mapping[str, str] | None = None, start_s: float = 180.0
+) -> Iterator[Tree]:
+    """A mesh of the tree, until the block ends. Its processes import from `first_path` first."""
+    paths = [first_path, str(tree / "libs"), str(tree)]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{tree / 'libs'}:{tree}",
+        "PYTHONPATH": ":".join(filter(None, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",
+        **(env or {}),
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", _MESH, json.dumps(instance_settings("sim"))],
+        [sys.executable, "-c", _MESH, json.dumps(instance_settings("sim")), str(start_s)],
         cwd=tree,
         env=environment,
         stdin=subprocess.PIPE,
@@ -143,7 +152,7 @@ def running(tree: Path) -> Iterator[Tree]:
         found = json.loads(line)
         pids: Mapping[str, int] = found["pids"]
         gateways = {name: pid for name, pid in pids.items() if name.startswith("gateway")}
-        yield Tree(found["url"], ProcessSet(gateways))
+        yield Tree(found["url"], gateways)
     finally:
         process.stdin.close()
         process.wait(60)
@@ -169,15 +178,15 @@ def main() -> None:
             for side, costs in order if number % 2 == 0 else order[::-1]:
                 costs.append(side.cost(options.window_s))
             print(f"round {number + 1}: old {old[-1]}, new {new[-1]}", file=sys.stderr)
-    text = report(options.old, old, new)
+    text = report("gateway CPU, us", options.old, old, new)
     print(text)
     if options.out is not None:
         options.out.write_text(text)
 
 
-def report(revision: str, old: list[GatewayCost], new: list[GatewayCost]) -> str:
+def report(what: str, revision: str, old: list[GatewayCost], new: list[GatewayCost]) -> str:
     lines = [
-        f"| gateway CPU, us | {revision} | this tree | ratio of each round |",
+        f"| {what} | {revision} | this tree | ratio of each round |",
         "|---|---|---|---|",
     ]
     for name, before, after in (

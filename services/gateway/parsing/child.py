@@ -6,6 +6,7 @@ ends, because that closes stdin. The output of libraries goes to stderr.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import BinaryIO, Final
@@ -38,6 +39,9 @@ def main() -> None:
     except ImportError as exc:
         send(answers, ParsingFailed(str(exc)))
         return
+    # vLLM's parsers log a traceback for each call that a model leaves unfinished. What they cannot
+    # read becomes text of the answer, and the gateway logs what they raise.
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
     desk = Desk(MAX_MODELS)
     send(answers, ParserDone())
     while (request := received(sys.stdin.buffer)) is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -350,6 +352,47 @@ def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(desk: Any) -> None:
         assert isinstance(reply, ParsingFailed)
         assert reply.is_refusal
         assert len(reply.message) <= 500
+
+
+class _Child:
+    """The parser process itself. It has what a `Desk` has for `Choices`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    def handle(self, request: Any) -> Any:
+        from pdmesh.services.gateway.parsing.frames import framed
+
+        self._stdin.write(framed(request))
+        self._stdin.flush()
+        return self.reply()
+
+    def reply(self) -> Any:
+        from pdmesh.services.gateway.parsing.frames import LENGTH, replies
+
+        (size,) = LENGTH.unpack(self._stdout.read(LENGTH.size))
+        return replies.decode(self._stdout.read(size))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_call_that_is_cut_off_leaves_no_traceback_in_the_log(is_whole: bool) -> None:
+    from pdmesh.services.gateway.parsing.frames import LoadParsers
+
+    tokenizer = tokenizer_of("hermes").to_str()
+    command = [sys.executable, "-m", "pdmesh.services.gateway.parsing.child"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        child = _Child(process)
+        child.reply()  # it has started
+        child.handle(LoadParsers("hermes", tokenizer, {"eos_token": "<eos>"}, "", "hermes", ""))
+        choices = Choices(child, "hermes")
+        choice = choices.open(is_whole=is_whole)
+        ids = ids_of("hermes")
+        choices.feed(choice, ids[: len(ids) // 2], is_last=True)
+        _, logged = process.communicate()
+    assert b"Traceback" not in logged, logged.decode()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
