@@ -4,8 +4,8 @@ revision.
 Both trees have a mesh of sim instances whose gateway runs under Valgrind's callgrind, which counts
 every instruction outside the kernel. A count hardly depends on what else the machine does, so a
 difference of few percent shows on a noisy machine, too; `cost` measures CPU time instead, in which
-other load, caches and clock rates have a part. What the gateway does without requests is counted for
-itself and subtracted.
+other load, caches and clock rates have a part. What the gateway does without requests is counted
+for itself and subtracted.
 
 Valgrind is a package of every distribution (apt install valgrind). It slows the gateway down by a
 factor of about 100.
