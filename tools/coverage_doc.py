@@ -125,7 +125,7 @@ def _summary(of: Sequence[Outcome], before: Mapping[str, str | int]) -> dict[str
 
 
 def marked(root: Path) -> dict[str, set[str]]:
-    """The levels at which tests of the tree bear each number."""
+    """For each number, the levels of the tests that are marked with it."""
     found: dict[str, set[str]] = defaultdict(set)
     for folder, level in _LEVEL_OF.items():
         for path in (root / "tests" / folder).rglob("test_*.py"):
@@ -141,7 +141,7 @@ def page(
     results: Results,
     reasons: Mapping[str, str],
 ) -> str:
-    """Raises ValueError: no test bears a number, and no reason is given."""
+    """Raises ValueError if no test is marked with a number and no reason is given."""
     explained = not_proved.by_number(reasons)
     if unclear := [n for n in numbers if n not in marks and n not in explained]:
         raise ValueError(f"no test marks them, tools/not_proved.py says nothing: {unclear}")

@@ -257,7 +257,10 @@ def gauges(mesh: Mesh, process: str) -> dict[str, float]:
 
 
 def _is_zero_at_rest(metric: str) -> bool:
-    """The exporter adds a unit to some names, and counters share a beginning with gauges."""
+    """Whether it is a metric of `_ZERO`, to whose name the exporter may have added a unit.
+
+    Counters whose names only begin like one of them are not.
+    """
     return any(metric == zero or metric.startswith(f"{zero}_bytes") for zero in _ZERO) or (
         metric.removesuffix("_ratio") in _ZERO
     )

@@ -38,7 +38,9 @@ _SEED: Final = {"sender": 1, "receiver": 2}
 
 
 def caches_of(role: str) -> list[torch.Tensor]:
-    """Both processes can make both: a generator on the device has one sequence for a seed."""
+    """The layers' caches of this role. Each process can make the caches of both roles, since a
+    seed gives the same numbers in both.
+    """
     generator = torch.Generator(device="cuda")
     generator.manual_seed(_SEED[role])
     return [

@@ -72,7 +72,7 @@ class CanaryRunner:
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
     def _tell(self) -> None:
-        """Tell all current suspicions again and again, as the other sources do."""
+        """Report all current suspicions again, as the other sources do."""
         for record in tuple(self._view.records.values()):
             subject = _subject(record)
             if subject is not None:

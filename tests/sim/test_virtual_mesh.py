@@ -189,7 +189,7 @@ def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
 
 
 @pytest.mark.req("S90")
-def test_batches_of_similar_length_compute_less_for_nothing_where_an_engine_pads() -> None:
+def test_batches_of_similar_length_compute_less_padding() -> None:
     """A queue of chats and documents is served by prefills that pad four prompts to the longest."""
     rng = random.Random(1)
     arrivals = [

@@ -1,4 +1,4 @@
-"""A UCX connection ends with its own end only: not with that of an earlier or a crossing one.
+"""The end of an earlier or a crossing UCX connection does not end another connection.
 
 UCX pairs the endpoints of two workers by the order in which each side made them. A connection whose
 ends belonged to two pairs could be lost in UCX's next round of keepalive, once with its first pull.
@@ -116,7 +116,9 @@ async def test_both_ends_of_a_connection_are_one_pair_though_two_connections_cro
 async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
     num_lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pair's other end may be closed, with an older connection. A few in a row are too many."""
+    """UCX may pair a new endpoint with one that the peer closed together with an older connection.
+    After three such openings in a row, `connect` fails.
+    """
     async with two_sides() as (a, b):
         openings = 0
         greet = a.transport._say_hello

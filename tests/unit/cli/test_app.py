@@ -146,7 +146,7 @@ def test_every_command_takes_its_state_directory_before_and_after_each_word(
     assert app.build_parser().parse_args(words).state_dir == default_state_dir()
 
 
-def test_options_before_the_action_of_pins_count() -> None:
+def test_options_of_pins_may_stand_before_its_action() -> None:
     asked = ["pins", "--nats-url", "nats://x", "--admin-token", "t", "list"]
     options = app.build_parser().parse_args(asked)
     assert (options.nats_url, options.admin_token, options.module) == ("nats://x", "t", "pins")
@@ -366,7 +366,7 @@ def test_a_full_disk_behind_stdout_is_reported_in_one_clear_line(tmp_path: Path)
     )
 
 
-def test_taking_down_what_is_not_up_is_fine(
+def test_down_succeeds_if_no_mesh_is_running(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:

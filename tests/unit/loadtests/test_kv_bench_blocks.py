@@ -93,7 +93,7 @@ def test_a_command_reaches_a_worker_with_its_paging() -> None:
 
 
 def test_a_cache_has_blocks_of_its_own_size() -> None:
-    """The largest prompt may be another shape's, and need not be a whole number of its blocks."""
+    """The largest prompt may have another shape, so it need not end with a block of this one."""
     cache = PagedCache(MIB, 1, Paging(3, 12 << 10))
     ids = cache.take(3 * (12 << 10) * 5)
     blocks = cache.blocks(ids)

@@ -24,7 +24,7 @@ class Disk(io.StringIO):
         return len(text)
 
 
-def test_a_line_that_does_not_fit_raises_nothing_and_spoils_no_later_one() -> None:
+def test_a_line_that_does_not_fit_on_the_disk_raises_nothing_and_spoils_no_later_line() -> None:
     disk = Disk()
     stream = SteadyStream(disk)
     stream.write('{"number": 1}\n')

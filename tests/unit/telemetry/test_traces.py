@@ -27,7 +27,7 @@ def test_an_invalid_traceparent_starts_a_new_trace(text: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "is_recorded"), [("01", True), ("03", True), ("00", False), ("02", False)]
 )
-def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_others_say(
+def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_other_flags_are(
     flags: str, is_recorded: bool
 ) -> None:
     """A root span of the SDK sets the random flag, too, and its children were once lost."""
@@ -43,7 +43,7 @@ def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
     assert traces.current_traceparent() == ""
 
 
-def test_a_request_has_ids_without_a_recorder_and_keeps_those_of_its_caller() -> None:
+def test_a_request_has_ids_even_without_a_recorder_and_keeps_its_callers_trace_id() -> None:
     first, second = (traces.start_root("chat", "").get_span_context() for _ in range(2))
     assert first.is_valid
     assert first.trace_id != second.trace_id

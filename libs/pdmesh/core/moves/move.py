@@ -59,7 +59,8 @@ class Move:
     def __post_init__(self) -> None:
         is_whole = self.kind in (MoveKind.LEND, MoveKind.RECLAIM)
         if is_whole is not (self.role is None):
-            raise ValueError(f"{self.kind.value} is of {'whole groups' if is_whole else 'a role'}")
+            wrong = "takes no role: it moves whole groups" if is_whole else "needs a role"
+            raise ValueError(f"{self.kind.value} {wrong}")
 
 
 @dataclass(frozen=True, slots=True)

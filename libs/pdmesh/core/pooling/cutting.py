@@ -1,8 +1,8 @@
 """Decides which tokens of a text, or of a pair of texts, are kept, as vLLM decides it.
 
-Without a side, the tokenizer cuts: special tokens stay, and of two texts the longer one is cut
-first. With a side, the whole input is cut there, special tokens included. The same is done, at the
-end, if the special tokens alone do not fit.
+A client may name the side, left or right, at which the input is cut; special tokens are cut off
+there, too. If it names none, special tokens stay, and of two texts the longer one is cut first, as
+tokenizers do it. If not even the special tokens fit then, the input is cut at its end.
 """
 
 from __future__ import annotations

@@ -83,7 +83,10 @@ def ranked(
 
 
 def _of_side(able: list[PoolingInstance], query: PoolingQuery) -> list[PoolingInstance]:
-    """Those of the canary, or all others. Avoided instances do not make a side."""
+    """The canary's instances or all others, as the call's turn says.
+
+    If that leaves none, or only avoided ones, all instances may take the call.
+    """
     if query.canary is None:
         return able
     group_id, is_its_turn = query.canary

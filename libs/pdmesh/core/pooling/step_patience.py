@@ -15,7 +15,7 @@ _SIGN_S: Final = 1.0
 
 @dataclass(slots=True)
 class StepPatience:
-    """`step_tokens`: the most of one step. A step of `usual_tokens` may take `usual_s`."""
+    """`step_tokens`: the most tokens of a step. A step of `usual_tokens` may take `usual_s`."""
 
     step_tokens: int
     usual_tokens: int

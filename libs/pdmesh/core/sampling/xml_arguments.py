@@ -172,7 +172,7 @@ class _Writer:
         return _joined(form.before, *parts, value, form.after)
 
     def _values(self, schema: _Schema | bool) -> list[tuple[bool, str]]:
-        """The ways to write a value, each with its closing mark; first, whether it is a text."""
+        """The ways to write a value: whether it is a text, and its rule with the closing mark."""
         given = {} if schema is True else schema
         if not isinstance(given, Mapping):
             raise NoXmlGrammar("a parameter that may have no value")

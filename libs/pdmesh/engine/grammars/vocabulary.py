@@ -41,7 +41,7 @@ def vocabulary_of(tokenizer_json: str, vocab_size: int, eos_token: int) -> LLTok
 
 
 def added_tokens(tokenizer_json: str) -> dict[str, int]:
-    """The tokens that stand for a text beside the vocabulary of pieces, with their ids."""
+    """The ids of the tokens that were added to the vocabulary of pieces, by their text."""
     added = json.loads(tokenizer_json).get("added_tokens") or ()
     return {str(token["content"]): int(token["id"]) for token in added}
 

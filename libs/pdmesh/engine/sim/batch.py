@@ -139,7 +139,8 @@ class DecodeBatch:
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else: it ends too.
+        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else. It then
+        # ends the answer, too.
         stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
         for leg, stop_ids in self._stops.items():
             column = self._column_of[leg]

@@ -225,7 +225,7 @@ _OF_THE_MODEL = {
 
 
 def bounds_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of a request that are a number with bounds, or nothing."""
+    """The fields of a request that are bounded numbers, with their bounds."""
     kinds = {"integer", "number"}
     found: dict[str, dict[str, Any]] = {
         name: next((k for k in of.get("anyOf", [of]) if k.get("type") in kinds), {})
@@ -277,7 +277,7 @@ async def test_the_document_needs_no_key_and_shows_which_paths_need_one(
     assert paths["/v1/models"]["get"]["security"] == [{}, {"key": []}]
 
 
-async def test_fields_that_are_not_supported_take_the_values_that_ask_for_nothing(
+async def test_an_unsupported_field_takes_only_values_that_have_no_effect(
     http: httpx.AsyncClient,
 ) -> None:
     schemas = (await document_of(http))["components"]["schemas"]

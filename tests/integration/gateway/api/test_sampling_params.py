@@ -198,7 +198,7 @@ def test_the_number_of_allowed_tokens_of_a_call_is_bounded() -> None:
     assert caught.value.field == "allowed_token_ids"
 
 
-async def test_the_least_values_are_not_zero_for_an_instance(
+async def test_tiny_values_do_not_become_zero_on_the_way_to_an_instance(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     """An instance gets numbers of 32 bits, and refuses a zero here."""

@@ -31,7 +31,7 @@ REASONING = "</think>{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Models:
-    """What instances serve, and the tokenizers of that."""
+    """The models that instances serve, and their tokenizers."""
 
     def __init__(self, folder: Path) -> None:
         self.served: list[tuple[str, str]] = []

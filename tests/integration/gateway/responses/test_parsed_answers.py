@@ -21,7 +21,7 @@ ADA = Person(name="Ada", age=36)
 
 
 def answers(mesh: GatewayMesh, text: str) -> None:
-    """Have all instances write `text`: they have no grammar, but get it."""
+    """Have all instances write `text`. They get the grammar, but do not draw by it."""
     for instance in mesh.instances.values():
         instance.script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
 

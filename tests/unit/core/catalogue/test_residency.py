@@ -26,7 +26,7 @@ def test_a_tokenizer_larger_than_the_bound_stays_alone() -> None:
     residency.check_invariants()
 
 
-def test_a_failure_is_tried_again_later_each_time_and_forgotten_by_success() -> None:
+def test_each_retry_of_a_failed_load_waits_longer_until_one_succeeds() -> None:
     residency, now, waits = Residency(max_bytes=10), 0.0, []
     for _ in range(12):
         at = residency.failed("a", now)

@@ -139,7 +139,7 @@ def test_an_operator_may_start_again_what_was_given_up() -> None:
     assert supervision.deaths("decode-0") == 0
 
 
-def test_starting_what_runs_and_exits_of_strangers_change_nothing() -> None:
+def test_starts_of_running_processes_and_exits_of_unknown_ones_change_nothing() -> None:
     supervision = started()
     assert supervision.handle(StartAsked("decode-0"), now=1.0) == []
     assert supervision.handle(Exited("nobody", 1), now=1.0) == []

@@ -152,7 +152,7 @@ def test_errors_have_a_line_and_a_field(text: str, field: str, message: str) -> 
 
 
 @given(st.text(alphabet="ab:{}[]- \n#&*!|>'\"0", max_size=60))
-def test_no_text_does_worse_than_an_invalid_request(text: str) -> None:
+def test_any_text_is_either_read_or_refused_as_an_invalid_request(text: str) -> None:
     with contextlib.suppress(InvalidRequest):
         read(text)
 

@@ -45,7 +45,7 @@ def regions(world: World) -> set[str]:
     return {name.partition("-")[0] for role in roles for name in world.ready("chat", role)}
 
 
-def test_a_group_goes_to_its_failover_when_its_region_is_lost_and_back_when_that_is_whole() -> None:
+def test_a_group_is_in_its_failover_while_its_region_lacks_room_for_all_of_it() -> None:
     world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu"})
@@ -183,7 +183,7 @@ def test_a_region_whose_processes_are_asked_to_stop_makes_no_room() -> None:
     assert given == {"us"}, world.describe()
 
 
-def test_an_instance_that_hangs_keeps_no_group_from_the_failover() -> None:
+def test_an_instance_that_hangs_does_not_keep_its_group_from_the_failover() -> None:
     world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
     world.processes["eu-0"].is_stopping = True  # it follows no assignment
     world.settle()

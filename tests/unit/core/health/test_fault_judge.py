@@ -187,8 +187,8 @@ def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
 
 
 def test_instances_that_were_out_before_a_panic_stay_out(judge: FaultJudge) -> None:
-    """These instances once got requests back, which fail for certain: their faults were proven
-    while the others were well.
+    """Their faults were proven while the others were well, so requests to them fail for certain.
+    A panic once put such instances back into service.
     """
     for group in range(5):
         judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)

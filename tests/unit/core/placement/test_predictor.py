@@ -34,7 +34,7 @@ def test_the_predictor_learns_each_law_within_a_few_percent_from_a_hundred_promp
 
 
 @pytest.mark.req("S93")
-def test_noise_of_a_fifth_adds_no_more_than_its_own_mean_to_the_error() -> None:
+def test_measurements_with_20_percent_noise_hardly_add_more_than_the_noise_to_the_error() -> None:
     errors = learn(PrefillFit(), SMOLLM2_CPU, 1000, noise=0.2)
     assert statistics.mean(errors[200:]) < 0.13  # the noise's own mean is 0.10
 
@@ -69,7 +69,7 @@ def test_the_time_of_a_prompt_is_predicted_after_the_first_measurement() -> None
     assert predictor.whole_s("kind", 1000) == pytest.approx(1.0, rel=0.5), "with nothing reused"
 
 
-def test_kinds_are_bounded_and_learn_apart() -> None:
+def test_the_number_of_kinds_is_bounded_and_each_learns_by_itself() -> None:
     predictor = LatencyPredictor()
     for i in range(MAX_KINDS + 10):
         predictor.fit(f"kind-{i}").observe(1000, 0, 0.1)

@@ -1,4 +1,4 @@
-"""How an input of one text or two is cut: as Hugging Face's tokenizers do it, or at a side."""
+"""How inputs of one or two texts are cut: as Hugging Face's tokenizers do it, or at one end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_inputs_are_those_of_the_library(first: int, second: int, max_tokens: in
 
 
 @given(LENGTHS, LENGTHS, st.integers(1, 90), st.sampled_from(["left", "right"]))
-def test_a_side_cuts_the_whole_input_with_its_special_tokens(
+def test_a_cut_at_one_end_also_cuts_special_tokens_of_the_input(
     first: int, second: int, max_tokens: int, side: Side
 ) -> None:
     cut, whole = TextCut(max_tokens, side), library()
@@ -107,7 +107,7 @@ def test_a_limit_on_the_tokens_of_documents_leaves_the_query_whole(
     assert (None if pair is None else list(pair.tokens)) == wanted
 
 
-def test_texts_that_a_tokenizer_does_not_tell_apart_have_no_second() -> None:
+def test_all_tokens_count_as_the_first_text_if_token_types_do_not_differ() -> None:
     special = SpecialTokens(CLS, SEP, SEP, (0, 0, 0, 0, 0))
     pair = two_texts(content_of(FIRST, None), content_of(SECOND, None), special, None)
     assert pair is not None

@@ -84,7 +84,7 @@ def test_an_old_unknown_or_foreign_report_refuses_no_request() -> None:
     assert unknown.refusal("chat", {}, 1, ttft_s=1.0, now=0.1) is None
 
 
-def test_the_rate_is_looked_up_now_and_then_and_an_unknown_one_is_said_to_be_unknown() -> None:
+def test_the_rate_is_looked_up_now_and_then_and_is_zero_if_it_is_unknown() -> None:
     asked: list[str] = []
 
     def rate(scenario: str, now: float) -> float:

@@ -98,7 +98,7 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
     assert room.join("e", ["p"], 9.0, Claim("other"), 50)
     assert room.call("p", 1) == []
     assert sorted(room.call("p", 2)) == ["a", "c"]
-    assert room.call("p", 2) == ["e"], "tenants still take turns, by what they had called"
+    assert room.call("p", 2) == ["e"], "tenants still take turns"
     room.check_invariants()
     assert sorted(room.call("p", 4)) == ["b", "d"]
     assert len(room) == 0

@@ -59,7 +59,7 @@ USUAL = {
     RequestPhase.DECODE_OFFERED: 0.6,
     RequestPhase.WAITING_DECODE: 0.1,
 }
-ALWAYS = {ClientGone, StopMatched}  # lead to one phase from everywhere
+ALWAYS = {ClientGone, StopMatched}  # each leads to the same phase from every phase
 Step = tuple[RequestPhase, type, RequestPhase]
 
 

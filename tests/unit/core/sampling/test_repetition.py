@@ -57,7 +57,7 @@ def test_only_as_many_tokens_are_remembered_as_the_longest_pattern_needs() -> No
 
 
 def ended(tokens: Sequence[int], min_tokens: int = 0, max_tokens: int = 100) -> int | None:
-    """After how many tokens three equal ones end an answer that token 9 would end, too."""
+    """After how many tokens the rule ends an answer, which token 9 would end, too."""
     rule = RepetitionRule(1, 0, 3)
     end = RepeatedEnd(rule, frozenset({9}), min_tokens, max_tokens)
     taken = [*end.feed(tokens[:2]), *end.feed(tokens[2:]), *end.feed([])]

@@ -35,7 +35,7 @@ def test_a_step_yields_what_is_accepted_and_one_more() -> None:
     token_cost=st.floats(1e-4, 0.2),
     max_batch=st.integers(1, 300),
 )
-def test_the_schedule_covers_every_batch_and_proposes_less_the_larger_it_is(
+def test_the_schedule_covers_every_batch_and_proposes_less_for_larger_ones(
     max_tokens: int, acceptance: float, token_cost: float, max_batch: int
 ) -> None:
     speculation = Speculation(max_tokens, acceptance, token_cost)
@@ -68,7 +68,7 @@ def decode_s(law: Law, batch: int, num_proposed: int, acceptance: float) -> floa
 
 @pytest.mark.req("S118")
 @pytest.mark.parametrize("law", [SMOLLM2_CPU, MOCKER], ids=lambda law: law.name)
-def test_no_batch_is_slowed_by_three_percent_where_a_fixed_number_slows_the_large_ones(
+def test_no_batch_is_slowed_by_three_percent_but_a_fixed_number_slows_large_ones(
     law: Law,
 ) -> None:
     cost = law.prefill_token_s / law.step_s(1, 0)

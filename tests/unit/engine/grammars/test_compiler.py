@@ -87,7 +87,7 @@ def test_a_grammar_that_only_looks_hostile_compiles(kind: GrammarKind, text: str
 
 @pytest.mark.parametrize("choices", [[f"abcd{n}" for n in range(9000)], ["", "a", "ab"], [""]])
 def test_an_answer_is_one_of_many_choices(choices: list[str]) -> None:
-    """As alternatives of a rule, two thousand of them fail at the first token."""
+    """If each choice were an alternative of a rule, two thousand would fail at the first token."""
     grammar = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(choices)))
     matcher = COMPILER.matcher(grammar)
     vocabulary, text = COMPILER.vocabulary, choices[-1]

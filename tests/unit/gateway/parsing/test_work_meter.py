@@ -13,7 +13,7 @@ def test_a_process_that_gets_little_cpu_on_a_busy_machine_is_given_time() -> Non
         assert not meter.is_spent(30.0, 100.0 + second, 7.0 + 0.05 * second)
 
 
-def test_a_process_that_does_nothing_is_spent_after_its_limit() -> None:
+def test_the_time_of_a_process_that_does_nothing_is_spent_after_its_limit() -> None:
     meter = WorkMeter()
     meter.begin(100.0, 7.0)
     assert not meter.is_spent(30.0, 110.0, 9.0)
@@ -21,7 +21,7 @@ def test_a_process_that_does_nothing_is_spent_after_its_limit() -> None:
     assert meter.is_spent(30.0, 140.0, 9.01)
 
 
-def test_a_process_that_computes_for_ever_is_spent_after_its_limit_of_work() -> None:
+def test_the_time_of_a_process_that_computes_is_spent_after_its_limit_of_work() -> None:
     meter = WorkMeter()
     meter.begin(100.0, 7.0)
     assert not meter.is_spent(30.0, 129.0, 36.0)
@@ -43,7 +43,7 @@ def test_each_request_has_a_limit_of_its_own() -> None:
     assert not meter.is_spent(30.0, 32.0, 32.0)
 
 
-def test_the_cpu_time_of_a_process_is_known_and_that_of_no_process_is_not() -> None:
+def test_the_cpu_time_of_a_process_is_known_and_is_zero_if_there_is_no_such_process() -> None:
     before = cpu_seconds(os.getpid())
     until = time.process_time() + 0.05
     while time.process_time() < until:

@@ -1,4 +1,4 @@
-"""An adapter's name stands for a model's, with the content that the board says now."""
+"""A client may name an adapter instead of a model; the board says which content it has now."""
 
 from __future__ import annotations
 

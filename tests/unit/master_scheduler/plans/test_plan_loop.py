@@ -535,7 +535,7 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
 
 
 @pytest.mark.req("S29", "S41")
-async def test_short_decodes_get_a_prefill_though_prompts_hold_all_of_its_slots() -> None:
+async def test_a_prefill_becomes_a_decode_though_waiting_prompts_hold_all_prefill_slots() -> None:
     """Prompts keep their slots until a decode has their KV. Judged by slots, no prefill could be
     spared; judged by compute, one can.
     """

@@ -73,7 +73,9 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """Pieces without heads: a head's first taker tells the sources whose copies are not needed."""
+    """Pieces without heads: with them a head's first taker tells sources that their copies are
+    not needed.
+    """
     copies = max(1, num_sources // num_heads)
     takers = max(1, num_destinations // num_heads)  # destinations of each head
     if copies <= takers or rank % takers:

@@ -1,4 +1,4 @@
-"""Decides which waiting tickets a receiver renews, and when. `receiver.py` renews tickets in pulls.
+"""Decides when a receiver renews the tickets of waiting pulls; `receiver.py` renews the others.
 
 Renewals are a third of a lease apart and end by themselves, so that a ticket is freed even if its
 receiver forgets it.

@@ -112,7 +112,7 @@ class PullBook:
         for pull in self._pulls.values():
             landing = pull.landing
             assert not landing.is_peer_lost or not landing.posted, "it outlived its connection"
-            assert not (pull.is_stopped and landing.is_free), "let go late"
+            assert not (pull.is_stopped and landing.is_free), "it should have ended"
             assert pull.is_stopped or pull.has_caller
             assert pull.num_delivered + len(pull.verified) <= landing.num_parts
 

@@ -154,7 +154,7 @@ class TicketBook:
                 assert self._tickets_by_pull[key] == ticket_id
                 assert 0 <= pull.num_in_flight <= min(WINDOW, pull.num_announced)
                 assert len(ticket.takers) <= MAX_DECODES
-                assert not pull.is_stopped or pull.num_in_flight, "stopped and still there"
+                assert not pull.is_stopped or pull.num_in_flight, "it should have ended"
                 for part in pull.parts[: pull.num_announced]:
                     assert part.end_layer <= ticket.num_ready, "sent before it was written"
         assert len(self._tickets_by_pull) == sum(len(t.pulls) for t in self._tickets.values())

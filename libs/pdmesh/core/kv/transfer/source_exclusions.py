@@ -5,9 +5,9 @@ whose KV was corrupt three times within a minute: no token may be computed from 
 a source when pulls from it failed twice in a row. It also avoids a source whose KV came so slowly,
 three times in a row, that computing it would have been quicker.
 
-The link between the two may be bad while both are well. So another pair is better than this one,
-and one instance for both phases is better than none. But only another try shows that the fault is
-over. So each exclusion ends after a time, or with the incarnation.
+The link between source and decode may be bad while both are well. So another pair is tried, or
+else one instance computes both phases. Only another try shows that the fault is over. So each
+exclusion ends after a time, or with the incarnation.
 """
 
 from __future__ import annotations

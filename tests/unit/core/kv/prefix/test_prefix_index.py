@@ -195,8 +195,9 @@ def _slowdown(make: Callable[[], Index]) -> float:
 
 
 def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
-    """The best times of a match, measured in turn, less the time for one block, which is the
-    cost of the answer.
+    """The best time of a match in each index. The indexes are measured in turn.
+
+    The time of a match of one block is subtracted: it is the cost of making the answer.
     """
     whole, one = dict.fromkeys(walks, math.inf), dict.fromkeys(walks, math.inf)
     for _ in range(7):

@@ -95,7 +95,9 @@ def test_an_ack_that_overtakes_the_end_of_its_send_waits_for_it() -> None:
         (ask(heads=(0, 2)), Refusal.BAD_RANGE),
     ],
 )
-def test_a_pull_that_means_something_else_is_refused(pull: tx.PullAsked, refusal: Refusal) -> None:
+def test_a_pull_that_does_not_match_its_ticket_is_refused(
+    pull: tx.PullAsked, refusal: Refusal
+) -> None:
     assert book_with_ticket().handle(pull, now=1.0) == [tx.RefusePull(1, 1, refusal)]
 
 
@@ -265,7 +267,9 @@ def test_renewing_has_an_end() -> None:
 
 @pytest.mark.fault("F35")
 @pytest.mark.parametrize("renewal", [("t", 2, 7), ("t", 1, 8), ("u", 1, 7)])
-def test_a_renewal_of_something_else_keeps_nothing(renewal: tuple[str, int, int]) -> None:
+def test_a_renewal_that_does_not_match_the_ticket_does_not_keep_it(
+    renewal: tuple[str, int, int],
+) -> None:
     book = book_with_ticket()
     book.handle(tx.LeaseRenewed(1, *renewal), now=9.0)
     assert book.handle(Tick(), now=10.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]

@@ -59,7 +59,7 @@ def test_a_source_unreachable_twice_in_a_row_is_avoided_and_not_ejected(reason: 
 
 
 @pytest.mark.fault("F24")
-def test_a_source_that_was_three_times_slower_to_pull_than_to_compute_is_avoided() -> None:
+def test_a_source_is_avoided_after_three_pulls_in_a_row_that_took_longer_than_computing() -> None:
     record = sources()
     assert [record.succeeded(P0, *LATE, t) for t in (10.0, 20.0)] == [None, None]
     assert record.succeeded(P0, *QUICK, 25.0) is None, "a pull in time clears the strikes"

@@ -11,7 +11,7 @@ from pdmesh.errors import EngineFailed, InvalidRequest
 
 
 class ClientError(Exception):
-    """As vLLM's own base of them."""
+    """Stands in for vLLM's base class of the client's errors."""
 
 
 class ValidationError(ClientError):

@@ -301,7 +301,9 @@ def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
     outputs: list[Output] = []
 
     def stored() -> tuple[set[bytes], int]:
-        """Of all reports: a busy pool stores one block, and reports it, before the next."""
+        """The stored names and their number, over all reports: a busy pool may report each block
+        by itself.
+        """
         outputs[:] = [o for m in rank.said if isinstance(m, TierNews) for o in outputs_of(m)]
         counts = [o.report.counts for o in outputs if isinstance(o, TiersReported)]
         names = {n for o in outputs if isinstance(o, BlocksChanged) for n in o.stored}
