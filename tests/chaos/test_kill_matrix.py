@@ -47,9 +47,8 @@ class Case:
         return f"{self.victim}-{self.signal.name}"
 
 
-# The promised bounds; docs/kill-matrix.md has the measured values. A loaded two-core machine adds
-# up
-# to a second to each, hence SLACK_S.
+# The promised bounds; docs/kill-matrix.md has the measured values. SLACK_S is for a loaded two-core
+# machine, which adds up to a second to each.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),

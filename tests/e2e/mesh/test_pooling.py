@@ -37,8 +37,8 @@ pytestmark = [
 NEAR = 1e-5
 START_S = 400.0
 QUERY = "the capital of france?"
-# Without a side, the special tokens are kept; with a side, they are cut, too. The last limit has no
-# room for the special tokens.
+# If the request names a side to cut at, special tokens are cut, too; otherwise they are kept. The
+# last limit has no room for the special tokens.
 CUTS: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": 6},
     {"truncate_prompt_tokens": 6, "truncation_side": "right"},

@@ -133,8 +133,7 @@ class Member:
                 await feed.close()
             await self._leave()
 
-    # -- what the core is told
-    # ----------------------------------------------------------------------
+    # -- what the core is told ---------------------------------------------------------------------
 
     def _on_assignment(self, message: Assignment) -> None:
         try:
@@ -177,8 +176,7 @@ class Member:
             self._serving.loaded.timings.add("connect", took_s)
             self._connecting_since = None
 
-    # -- what it asks for
-    # ---------------------------------------------------------------------------
+    # -- what it asks for --------------------------------------------------------------------------
 
     def _carry_out(self, effect: life.Effect) -> None:
         match effect:

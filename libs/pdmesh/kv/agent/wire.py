@@ -85,7 +85,7 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
-    decode: int = 0  # tells the takers of one decode from those of another
+    decode: int = 0  # which decode the takers belong to
     group_hash: int = 0  # the receiver's group: only this group hands KV to it
 
 
@@ -322,7 +322,7 @@ def _parse_probe(pull_id: int, data: memoryview) -> Probe:
 def _parse_renew(pull_id: int, data: memoryview) -> Renew:
     _need(data, _RENEW.size)
     if pull_id:
-        raise WireError("a renewal is of a ticket, not of a pull")
+        raise WireError("a renewal names a ticket, not a pull")
     attempt, incarnation, name_size = _RENEW.unpack_from(data)
     return Renew(_read_name(data, _RENEW.size, name_size), attempt, incarnation)
 

@@ -112,8 +112,7 @@ class TierWorker:
             self._blocks.num_ranks,
         )
 
-    # -- a step, on vLLM's thread
-    # -------------------------------------------------------------------
+    # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self) -> None:
         """The step begins: until `save`, the time counts as the model's."""
@@ -173,8 +172,7 @@ class TierWorker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    # -- the host's messages, on any thread
-    # -----------------------------------------------------------
+    # -- the host's messages, on any thread --------------------------------------------------------
 
     def handle(self, message: TierOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -225,8 +223,7 @@ class TierWorker:
             self._leases[ask.leg] = lease
         self._send(Fetched(self._blocks.rank, ask.leg, lease.first, lease.end))
 
-    # -- life
-    # ---------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give pending writes time to finish, within bounds. Idempotent."""
