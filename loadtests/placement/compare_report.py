@@ -28,8 +28,9 @@ ABOUT_OFF: Final = (
 class Run:
     """One policy under one seed.
 
-    `load_max_over_mean`: of the prompts admitted by each prefill; `mesh_cores`: CPU of all its
-    processes; `reused_tokens`: mean of answered prompts; twin: the same run on the virtual clock.
+    `load_max_over_mean`: how many times the mean number of prompts the busiest prefill admitted;
+    `mesh_cores`: the CPU of all processes of the mesh; `reused_tokens`: the mean over answered
+    prompts; twin: the same run on the virtual clock.
     """
 
     case: str

@@ -59,7 +59,9 @@ def chat_rate(hour: float) -> float:
 
 
 def chat_lengths(at_s: float) -> Lengths:
-    """Prompt engineering makes prompts longer at 10:00; at 14:00 answers grow by half."""
+    """At 10:00 prompts become longer. At 14:00 they have their old length again, and answers become
+    longer.
+    """
     if at_s < NEW_PROMPTS_AT:
         return Lengths(1000, 100)
     return Lengths(1600, 100) if at_s < NEW_OUTPUTS_AT else Lengths(1000, 170)

@@ -240,7 +240,7 @@ async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path
     ):
         deaths = 0
 
-        async def kill_who_takes_it() -> None:
+        async def kill_each_taker() -> None:
             nonlocal deaths
             while True:
                 for instance in mesh.instances.values():
@@ -255,7 +255,7 @@ async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path
         for instance in mesh.instances.values():
             assert instance.role == ROLE_FUSION
             instance.is_holding = True
-        killer = asyncio.create_task(kill_who_takes_it())
+        killer = asyncio.create_task(kill_each_taker())
         first = await ask(client, prompt="poison")
         assert (first.status_code, first.json()["error"]["code"]) == (500, "poison_request")
         assert "retry-after" not in first.headers

@@ -118,7 +118,7 @@ class PartsMachine(RuleBasedStateMachine):
     def draw(self, data: st.DataObject) -> Gateway:
         return data.draw(st.sampled_from(self.gateways))
 
-    def tell_who_lives(self) -> None:
+    def tell_which_live(self) -> None:
         names = frozenset(g.name for g in self.gateways)
         for gateway in self.gateways:
             gateway.parts.alive = names
@@ -128,7 +128,7 @@ class PartsMachine(RuleBasedStateMachine):
     def join(self) -> None:
         self.num_made += 1
         self.gateways.append(Gateway(f"g{self.num_made}", self.tenant, self.store))
-        self.tell_who_lives()
+        self.tell_which_live()
 
     @precondition(lambda self: len(self.gateways) > 1)
     @rule(data=st.data())
@@ -142,7 +142,7 @@ class PartsMachine(RuleBasedStateMachine):
             gateway.settle(self.clock, is_leaving=True)
         assert self.store.ledger is None or gateway.name not in self.store.ledger.holders
         self.gateways.remove(gateway)
-        self.tell_who_lives()
+        self.tell_which_live()
 
     @precondition(lambda self: len(self.gateways) > 1)
     @rule(data=st.data())
@@ -151,7 +151,7 @@ class PartsMachine(RuleBasedStateMachine):
         gateway.look(self.clock)
         gateway.settle(self.clock)  # as it does every second
         self.gateways.remove(gateway)
-        self.tell_who_lives()
+        self.tell_which_live()
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 5.0, 300.0]))
     def wait(self, seconds: float) -> None:
@@ -199,7 +199,7 @@ class PartsMachine(RuleBasedStateMachine):
         gateway.tenants.leave(self.tenant)
 
     @rule()
-    def everybody_asks(self) -> None:
+    def all_gateways_ask(self) -> None:
         """Check fairness: each gateway gets a part within seconds, unless open calls use the whole
         limit.
         """
@@ -332,7 +332,7 @@ class Fleet:
     def clock(self) -> Clock:
         return Clock(self.now, self.now, 1)
 
-    def tell_who_lives(self) -> None:
+    def tell_which_live(self) -> None:
         for gateway in self.gateways:
             gateway.parts.alive = [g.name for g in self.gateways]
 
@@ -387,7 +387,7 @@ class Fleet:
             _, num_leased, num_used = gateway.tenants.today("acme", 1)
             self.lost += num_leased - num_used
         self.gateways.remove(gateway)
-        self.tell_who_lives()
+        self.tell_which_live()
 
 
 @given(
@@ -414,7 +414,7 @@ def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
     limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
     tenant, store = Tenant("acme", limits), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
-    fleet.tell_who_lives()
+    fleet.tell_which_live()
     if is_limited_otherwise:
         fleet.now += 1.0
         for gateway in fleet.gateways * 3:  # each gateway gets a part
@@ -447,7 +447,7 @@ def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
 def test_a_gateway_that_dies_loses_only_a_small_part_of_the_quota() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
-    fleet.tell_who_lives()
+    fleet.tell_which_live()
     for _ in range(20):
         fleet.call(fleet.gateways[0], 20_000, 1_000)  # gets most of what it was charged back
     fleet.settle()
@@ -458,7 +458,7 @@ def test_a_gateway_that_dies_loses_only_a_small_part_of_the_quota() -> None:
 def test_a_gateway_without_calls_holds_no_tokens_of_the_quota() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
-    fleet.tell_who_lives()
+    fleet.tell_which_live()
     fleet.call(fleet.gateways[0], 100, 100)
     fleet.now += 6.0
     fleet.settle()
@@ -499,7 +499,7 @@ def test_a_write_without_an_answer_grants_nothing_twice() -> None:
 def test_a_reduced_quota_applies_from_then_on() -> None:
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
-    fleet.tell_who_lives()
+    fleet.tell_which_live()
     for gateway in fleet.gateways:
         fleet.call(gateway, 100, 100)
     fleet.tenant = Tenant("acme", TenantLimits(tokens_per_day=310))

@@ -109,7 +109,7 @@ class RoomMachine(RuleBasedStateMachine):
             assert all(waiter.until <= w.until for w in own)
 
     @invariant()
-    def nobody_is_lost(self) -> None:
+    def no_waiter_is_lost(self) -> None:
         self.room.check_invariants()
         assert len(self.room) == len(self.waiting)
         depths = dict.fromkeys(range(3), 0)

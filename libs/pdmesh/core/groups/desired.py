@@ -50,8 +50,9 @@ class Service:
 class UpgradeLimits:
     """How long a group with a new revision is watched, and what rolls the upgrade back (S24).
 
-    The next group gets the revision after `soak_s`. `group_timeout_s`: for a group to become
-    complete; `max_failed_share`: of its requests; `max_slowdown`: of T_p or of each token.
+    The next group gets the revision after `soak_s`. A group must be complete within
+    `group_timeout_s`. `max_failed_share`: the share of its requests that may fail; `max_slowdown`:
+    how many times as long T_p or a token may take.
     """
 
     soak_s: float = 60.0
@@ -279,7 +280,7 @@ def revision_of(service: Service, kv_transport: str) -> str:
     """A digest that is equal for instances that may exchange KV (S24).
 
     It covers what they load, how they keep KV, and how KV travels. It is empty if the service says
-    nothing: then the instances' own settings hold, even if a setting gave them their role.
+    nothing, because then the instances' own settings hold.
     """
     if service == Service():
         return ""

@@ -282,7 +282,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Leave the scenario as it is. Each window finds it again; report it once in a while."""
+        """Leave the scenario as it is. Each window repeats the finding; report it now and then."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s

@@ -49,7 +49,7 @@ class LengthWindow:
     _passed: dict[int, int] = field(default_factory=dict)  # by number: batches that went before it
 
     def take(self, queue: Sequence[Place]) -> list[int]:
-        """Numbers of the next batch. `queue` is in the order that holds without a window."""
+        """Numbers of the next batch. `queue` is in the order in which prompts would go singly."""
         window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
         if len(window) <= self.dp_size:
             batch = list(window)

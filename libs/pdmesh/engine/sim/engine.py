@@ -549,6 +549,6 @@ def _min_left(sampling: Sampling) -> int:
 
 
 def _drawn(prompt: array[int], sampling: Sampling, num_to_come: int = 0) -> array[int]:
-    """The tokens of the answer in the prompt; `num_to_come` more were drawn."""
+    """The drawn tokens at the end of the prompt, which lacks the last `num_to_come` of them."""
     num = sampling.num_drawn - num_to_come
     return prompt[-num:] if num > 0 else array("I")

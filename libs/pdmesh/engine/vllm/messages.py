@@ -299,7 +299,7 @@ class FrameBuffer:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_FRAME:
-                raise ValueError(f"control frame of {length} bytes")
+                raise ValueError(f"a control frame of {length} bytes is too long")
             end = _LENGTH.size + length
             if len(self._data) < end:
                 break

@@ -39,7 +39,10 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class HostReports:
-    """Callbacks that take what must be published; they must not block. `on_record`: it changed."""
+    """Callbacks that take what must be published; they must not block.
+
+    `on_record` is called when the record has changed.
+    """
 
     on_blocks: Callable[[BlocksChanged], None] = lambda _: None
     on_error: OnError = lambda reason, message, request_id: None

@@ -82,9 +82,10 @@ class DeviceBlocks:
         if buffer.numel() != expected or not buffer.is_contiguous():
             raise ValueError(f"{num_blocks} blocks need {expected} bytes, not {buffer.numel()}")
         if first_layer + num_layers > self.num_layers:
-            raise ValueError(f"layers {first_layer} to {first_layer + num_layers}")
+            raise ValueError(f"no {num_layers} layers from {first_layer} on, of {self.num_layers}")
         if first_head + num_heads > self.where.heads.count:
-            raise ValueError(f"heads {first_head} to {first_head + num_heads}")
+            count = self.where.heads.count
+            raise ValueError(f"no {num_heads} heads from {first_head} on, of {count}")
         if expected:
             self._kernels.move(
                 self._pointers[first_layer : first_layer + num_layers],

@@ -99,7 +99,7 @@ class HostBlocks:
                 _scatter_rows(rows, some, runs, data[low - offset : high - offset])
             start = stop
         if end > start or offset < 0:
-            raise ValueError(f"bytes {offset} to {end} of a buffer of {start}")
+            raise ValueError(f"bytes {offset} to {end} are outside a buffer of {start} bytes")
 
     def _runs(self, ids: npt.NDArray[np.intp]) -> list[Run]:
         """`runs_of` with a check per run: numpy's min and max cost more than a small copy."""

@@ -42,7 +42,7 @@ def test_the_wait_for_a_decode_ends_when_one_accepts() -> None:
     assert (timings.accepted, timings.decode_queue_s) == (1.0, 3.0)
 
 
-def test_a_decode_whose_events_come_together_accepted_when_its_transfer_began() -> None:
+def test_if_a_decodes_events_come_together_it_accepted_when_its_transfer_began() -> None:
     first = FirstToken(1, 7, None, TICKET, 0)
     timings = noted((2.0, first), (2.5, LegKvReceived(2)), kv_transfer_us=400_000)
     assert (timings.accepted, timings.decode_queue_s) == (2.0, pytest.approx(0.1))
@@ -57,8 +57,8 @@ def test_a_decode_that_accepted_before_token_1_caused_no_wait() -> None:
 
 
 def test_a_second_prefill_does_not_count_as_a_decode() -> None:
-    """The first prefill died with its KV before a decode accepted it. The wait for a decode begins
-    anew with the next token.
+    """The first prefill died, and its KV with it, before a decode accepted the request. The wait
+    for a decode begins anew with the next token.
     """
     again = FirstToken(PREFILL_2, 8, None, TICKET, 0)
     timings = noted(

@@ -131,9 +131,9 @@ class KvLayout:
         """
         first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
-            raise IndexError(f"first block {first_block} of {self.num_blocks}")
+            raise IndexError(f"no first block {first_block} of {self.num_blocks} blocks")
         if first_head < 0 or num_heads < 1 or first_head + num_heads > self.num_heads:
-            raise IndexError(f"heads from {first_head}, {num_heads} of {self.num_heads}")
+            raise IndexError(f"no {num_heads} heads from {first_head} on, of {self.num_heads}")
         return _parts(self, first_block, first_head, num_heads, chunk_bytes, is_tapered)
 
     def _rows(self, layer: int, first_block: int, first_head: int, num_heads: int) -> list[KvSpan]:

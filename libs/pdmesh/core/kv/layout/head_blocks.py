@@ -68,7 +68,7 @@ def head_blocks(
     the content is contiguous.
     """
     if sorted(axes) not in (sorted("bhnc"), sorted("kbhnc")) or len(shape) != len(axes):
-        raise ValueError(f"axes {axes!r} for a cache of shape {tuple(shape)}")
+        raise ValueError(f"axes {axes!r} cannot name a cache of shape {tuple(shape)}")
     named = {
         name: Axis(count, stride * item_bytes)
         for name, count, stride in zip(axes, shape, strides, strict=True)

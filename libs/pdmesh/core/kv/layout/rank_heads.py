@@ -41,7 +41,7 @@ def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
     rank.
     """
     if num_heads < 1 or num_ranks < 1:
-        raise ValueError(f"{num_heads} kv heads over {num_ranks} ranks")
+        raise ValueError(f"needs a kv head and a rank: {num_heads} heads, {num_ranks} ranks")
     if not 0 <= rank < num_ranks:
         raise IndexError(f"no rank {rank} of {num_ranks}")
     if num_heads % num_ranks == 0:

@@ -1,5 +1,5 @@
-"""A model's name is the content of its files, hashed once, and never read from where other users
-may write.
+"""A model's name is a hash of its files. Each file is hashed once, and a cached hash that another
+user could have written is not used.
 """
 
 from __future__ import annotations
