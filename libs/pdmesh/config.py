@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 from pydantic_settings import (
@@ -290,11 +290,15 @@ def _type_name(field: FieldInfo) -> str:
     if kind is Literal:
         *others, last = map(str, parts)
         return f"{', '.join(others)} or {last}" if others else last
-    if kind in (dict, list):
-        return "JSON"
     # None stands for "not given"; it is no value to write.
     kinds = [part for part in parts if part is not NoneType] or [field.annotation]
+    if kind in (dict, list) or any(_is_structure(each) for each in kinds):
+        return "JSON"
     return " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
+
+
+def _is_structure(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _default_text(name: str, field: FieldInfo) -> str:

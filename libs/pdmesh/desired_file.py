@@ -7,6 +7,7 @@ and a file of the greatest length would keep a master from renewing its lease.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -198,7 +199,7 @@ def _pool(parts: Mapping[str, _Reader], action: str) -> str:
 def _options(reader: _Reader | None) -> dict[str, str]:
     options: dict[str, str] = {}
     for name, each in reader.children(_OPTION) if reader else ():
-        options[name] = each.text()
+        options[name] = each.text_or_json()
     return options
 
 
@@ -305,6 +306,12 @@ class _Reader:
         if not isinstance(self.node, _Scalar):
             raise self.wrong("must be a plain value")
         return self.node.value
+
+    def text_or_json(self) -> str:
+        """A mapping of plain values is a JSON object of texts."""
+        if isinstance(self.node, _Mapping):
+            return json.dumps({name: each.text() for name, each in self.children(_OPTION)})
+        return self.text()
 
     def name(self) -> str:
         text = self.text()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from pdmesh.config import (
     BadSetting,
@@ -20,6 +20,10 @@ from pdmesh.config import (
 )
 
 
+class Parts(BaseModel):
+    name: str
+
+
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
 
@@ -27,6 +31,7 @@ class Settings(ServiceSettings):
     redis_url: str = shared("redis://me:quiet@redis:6379/0", description="Redis")
     num_plans: int = Field(4, ge=1, description="Plans at once")
     weights: dict[str, float] = shared({}, description="By scenario, as JSON")
+    parts: Parts | None = shared(None, description="With parts, as JSON")
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +146,7 @@ def test_the_type_of_a_setting_is_shown_as_an_operator_writes_it() -> None:
     prefix = str(Settings.model_config["env_prefix"])
     assert types[f"{prefix}LOG_FORMAT"] == "auto, json or pretty"
     assert types[f"{prefix}OPS_FILE"] == "Path"
-    assert types[f"{prefix}WEIGHTS"] == "JSON"
+    assert types[f"{prefix}WEIGHTS"] == types[f"{prefix}PARTS"] == "JSON"
     assert types[f"{prefix}NUM_PLANS"] == "int"
 
 

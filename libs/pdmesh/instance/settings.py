@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from pdmesh.config import ServiceSettings, shared
 from pdmesh.core.deadlines import (
@@ -16,6 +16,7 @@ from pdmesh.core.deadlines import (
     TRANSFER_STALL_S,
     TRANSFER_TIMEOUT_S,
 )
+from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
 
 Engine = Literal["sim", "vllm"]
 
@@ -45,7 +46,12 @@ class InstanceSettings(ServiceSettings):
         ge=0,
         le=16,
         description="vLLM: most tokens that a decode proposes per step by prompt lookup; fewer in "
-        "larger batches; 0: none",
+        "larger batches; 0: none. A shorter form of `speculation`",
+    )
+    speculation: SpeculationOption = shared(
+        None,
+        description='vLLM: how a decode proposes tokens: {"method": "prompt_lookup", "k": 4, '
+        '"schedule": "adaptive"}; none: as speculative_tokens says',
     )
     speculative_acceptance: float = Field(
         0.6,
@@ -198,3 +204,12 @@ class InstanceSettings(ServiceSettings):
         64, ge=1, le=4096, description="Sim: dimensions of a pooling instance's vectors"
     )
     failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")
+
+    @field_validator("speculation")
+    @classmethod
+    def _speculation_is_given_once(
+        cls, value: SpeculationSettings | None, info: ValidationInfo
+    ) -> SpeculationSettings | None:
+        if value is not None and info.data.get("speculative_tokens"):
+            raise ValueError("speculative_tokens is set, too; use only k of speculation")
+        return value

@@ -12,6 +12,7 @@ follows the results of the checks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
 from typing import Final
 
@@ -19,18 +20,32 @@ LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
 PROBE_EVERY: Final = 64  # steps: then one token is proposed even where none pays, to see a change
 _MEMORY: Final = 200  # tokens: checks that are longer ago count for little
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
+_BAND: Final = 0.03  # a change of the acceptance that is followed; a smaller one is mostly noise
+
+
+class Method(StrEnum):
+    """Where proposed tokens come from."""
+
+    PROMPT_LOOKUP = "prompt_lookup"  # the request's own text
+    SUFFIX = "suffix"  # the texts of other requests, too
+    DRAFT_MODEL = "draft_model"  # a small model with the same vocabulary
+    EAGLE = "eagle"  # a head that reads the model's hidden states
+    MTP = "mtp"  # layers of the model itself
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """`token_cost` is what checking one token costs, as a share of a step's fixed cost.
 
-    `max_tokens` 0: no token is ever proposed.
+    `max_tokens` 0: no token is ever proposed. `is_fixed`: `max_tokens` for each batch size.
     """
 
     max_tokens: int
     acceptance: float
     token_cost: float
+    method: Method = Method.PROMPT_LOOKUP
+    model: str = ""  # folder of the draft model or the head
+    is_fixed: bool = False
 
     def tokens_per_step(self, num_proposed: int) -> float:
         """Tokens of one sequence that a step is expected to yield."""
@@ -44,6 +59,8 @@ class Speculation:
 
     def num_proposed(self, batch: int) -> int:
         """The best number for this batch; 0 if the best gains less than 5 %."""
+        if self.is_fixed:
+            return self.max_tokens
         best = max(range(self.max_tokens + 1), key=lambda k: (self.speedup(k, batch), -k))
         return best if self.speedup(best, batch) >= LEAST_GAIN else 0
 
@@ -63,16 +80,19 @@ class Speculation:
 class AdaptiveSpeculation:
     """How many tokens to propose at each step, by how many earlier proposals were right.
 
-    `checked` is told of each sequence's proposal; `counts` begins a step.
+    `checked` is told of each sequence's proposal; `counts` begins a step. The schedule follows the
+    measured acceptance only if it moves out of a band, so that noise does not change it back and
+    forth.
     """
 
     assumed: Speculation
     max_batch: int
-    acceptance: float = field(init=False)
+    acceptance: float = field(init=False)  # as measured
+    _followed: float = field(init=False)  # the schedule is for this one
     _num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.acceptance = self.assumed.acceptance
+        self.acceptance = self._followed = self.assumed.acceptance
 
     def checked(self, num_proposed: int, num_accepted: int) -> None:
         """Learn from one proposal. What follows its first wrong token says nothing."""
@@ -84,9 +104,10 @@ class AdaptiveSpeculation:
     def counts(self) -> list[int]:
         """Tokens to propose at the next step, by batch size (index 0: no batch)."""
         self._num_steps += 1
-        measured = round(self.acceptance / _GRAIN) * _GRAIN
+        if abs(self.acceptance - self._followed) > _BAND:
+            self._followed = round(self.acceptance / _GRAIN) * _GRAIN
         return _counts(
-            replace(self.assumed, acceptance=min(measured, 1 - _GRAIN)),
+            replace(self.assumed, acceptance=min(self._followed, 1 - _GRAIN)),
             self.max_batch,
             min(self.assumed.max_tokens, int(self._num_steps % PROBE_EVERY == 0)),
         )

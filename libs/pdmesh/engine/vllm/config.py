@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.AdaptiveScheduler"
-PROMPT_LOOKUP_CLASS = "pdmesh.engine.vllm.speculation.prompt_lookup.PromptLookup"
 # A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
 # steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, and 6.5 s in a single step
 # (SmolLM2-135M, float32). The longest ping took 4 s, and 18 s with a single step, on a busy
@@ -84,7 +84,7 @@ class VllmConfig:
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
     tensor_parallel_size: int = 1
     tiers: TierConfig = field(default_factory=TierConfig)
-    speculation: Speculation = NO_SPECULATION  # tokens proposed by prompt lookup
+    speculation: Speculation = NO_SPECULATION
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
@@ -203,8 +203,11 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
     if config.step_tokens:
         arguments["max_num_batched_tokens"] = config.step_tokens
     if config.speculation.max_tokens:
-        arguments["speculative_config"] = speculative_config(config)
-        arguments["scheduler_cls"] = SCHEDULER_CLASS
+        arguments["speculative_config"] = speculative_config(
+            config.speculation, config.max_num_seqs
+        )
+        if not config.speculation.is_fixed:
+            arguments["scheduler_cls"] = SCHEDULER_CLASS
     if config.max_adapters:
         arguments |= lora_arguments(config)
     if config.tensor_parallel_size == 1:
@@ -231,19 +234,6 @@ def engine_seed(config: VllmConfig) -> int:
     """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
-
-
-def speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Prompt lookup. The schedule is for the configured acceptance.
-
-    `AdaptiveScheduler` replaces it as tokens are checked (S118).
-    """
-    return {
-        "method": "custom_class",
-        "model": PROMPT_LOOKUP_CLASS,
-        "num_speculative_tokens": config.speculation.max_tokens,
-        "num_speculative_tokens_per_batch_size": config.speculation.schedule(config.max_num_seqs),
-    }
 
 
 def connector_config(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:

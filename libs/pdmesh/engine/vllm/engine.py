@@ -76,6 +76,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
+from pdmesh.engine.vllm.speculation.methods import check_speculation
 from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, MeshError
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
@@ -130,6 +131,7 @@ class VllmEngine:
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
         check_processor(config)
+        check_speculation(config.speculation)
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
         )

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pdmesh.core.instance.admission import Capacity, Work
 from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.core.model import Role, RoleSpec
-from pdmesh.core.speculation.schedule import Speculation
+from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed
@@ -39,8 +39,9 @@ OPTIONS: Final = frozenset(
         "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers",
         "sim_token_bytes", "sim_seed",
-        "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance",
-        "speculative_token_cost", "enable_lora", "max_loras", "max_lora_rank",
+        "sim_fail_every", "max_num_batched_tokens", "speculation", "speculative_tokens",
+        "speculative_acceptance", "speculative_token_cost",
+        "enable_lora", "max_loras", "max_lora_rank",
         "pooling_convert", "sim_pooling", "sim_dimensions",
     }
 )  # fmt: skip
@@ -78,7 +79,7 @@ def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) 
         return type(settings)(**{**settings.model_dump(), **changes})
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = str(error["loc"][0]) if error["loc"] else ""
+        name = ".".join(map(str, error["loc"]))
         raise RoleRefused(f"{name}: {error['msg']}", reason="BAD_OPTION", field=name) from None
 
 
@@ -114,11 +115,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        speculation=Speculation(
-            settings.speculative_tokens if Work.DECODE in works else 0,
-            settings.speculative_acceptance,
-            settings.speculative_token_cost,
-        ),
+        speculation=speculation_of(settings) if Work.DECODE in works else NO_SPECULATION,
         max_adapters=settings.max_loras if settings.enable_lora else 0,
         is_pooling=role is Role.POOLING,
         pooling_convert=settings.pooling_convert,
@@ -135,6 +132,13 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_fail_every=settings.sim_fail_every,
         partial_sampling=PartialSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
+
+
+def speculation_of(settings: InstanceSettings) -> Speculation:
+    acceptance, cost = settings.speculative_acceptance, settings.speculative_token_cost
+    if settings.speculation is not None:
+        return settings.speculation.speculation(acceptance, cost)
+    return Speculation(settings.speculative_tokens, acceptance, cost)
 
 
 def tiers_of(settings: InstanceSettings) -> TierConfig:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from pdmesh.core.kv.transfer.source_exclusions import SourceFault
 from pdmesh.instance.legs import instruments
-from pdmesh.instance.legs.host import InstanceHost
+from pdmesh.instance.legs.host import InstanceHost, Speculated
 from pdmesh.telemetry import metrics, names
 
 
@@ -14,11 +14,12 @@ class _Shown:
     """The host whose state is at /metrics: that of the present incarnation, or None."""
 
     host: InstanceHost | None = None
+    scenario = ""
 
 
-def show(host: InstanceHost | None) -> None:
+def show(host: InstanceHost | None, scenario: str = "") -> None:
     """Show this host's state at /metrics from now on; None: the instance was erased."""
-    _Shown.host = host
+    _Shown.host, _Shown.scenario = host, scenario
     instruments.forget_tiers()
     if host is None:
         instruments.load_seconds.clear()
@@ -82,4 +83,38 @@ metrics.gauge(
             for fault in SourceFault
         ]
     ),
+)
+
+
+def speculated() -> Iterable[tuple[float, metrics.Labels]]:
+    """Nothing until something was proposed: most instances never propose."""
+    if (found := _found()) is None:
+        return []
+    labels = {names.ATTR_SCENARIO: _Shown.scenario}
+    return [
+        (found.num_accepted, {**labels, names.ATTR_OUTCOME: "accepted"}),
+        (found.num_rejected, {**labels, names.ATTR_OUTCOME: "rejected"}),
+    ]
+
+
+def proposals() -> Iterable[tuple[float, metrics.Labels]]:
+    if (found := _found()) is None:
+        return []
+    return [(found.num_proposals, {names.ATTR_SCENARIO: _Shown.scenario})]
+
+
+def _found() -> Speculated | None:
+    counted = _Shown.host.speculated if _Shown.host is not None else None
+    return counted if counted is not None and counted.num_proposals else None
+
+
+metrics.total(
+    names.SPECULATION_PROPOSALS,
+    "Proposals that a decode checked, by scenario; pdmesh.speculation.tokens has their tokens",
+    proposals,
+)
+metrics.total(
+    names.SPECULATION_TOKENS,
+    "Proposed tokens that a decode checked, by scenario and outcome: accepted, rejected",
+    speculated,
 )

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
@@ -47,6 +47,16 @@ class HostReports:
     on_blocks: Callable[[BlocksChanged], None] = lambda _: None
     on_error: OnError = lambda reason, message, request_id: None
     on_record: Callable[[], None] = lambda: None
+
+
+class Speculated(NamedTuple):
+    """What the engine proposed since its start, as its own statistics say; all 0 without
+    speculation.
+    """
+
+    num_proposals: int
+    num_accepted: int  # tokens
+    num_rejected: int
 
 
 class InstanceHost:
@@ -108,6 +118,13 @@ class InstanceHost:
     @property
     def num_kv_connections(self) -> int:
         return int(self.engine.stats().extra.get("num_kv_connections", 0))
+
+    @property
+    def speculated(self) -> Speculated:
+        counted = self.engine.stats().extra
+        proposed = int(counted.get("num_proposed_tokens", 0))
+        accepted = int(counted.get("num_accepted_tokens", 0))
+        return Speculated(int(counted.get("num_proposals", 0)), accepted, proposed - accepted)
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:

@@ -246,3 +246,28 @@ def test_a_changed_schedule_is_shown_by_its_changed_fields() -> None:
     assert diff(read(SCHEDULES + NIGHT + MORNING), after) == [
         Change("schedules[1].reclaim", "1", "2")
     ]
+
+
+@pytest.mark.req("S67")
+def test_an_option_may_have_parts() -> None:
+    """They reach the instance as JSON, which its settings read."""
+    text = """
+services:
+  a:
+    options: {block_size: 64, speculation: {method: prompt_lookup, k: 4}}
+    role_options: {decode: {speculation: {method: none}}}
+"""
+    service = read(text).services["a"]
+    assert service.options_for(Role.FUSION) == {
+        "block_size": "64",
+        "speculation": '{"method": "prompt_lookup", "k": "4"}',
+    }
+    assert service.options_for(Role.DECODE)["speculation"] == '{"method": "none"}'
+
+
+@pytest.mark.parametrize("value", ["[prompt_lookup]", "{method: {a: b}}", "{method: [a]}"])
+def test_the_parts_of_an_option_are_plain_values(value: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(f"services:\n  a:\n    options:\n      speculation: {value}")
+    assert (refused.value.field or "").startswith("services.a.options.speculation")
+    assert "must be a plain value" in refused.value.message

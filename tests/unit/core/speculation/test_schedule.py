@@ -168,6 +168,36 @@ def test_proposals_stop_and_resume_as_the_text_changes() -> None:
 
 
 @pytest.mark.req("S118")
+def test_noise_around_a_boundary_does_not_change_the_schedule_back_and_forth() -> None:
+    """At this acceptance, a batch of 16 proposes one token more if it is a little higher."""
+    cost = CPU_COST
+    boundary = next(
+        a / 1000
+        for a in range(400, 900)
+        if Speculation(4, a / 1000, cost).num_proposed(16)
+        < Speculation(4, (a + 1) / 1000, cost).num_proposed(16)
+    )
+    adaptive = AdaptiveSpeculation(Speculation(4, boundary, cost), 16)
+    followed, exact = [], []
+    for step in range(200):
+        adaptive.acceptance = boundary + (0.02 if step % 2 else -0.02)
+        if (step + 1) % PROBE_EVERY:
+            followed.append(adaptive.counts()[16])
+            exact.append(Speculation(4, adaptive.acceptance, cost).num_proposed(16))
+        else:
+            adaptive.counts()
+    assert len(set(followed)) == 1
+    assert sum(a != b for a, b in pairwise(exact)) > 150, "the control: it would change each step"
+    adaptive.acceptance = boundary + 0.1
+    assert adaptive.counts()[16] > followed[0]
+
+
+@pytest.mark.req("S118")
+def test_a_fixed_schedule_proposes_the_same_for_every_batch() -> None:
+    assert Speculation(3, 0.0, 9.0, is_fixed=True).schedule(500) == [(1, 500, 3)]
+
+
+@pytest.mark.req("S118")
 @settings(max_examples=25)
 @given(acceptance=st.floats(0.0, 0.95), assumed=st.floats(0.0, 0.95), seed=st.integers(0, 99))
 def test_only_tokens_that_were_checked_count_in_the_acceptance(

@@ -29,13 +29,13 @@ from pdmesh.engine.vllm.config import (
     engine_seed,
     environment,
     lora_arguments,
-    speculative_config,
     thread_binding,
     usable_cores,
 )
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.model.fingerprint import computation_digest, cpu_kernels, digest
+from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.errors import EngineFailed
 
 CPU = VllmConfig("prefill-0", 1, Path("model"), "m", device="cpu")
@@ -66,7 +66,7 @@ def test_a_gpu_gets_no_setting_of_the_cpu_backend() -> None:
 
 @pytest.mark.req("S118")
 def test_vllm_gets_the_number_of_proposed_tokens_by_the_size_of_the_batch() -> None:
-    told = speculative_config(replace(CPU, max_num_seqs=256, speculation=Speculation(4, 0.6, 0.01)))
+    told = speculative_config(Speculation(4, 0.6, 0.01), 256)
     schedule = told["num_speculative_tokens_per_batch_size"]
     assert schedule[0] == (1, 7, 4)
     assert schedule[-1] == (111, 256, 0)

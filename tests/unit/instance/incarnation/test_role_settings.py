@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.model import Role
+from pdmesh.core.model import Role, RoleSpec
+from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine
-from pdmesh.instance.incarnation.role_settings import capacity_of
+from pdmesh.instance.incarnation.role_settings import (
+    RoleRefused,
+    capacity_of,
+    engine_settings,
+    settings_for,
+)
 from pdmesh.instance.settings import InstanceSettings
 
 INFO = EngineInfo("sim", "m", "f", 64, 1000, 4096, 2048)
@@ -27,3 +33,68 @@ def test_only_a_decode_accepts_more_requests_than_it_has_slots(
     settings = InstanceSettings(num_slots=4, max_waiting=3)
     capacity = capacity_of(settings, role, BuiltEngine(ENGINE, 1 << 20, 1 << 20), INFO)
     assert (capacity.num_slots, capacity.max_waiting) == (4, num_waiting)
+
+
+def assigned(text: str, role: Role = Role.DECODE, **settings: Any) -> Speculation:
+    """What the engine gets if the master assigns this option."""
+    spec = RoleSpec(role, "g", "s", options=(("speculation", text),))
+    given = settings_for(InstanceSettings(**settings), spec, {})
+    return engine_settings(given, role, 1).speculation
+
+
+@pytest.mark.req("S67", "S118")
+def test_an_assignment_chooses_how_a_decode_speculates() -> None:
+    got = assigned('{"method": "prompt_lookup", "k": "3"}', speculative_acceptance=0.5)
+    assert got == Speculation(3, 0.5, 0.01)
+    fixed = assigned('{"method": "suffix", "schedule": "fixed"}')
+    assert (fixed.method, fixed.max_tokens, fixed.is_fixed) == (Method.SUFFIX, 4, True)
+    draft = assigned('{"method": "draft_model", "model": "/models/small"}')
+    assert (draft.method, draft.model) == (Method.DRAFT_MODEL, "/models/small")
+    assert assigned('{"method": "none"}') == NO_SPECULATION
+
+
+@pytest.mark.req("S67")
+def test_a_prefill_does_not_speculate() -> None:
+    text = '{"method": "prompt_lookup"}'
+    assert assigned(text, Role.PREFILL) == NO_SPECULATION
+    assert assigned(text, Role.FUSION).max_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"method": "guess"}', "speculation.method"),
+        ('{"k": 4}', "speculation.method"),
+        ('{"method": "prompt_lookup", "k": 0}', "speculation.k"),
+        ('{"method": "prompt_lookup", "k": "many"}', "speculation.k"),
+        ('{"method": "prompt_lookup", "schedule": "x"}', "speculation.schedule"),
+        ('{"method": "prompt_lookup", "tokens": 3}', "speculation.tokens"),
+        ('{"method": "prompt_lookup", "model": "/m"}', "speculation"),
+        ('{"method": "eagle"}', "speculation"),
+        ("4", "speculation"),
+        ("{", "speculation"),
+        ("[" * 5000, "speculation"),
+        ("[" * 100_000, "speculation"),
+    ],
+)
+def test_a_bad_speculation_names_its_field(text: str, field: str) -> None:
+    with pytest.raises(RoleRefused) as refused:
+        assigned(text)
+    assert (refused.value.field, refused.value.reason) == (field, "BAD_OPTION")
+    assert len(refused.value.message) < 300
+
+
+def test_speculation_is_given_in_one_way_only() -> None:
+    with pytest.raises(RoleRefused) as refused:
+        assigned('{"method": "prompt_lookup"}', speculative_tokens=4)
+    assert refused.value.field == "speculation"
+    assert "speculative_tokens" in refused.value.message
+    given = InstanceSettings(speculative_tokens=2)
+    assert engine_settings(given, Role.DECODE, 1).speculation == Speculation(2, 0.6, 0.01)
+
+
+def test_the_environment_has_it_as_json_or_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_SPECULATION", '{"method": "prompt_lookup", "k": 5}')
+    option = InstanceSettings.load().speculation
+    assert option is not None
+    assert (option.method, option.k, option.schedule) == ("prompt_lookup", 5, "adaptive")

@@ -17,6 +17,7 @@ class SchedulerView:
         self.num_prompt_tokens_computed = 0
         self.num_prompt_tokens_cached = 0
         self.num_prompt_tokens_pulled = 0
+        self.num_proposals = 0
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -28,6 +29,7 @@ class SchedulerView:
             "num_prompt_tokens_computed": self.num_prompt_tokens_computed,
             "num_prompt_tokens_cached": self.num_prompt_tokens_cached,
             "num_prompt_tokens_pulled": self.num_prompt_tokens_pulled,
+            "num_proposals": self.num_proposals,
             "num_proposed_tokens": self.num_proposed_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
         }
@@ -40,6 +42,7 @@ class SchedulerView:
             self.num_running = scheduler.num_running_reqs
             self.num_waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             if (checked := scheduler.spec_decoding_stats) is not None:
+                self.num_proposals += checked.num_drafts
                 self.num_proposed_tokens += checked.num_draft_tokens
                 self.num_accepted_tokens += checked.num_accepted_tokens
         if iteration is not None:

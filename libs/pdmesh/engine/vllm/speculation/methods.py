@@ -1,0 +1,50 @@
+"""What vLLM is told of speculation, and which methods it cannot run here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from pdmesh.core.speculation.schedule import Method, Speculation
+from pdmesh.errors import EngineFailed
+
+PROMPT_LOOKUP_CLASS = "pdmesh.engine.vllm.speculation.prompt_lookup.PromptLookup"
+_SUFFIX_PACKAGE = "arctic_inference"
+
+
+def check_speculation(speculation: Speculation) -> None:
+    """Raises EngineFailed for a method that would not work, before vLLM starts."""
+    if not speculation.max_tokens:
+        return
+    match speculation.method:
+        case Method.PROMPT_LOOKUP:
+            return
+        case Method.SUFFIX if find_spec(_SUFFIX_PACKAGE) is None:
+            raise _unusable("method", "suffix needs the package arctic-inference, which is missing")
+        case Method.SUFFIX if not speculation.is_fixed:
+            raise _unusable("schedule", "the method suffix needs the schedule fixed")
+        case Method.DRAFT_MODEL | Method.EAGLE | Method.MTP as method:
+            raise _unusable(
+                "method",
+                f"{method} has KV of its own, which is not handed over from prefill to decode; "
+                "choose prompt_lookup",
+            )
+
+
+def _unusable(field: str, problem: str) -> EngineFailed:
+    name = f"speculation.{field}"
+    return EngineFailed(f"{name}: {problem}", reason="SPECULATION_UNSUPPORTED", field=name)
+
+
+def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, Any]:
+    """As vLLM's argument of this name.
+
+    The schedule is for the configured acceptance. `AdaptiveScheduler` replaces it as tokens are
+    checked (S118).
+    """
+    told: dict[str, Any] = {"num_speculative_tokens": speculation.max_tokens}
+    if not speculation.is_fixed:
+        told["num_speculative_tokens_per_batch_size"] = speculation.schedule(max_batch)
+    if speculation.method is Method.SUFFIX:
+        return {"method": "suffix", **told}
+    return {"method": "custom_class", "model": PROMPT_LOOKUP_CLASS, **told}

@@ -1,0 +1,60 @@
+"""The option `speculation` of an instance: how it proposes tokens, and how many."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+
+_MAX_CHARS = 8192
+_WITH_MODEL = ("draft_model", "eagle")
+
+
+class SpeculationSettings(BaseModel):
+    """`k`: the most tokens proposed per step. `schedule`: adaptive proposes fewer in larger batches
+    and where fewer are right; fixed always proposes k.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["none", "prompt_lookup", "suffix", "draft_model", "eagle", "mtp"]
+    model: str = Field("", max_length=4096)
+    k: int = Field(4, ge=1, le=16)
+    schedule: Literal["adaptive", "fixed"] = "adaptive"
+
+    @model_validator(mode="after")
+    def _model_fits_method(self) -> Self:
+        if bool(self.model) != (self.method in _WITH_MODEL):
+            needs = "needs" if self.method in _WITH_MODEL else "takes no"
+            raise ValueError(f"the method {self.method} {needs} model")
+        return self
+
+    def speculation(self, acceptance: float, token_cost: float) -> Speculation:
+        if self.method == "none":
+            return NO_SPECULATION
+        return Speculation(
+            self.k,
+            acceptance,
+            token_cost,
+            Method(self.method),
+            self.model,
+            is_fixed=self.schedule == "fixed",
+        )
+
+
+def _from_text(value: object) -> object:
+    """An assignment's options are text, and so is an environment variable."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if len(value) > _MAX_CHARS:
+            raise ValueError
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError("must be a JSON object") from None
+
+
+SpeculationOption = Annotated[SpeculationSettings | None, BeforeValidator(_from_text)]

@@ -1,0 +1,71 @@
+"""Methods that would not work are refused in one line before vLLM starts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.engine import VllmEngine
+from pdmesh.engine.vllm.speculation.methods import check_speculation, speculative_config
+from pdmesh.errors import EngineFailed
+
+LOOKUP = Speculation(4, 0.6, 0.01)
+
+
+def refused(speculation: Speculation) -> EngineFailed:
+    with pytest.raises(EngineFailed) as caught:
+        check_speculation(speculation)
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(f"{caught.value.field}: ")
+    return caught.value
+
+
+def test_prompt_lookup_and_none_are_possible() -> None:
+    check_speculation(LOOKUP)
+    check_speculation(NO_SPECULATION)
+    check_speculation(replace(LOOKUP, is_fixed=True))
+
+
+@pytest.mark.req("S67")
+@pytest.mark.parametrize("method", [Method.DRAFT_MODEL, Method.EAGLE, Method.MTP])
+def test_a_draft_with_kv_of_its_own_is_refused(method: Method) -> None:
+    """A decode would propose from KV that nobody has computed."""
+    error = refused(replace(LOOKUP, method=method))
+    assert error.field == "speculation.method"
+    assert method in error.message
+
+
+@pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="the package is there")
+def test_suffix_decoding_names_the_package_that_is_missing() -> None:
+    assert "arctic-inference" in refused(replace(LOOKUP, method=Method.SUFFIX)).message
+
+
+def test_suffix_decoding_needs_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's proposer takes the number of tokens from its configuration."""
+    monkeypatch.setattr("pdmesh.engine.vllm.speculation.methods.find_spec", lambda _: object())
+    suffix = replace(LOOKUP, method=Method.SUFFIX)
+    assert refused(suffix).field == "speculation.schedule"
+    fixed = replace(suffix, is_fixed=True)
+    check_speculation(fixed)
+    assert speculative_config(fixed, 8) == {"method": "suffix", "num_speculative_tokens": 4}
+
+
+def test_an_engine_with_such_a_method_ends_its_start_at_once(tmp_path: Path) -> None:
+    config = VllmConfig(
+        "decode-0", 1, tmp_path, "m", speculation=replace(LOOKUP, method=Method.MTP)
+    )
+    with pytest.raises(EngineFailed, match=r"speculation\.method: mtp"):
+        asyncio.run(VllmEngine(config).start())
+
+
+def test_a_fixed_schedule_has_no_table() -> None:
+    assert "num_speculative_tokens_per_batch_size" in speculative_config(LOOKUP, 8)
+    told = speculative_config(replace(LOOKUP, is_fixed=True), 8)
+    assert "num_speculative_tokens_per_batch_size" not in told
+    assert told["num_speculative_tokens"] == 4

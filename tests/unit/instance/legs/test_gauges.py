@@ -1,0 +1,45 @@
+"""What an instance shows at /metrics of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdmesh.instance.legs import gauges
+from pdmesh.instance.legs.host import InstanceHost
+
+
+def host(**extra: float) -> Any:
+    """An `InstanceHost` whose engine has these statistics; nothing else of it is read."""
+    it = object.__new__(InstanceHost)
+    it.engine = SimpleNamespace(stats=lambda: SimpleNamespace(extra=extra))  # type: ignore[assignment]
+    return it
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    gauges.show(None)
+
+
+@pytest.mark.req("S118")
+def test_proposed_tokens_are_counted_by_scenario_and_outcome() -> None:
+    gauges.show(host(num_proposals=10, num_proposed_tokens=40, num_accepted_tokens=25), "edits")
+    assert list(gauges.proposals()) == [(10, {"pdmesh.scenario": "edits"})]
+    assert {labels["pdmesh.outcome"]: n for n, labels in gauges.speculated()} == {
+        "accepted": 25,
+        "rejected": 15,
+    }
+    assert {labels["pdmesh.scenario"] for _, labels in gauges.speculated()} == {"edits"}
+
+
+@pytest.mark.req("S118")
+@pytest.mark.parametrize("extra", [{}, {"num_proposals": 0, "num_proposed_tokens": 0}])
+def test_an_instance_that_never_proposes_shows_no_such_series(extra: dict[str, float]) -> None:
+    gauges.show(host(**extra), "chat")
+    assert list(gauges.proposals()) == list(gauges.speculated()) == []
+    gauges.show(None)
+    assert list(gauges.proposals()) == []
