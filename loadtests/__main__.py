@@ -66,6 +66,12 @@ BENCHES = {
         "handover", "what the hand-over of KV costs a client on vLLM", needs_vllm=True
     ),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
+    "speculation": Bench(
+        "speculation.proposals",
+        "time per proposal and tokens accepted, ours beside vLLM's, by the length of the prompt",
+        needs_vllm=True,
+        record=True,
+    ),
     "recovery": Bench("faults.recovery", "how long each step of replacing an instance takes"),
     "plan": Bench("placement.plan", "the cost of one placement decision, by the number of workers"),
     "index": Bench("placement.index", "match time and memory of the index, by blocks and workers"),

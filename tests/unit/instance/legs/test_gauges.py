@@ -15,7 +15,7 @@ from pdmesh.instance.legs.host import InstanceHost
 def host(**extra: float) -> Any:
     """An `InstanceHost` whose engine has these statistics; nothing else of it is read."""
     it = object.__new__(InstanceHost)
-    it.engine = SimpleNamespace(stats=lambda: SimpleNamespace(extra=extra))  # type: ignore[assignment]
+    it.engine = SimpleNamespace(stats=lambda: SimpleNamespace(extra=extra))
     return it
 
 

@@ -1,0 +1,1 @@
+"""What proposing tokens costs and yields, by proposer."""
