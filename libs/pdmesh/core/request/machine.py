@@ -157,7 +157,7 @@ class Request:
         return effects if self.phase is before else self._move(before, effects)
 
     def _move(self, before: RequestPhase, effects: list[Effect]) -> list[Effect]:
-        """Put first what the new phase means for the waiting room and the scenario's queue."""
+        """The effects, preceded by those on the waiting room and on the scenario's queue."""
         moves: list[Effect] = []
         if before in WAITING and self.phase not in WAITING:
             moves.append(LeaveRoom())
@@ -572,7 +572,9 @@ class Request:
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
     def _on_beside(self, event: LegEvent, now: float) -> list[Effect]:
-        """An event of the early decode, the ticket's holder, or a leg given up (the fence)."""
+        """An event of a leg that is not active: of the early decode, of the ticket's holder, or of
+        a leg that was given up, whose events are dropped (the fence).
+        """
         if event.key not in self._keys:
             raise IllegalEvent(f"{type(event).__name__} of leg {event.key}, which it never had")
         if type(event) not in BESIDE[self.phase]:

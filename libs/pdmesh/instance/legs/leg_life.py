@@ -64,7 +64,7 @@ class PullLimits:
 
 
 class LegLife:
-    """`on_late` is called after a timeout has ended a leg, between commands and outputs.
+    """`on_late` is called when a leg has ended by a timeout, and not by a command or an output.
 
     `new_secret` makes the secret part of a ticket's id.
     """
@@ -143,7 +143,7 @@ class LegLife:
         )
 
     def _admitted(self, outbox: Outbox, key: int, ask: Ask) -> Admitted | None:
-        """None if it was refused, which the gateway hears."""
+        """None if admission refuses the leg; the gateway is told why."""
         decision = self.admission.admit(ask, self._clock())
         if isinstance(decision, Refused):
             self._refuse(outbox, key, decision)

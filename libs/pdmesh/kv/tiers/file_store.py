@@ -74,7 +74,7 @@ class StoredFile:
 
 @dataclass(slots=True)
 class _Count:
-    """`added` only grows, so that counts made at the same time agree."""
+    """`added` only grows, so that processes that count the files at the same time agree."""
 
     added: int
     removed: int

@@ -371,7 +371,7 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         thread.open("t", 1, whole, layout, 60.0).result(30)
         for layer in range(layout.num_layers):
             thread.ready("t", layer + 1)
-        # This call is queued after all of them.
+        # This call is queued after all calls of `ready`, so they have been handled at its end.
         thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)
         assert told == [16, 24, 28, 29, 30, 31, 32, 0]
     finally:
@@ -420,8 +420,8 @@ async def test_the_end_of_prefill_bounds_the_silence_of_an_early_pull_that_still
 
 
 async def test_the_end_of_prefill_bounds_the_silence_of_a_pull_that_begins_after_it() -> None:
-    """Both were posted to the agent's loop, but the pull's task starts after the message was
-    handled.
+    """The pull and the news of prefill's end are posted to the agent's loop together, but the
+    pull's task starts only after the news was handled.
     """
     async with kv_pair(MemoryTransport) as pair:
         pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
