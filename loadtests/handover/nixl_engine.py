@@ -4,10 +4,10 @@ answer is a line with its tokens and their times.
     PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
         MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
 
-A request is {"prompt": [ids], "max_tokens": n, "params": kv_transfer_params or null}; an answer
-{"tokens", "times" (seconds on the machine's monotonic clock), "params": what the other engine
-needs, "num_cached": prompt tokens it did not compute}. The engine has the settings of our own
-(`pdmesh.engine.vllm.config`).
+A request has "prompt" (token ids), "max_tokens" and "params" (kv_transfer_params or null). An
+answer has "tokens", "times" (of the tokens, in seconds on the machine's monotonic clock), "params"
+(what the other engine needs) and "num_cached" (prompt tokens that the engine did not compute). The
+engine has the settings of our own (`pdmesh.engine.vllm.config`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def test_no_error_is_longer_than_its_bounds_in_any_output(text: str) -> None:
         assert str(error) == error.message
         assert len(error_body(error)) < 8000
         status = rpc.to_status(error)
-        assert status.ByteSize() < 4096, "together with its message, it fits a head of 8 KiB"
+        assert status.ByteSize() < 4096, "with its message, it fits into 8 KiB of metadata"
         bad = BadRequest()
         assert status.details[1].Unpack(bad)
 

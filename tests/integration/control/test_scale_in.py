@@ -1,5 +1,5 @@
-"""A whole group leaves under load: gracefully, without a failed request, with nothing left behind,
-and charged to the second (S22).
+"""A whole group leaves under load (S22): no request fails, nothing is left behind, and the group's
+usage is counted to the second.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def times(operator: Operator, step: str) -> dict[str, float]:
 
 
 def last_request_at(finished: list[RequestFinished], instance_id: str) -> float:
-    """When the last request began that this instance served."""
+    """When the last request that this instance served began."""
     own = [f for f in finished if instance_id in (f.prefill_id, f.decode_id)]
     return max(wall(f.header) - f.e2e_ms / 1e3 for f in own)
 

@@ -1,5 +1,5 @@
-"""Several lives of one process's KV transport (ADR 0016, ADR 0024): peers connect while a life
-ends, or to a life that is over.
+"""One process starts its KV transport anew for each incarnation (ADR 0016, ADR 0024). Peers connect
+while an incarnation ends, or connect to one that has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_LIVES, NUM_PEERS = 60, 8
 CONNECT_S = 5.0
 
 
-class Nobody:
+class IgnoresEvents:
     def on_connected(self, connection: KvConnection) -> None: ...
     def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
     def on_closed(self, connection: KvConnection, reason: str) -> None: ...
@@ -35,7 +35,7 @@ class Nobody:
 async def life() -> AsyncIterator[tuple[UcxTransport, str]]:
     transport = UcxTransport()
     try:
-        yield transport, await transport.start(Nobody())
+        yield transport, await transport.start(IgnoresEvents())
     finally:
         await transport.close()
 
@@ -81,7 +81,7 @@ async def test_a_transport_may_end_at_any_moment_while_peers_connect() -> None:
 
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F5")
-async def test_a_peer_that_means_an_earlier_incarnation_is_refused_on_the_same_port() -> None:
+async def test_a_peer_that_asks_for_an_earlier_incarnation_is_refused_on_the_same_port() -> None:
     async with life() as (peer, _):
         async with life() as (_, first):
             (await peer.connect(first, CONNECT_S)).abort("done")
@@ -123,7 +123,7 @@ async def test_the_number_of_a_connection_is_never_used_again_in_a_later_incarna
 async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is as if a peer kept posted requests busy for longer than a close may take."""
+    """Closing waits for no posted request here, as if a peer kept one busy for too long."""
     async with life() as (peer, _):
         async with life() as (transport, first):
             await peer.connect(first, CONNECT_S)

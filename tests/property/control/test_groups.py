@@ -17,7 +17,7 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 @pytest.mark.fault("F41")
 def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
-    """They drain by themselves, for longer than a failed set-up may take."""
+    """They drain by themselves, for longer than an instance may take until it serves."""
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     world.steps.clear()

@@ -1,4 +1,4 @@
-"""A to 4A users: what they ask, and how the report counts their answers."""
+"""What the users of the load test ask, and how the report counts their answers."""
 
 from __future__ import annotations
 

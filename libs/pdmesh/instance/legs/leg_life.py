@@ -52,7 +52,8 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_HOLD_ACCEPTED_S: Final = 0.05  # for a decode; gateways count T_p from a prefill's acceptance
+# Of a decode. A prefill's acceptance is not held, because gateways count T_p from it.
+_HOLD_ACCEPTED_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class LegLife:
         parsed = convert.parse(m, self.admission.capacity)
         work, source = _work_of(m), _source_of(m)
         if self.sources.ejects(source):
-            detail = "KV from there was corrupt too often"
+            detail = "KV from its source was corrupt too often"
             self._refuse(outbox, m.key, Refused(RefusalReason.SOURCE_EJECTED, detail=detail))
             return
         ask = Ask(

@@ -82,10 +82,11 @@ class DeviceBlocks:
         if buffer.numel() != expected or not buffer.is_contiguous():
             raise ValueError(f"{num_blocks} blocks need {expected} bytes, not {buffer.numel()}")
         if first_layer + num_layers > self.num_layers:
-            raise ValueError(f"no {num_layers} layers from {first_layer} on, of {self.num_layers}")
+            asked = f"{num_layers} layers from layer {first_layer} on"
+            raise ValueError(f"{asked} exceed {self.num_layers} layers")
         if first_head + num_heads > self.where.heads.count:
-            count = self.where.heads.count
-            raise ValueError(f"no {num_heads} heads from {first_head} on, of {count}")
+            asked = f"{num_heads} heads from head {first_head} on"
+            raise ValueError(f"{asked} exceed {self.where.heads.count} heads")
         if expected:
             self._kernels.move(
                 self._pointers[first_layer : first_layer + num_layers],

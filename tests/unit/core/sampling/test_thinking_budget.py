@@ -1,4 +1,4 @@
-"""A thinking budget is refused with its field before an engine sees it."""
+"""A bad thinking budget is refused before an engine sees it, and the error names the field."""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ class KvShape:
 
     @property
     def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer: the paper's 2 * hidden * precision, of kv heads."""
+        """K and V of one token in one layer: 2 * hidden * precision in the paper.
+
+        The hidden size is counted over KV heads only.
+        """
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
     @property
@@ -131,9 +134,10 @@ class KvLayout:
         """
         first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
-            raise IndexError(f"no first block {first_block} of {self.num_blocks} blocks")
+            raise IndexError(f"first block {first_block} is outside {self.num_blocks} blocks")
         if first_head < 0 or num_heads < 1 or first_head + num_heads > self.num_heads:
-            raise IndexError(f"no {num_heads} heads from {first_head} on, of {self.num_heads}")
+            asked = f"{num_heads} heads from head {first_head} on"
+            raise IndexError(f"{asked} exceed {self.num_heads} heads")
         return _parts(self, first_block, first_head, num_heads, chunk_bytes, is_tapered)
 
     def _rows(self, layer: int, first_block: int, first_head: int, num_heads: int) -> list[KvSpan]:
