@@ -178,6 +178,12 @@ class ConstraintUnsatisfiable(MeshError):
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "CONSTRAINT_UNSATISFIABLE"
 
 
+class ImageUnusable(MeshError):
+    """An image cannot be decoded, or does not fit its place in the prompt."""
+
+    grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "IMAGE_UNUSABLE"
+
+
 class AdapterUnusable(MeshError):
     """A LoRA adapter cannot be loaded: its files, or the model, are not what they should be."""
 

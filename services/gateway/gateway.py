@@ -23,6 +23,8 @@ from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
 from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
+from pdmesh.services.gateway.images.fetching import Fetcher
+from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.parsing.early_start import EarlyStart
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess
@@ -93,6 +95,7 @@ class Gateway:
             next_key=lambda: next(keys),
             kv_transfer=settings.kv_transfer_of,
             parsers=parsers,
+            images=_images(settings),
         )
         self.frontend = Frontend(
             shared,
@@ -208,10 +211,27 @@ class Gateway:
             lambda: self.http_app.body_room.num_bytes,
             "By",
         )
+        metrics.gauge(
+            names.GATEWAY_IMAGES_HELD,
+            "Bytes of the images of open requests",
+            lambda: self.frontend.shared.images.num_held_bytes,
+            "By",
+        )
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
         metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)
         metrics.total(names.GATEWAY_PLANS, "Plans, by source: master, fallback", plans)
+
+
+def _images(settings: Settings) -> Images:
+    rules = settings.image_rules
+    return Images(
+        rules,
+        Fetcher(rules, settings.image_fetch_timeout_s),
+        max_count=settings.max_images,
+        max_request_bytes=settings.max_image_bytes,
+        max_held_bytes=settings.max_held_image_bytes,
+    )
 
 
 def _http_app(

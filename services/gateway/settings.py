@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
+from pdmesh.core.images.source import ImageRules
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -140,6 +141,30 @@ class Settings(ServiceSettings):
         ge=65536,
         description="Most bytes of HTTP bodies being read at once; further bodies get 429",
     )
+    max_images: int = Field(8, ge=0, le=64, description="Most images in a request; 0: none")
+    max_image_bytes: int = Field(
+        8 << 20,
+        ge=1024,
+        le=16 << 20,
+        description="Most bytes of the images of a request; those in its body are within "
+        "max_body_bytes too",
+    )
+    max_image_pixels: int = Field(
+        16 << 20, ge=1024, le=256 << 20, description="Most pixels of an image"
+    )
+    max_held_image_bytes: int = Field(
+        256 << 20,
+        ge=1024,
+        description="Most bytes of the images of all open requests; further requests get 429",
+    )
+    image_hosts: list[str] = Field(
+        [],
+        description="Hosts that image_url may name, as JSON: example.org or example.org:8443; with "
+        "none, images come in the request only",
+    )
+    image_fetch_timeout_s: float = Field(
+        5.0, gt=0, le=60, description="Longest time to fetch an image"
+    )
     ttft_s: float = Field(
         10.0, gt=0, description="Longest wait for a slot; then the request gets 429"
     )
@@ -216,6 +241,11 @@ class Settings(ServiceSettings):
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""
         return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
+
+    @property
+    def image_rules(self) -> ImageRules:
+        hosts = frozenset(host.lower() for host in self.image_hosts)
+        return ImageRules(self.max_image_bytes, self.max_image_pixels, hosts)
 
     @property
     def tokenizer_rules(self) -> TokenizerRules:

@@ -32,6 +32,7 @@ class Case:
     adapter: str = ""  # folder of a LoRA adapter
     logprob_token_ids: tuple[int, ...] = ()
     form: tuple[str, str] | None = None  # a GrammarKind and its text
+    images: tuple[str, ...] = ()  # files; the prompt has one placeholder for each
 
     @property
     def constraint(self) -> Constraint | None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.instance.arena import ArenaAllocator
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
 from pdmesh.core.kv.tiers.load_plan import Tier
@@ -193,11 +194,13 @@ class Pair:
     num_handed_over: int = 0
     last_received: KvReceived | None = None
     adapter: Adapter | None = None
+    images: tuple[PromptImage, ...] = ()  # of every prompt
 
     def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
         """The names of the prompt's full blocks."""
         root = bytes.fromhex(self.root())
-        return tuple(block_hashes(root, prompt, self.prefill.info.block_size))
+        places = [(image.position, image.digest) for image in self.images]
+        return tuple(block_hashes(root, prompt, self.prefill.info.block_size, images=places))
 
     def root(self) -> str:
         fingerprint = self.prefill.info.model_fingerprint
@@ -265,6 +268,7 @@ class Pair:
                 cache_salt=self.root(),
                 block_hashes=self.names(prompt),
                 adapter=self.adapter,
+                images=self.images,
             )
         )
         return leg
@@ -325,6 +329,7 @@ class Pair:
                 deadline_s,
                 self.root(),
                 adapter=self.adapter,
+                images=tuple(replace(image, data=b"") for image in self.images),
             )
         )
         return leg

@@ -54,7 +54,7 @@ def main() -> None:
     )
     cases = json.loads(Path(cases_file).read_text())
     outputs = llm.generate(
-        [{"prompt_token_ids": case["prompt"]} for case in cases],
+        [prompt_of(case) for case in cases],
         [sampling_params(case) for case in cases],
         use_tqdm=False,
         lora_request=lora_requests([case["adapter"] for case in cases]),
@@ -67,6 +67,17 @@ def main() -> None:
     }
     Path(tokens_file).write_text(json.dumps(answers))
     os._exit(0)  # vLLM's own exit is not always clean, and there is nothing left to do
+
+
+def prompt_of(case: Mapping[str, Any]) -> Any:
+    """vLLM's prompt; its own processor puts the images in their places."""
+    prompt = {"prompt_token_ids": case["prompt"]}
+    if not case["images"]:
+        return prompt
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    pictures = [ImageMediaIO().load_bytes(Path(path).read_bytes()) for path in case["images"]]
+    return {**prompt, "multi_modal_data": {"image": [p.media for p in pictures]}}
 
 
 def lora_requests(folders: list[str]) -> Any:

@@ -117,6 +117,7 @@ async def sim_instance(
         max_waiting=max_waiting if Work.PREFILL not in works else 0,
         model_fingerprint=info.model_fingerprint,
         num_adapters=info.max_adapters,
+        takes_images=info.images is not None,
     )
     host = InstanceHost(
         engine, Admission(capacity), time.monotonic, host_config, HostReports(blocks.add)

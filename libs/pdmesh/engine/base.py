@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
@@ -106,6 +107,7 @@ class PrefillJob:
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
     adapter: Adapter | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class DecodeJob:
     traceparent: str = ""
     stall_s: float = math.inf
     adapter: Adapter | None = None
+    images: tuple[PromptImage, ...] = ()  # without their data: their KV is pulled
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
@@ -375,6 +378,7 @@ class EngineInfo:
     partial_sampling: PartialSampling = NO_PARTIALS  # where it names beginnings of blocks
     max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
     pooling: PoolingFacts | None = None  # of a pooling engine
+    images: ImageFacts | None = None  # None: the model takes none
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -16,6 +18,7 @@ from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
+from pdmesh.engine.sim.vocabulary import IMAGE_ID
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
@@ -25,6 +28,8 @@ from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import FindHolders, PoolSource
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.kv.transport.base import KvTransport
+
+SIM_MAX_IMAGES: Final = 8  # in a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class EngineSettings:
     sim_token_bytes: int = 64  # of KV, per layer
     sim_seed: int = 1
     sim_fail_every: int = 0
+    sim_image_tokens: int = 0  # of each image; 0: the sim model takes none
     partial_sampling: PartialSampling = (
         NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
     )
@@ -156,12 +162,17 @@ def build_sim(
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
         partial_sampling=settings.partial_sampling,
+        images=sim_images(settings.sim_image_tokens),
         fail_every=settings.sim_fail_every,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)
+
+
+def sim_images(num_tokens: int) -> ImageFacts | None:
+    return ImageFacts(IMAGE_ID, (IMAGE_ID,) * num_tokens, SIM_MAX_IMAGES) if num_tokens else None
 
 
 def build_sim_pooling(settings: EngineSettings) -> BuiltEngine:

@@ -197,6 +197,9 @@ class InstanceSettings(ServiceSettings):
     sim_fail_every: int = shared(
         0, ge=0, description="Sim: one prompt in this many fails, as in a bad release; 0: none"
     )
+    sim_image_tokens: int = shared(
+        0, ge=0, le=4096, description="Sim: tokens of an image; 0: its model takes no images"
+    )
     sim_pooling: Literal["embed", "classify"] = shared(
         "embed", description="Sim: what a pooling instance makes: vectors, or scores of pairs"
     )

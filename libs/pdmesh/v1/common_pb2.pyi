@@ -739,6 +739,7 @@ class InstanceRecord(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -838,6 +839,10 @@ class InstanceRecord(_message.Message):
     def pooling(self) -> Global___PoolingFacts:
         """of an instance of the role pooling"""
 
+    @_builtins.property
+    def images(self) -> Global___ImageFacts:
+        """absent: its model takes no images"""
+
     def __init__(
         self,
         *,
@@ -887,14 +892,47 @@ class InstanceRecord(_message.Message):
         max_adapters: _builtins.int = ...,
         loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
         pooling: Global___PoolingFacts | None = ...,
+        images: Global___ImageFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
+
+@_typing.final
+class ImageFacts(_message.Message):
+    """How a model takes images: each one of them as the same tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEHOLDER_FIELD_NUMBER: _builtins.int
+    EXPANSION_FIELD_NUMBER: _builtins.int
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    placeholder: _builtins.int
+    """the token that the chat template writes for an image"""
+    max_images: _builtins.int
+    """in a prompt"""
+    @_builtins.property
+    def expansion(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the tokens that take its place in the prompt"""
+
+    def __init__(
+        self,
+        *,
+        placeholder: _builtins.int = ...,
+        expansion: _abc.Iterable[_builtins.int] | None = ...,
+        max_images: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansion", b"expansion", "max_images", b"max_images", "placeholder", b"placeholder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageFacts: _TypeAlias = ImageFacts  # noqa: Y015
 
 @_typing.final
 class ModelText(_message.Message):

@@ -235,6 +235,7 @@ class Prefill(_message.Message):
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -261,6 +262,10 @@ class Prefill(_message.Message):
     def adapter(self) -> _common_pb2.Adapter:
         """absent: the model itself"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """in the order of their positions, with their data"""
+
     def __init__(
         self,
         *,
@@ -277,14 +282,48 @@ class Prefill(_message.Message):
         kv_transfer: Global___KvTransfer.ValueType = ...,
         model: _builtins.str = ...,
         adapter: _common_pb2.Adapter | None = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "images", b"images", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+
+@_typing.final
+class PromptImage(_message.Message):
+    """An image in a prompt. Its tokens are the same as any other image's: the digest tells images apart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """of its first token"""
+    num_tokens: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 of the data"""
+    data: _builtins.bytes
+    """the file, as the client gave it; empty for a decode, which computes no image"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "num_tokens", b"num_tokens", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
@@ -309,6 +348,7 @@ class Start(_message.Message):
     PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -336,6 +376,10 @@ class Start(_message.Message):
     def adapter(self) -> _common_pb2.Adapter:
         """absent: the model itself"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """without their data"""
+
     def __init__(
         self,
         *,
@@ -354,10 +398,11 @@ class Start(_message.Message):
         prompt_compute_ms: _builtins.int = ...,
         model: _builtins.str = ...,
         adapter: _common_pb2.Adapter | None = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "images", b"images", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -186,6 +186,7 @@ class PlanQuery(_message.Message):
     TAILS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    HAS_IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -200,6 +201,8 @@ class PlanQuery(_message.Message):
     """tokens, of the blocks that block_hashes name"""
     adapter_digest: _builtins.str
     """of the LoRA adapter that it wants; empty: the model itself"""
+    has_images: _builtins.bool
+    """only instances that take images can serve it"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -226,10 +229,11 @@ class PlanQuery(_message.Message):
         tails: _abc.Iterable[Global___TailName] | None = ...,
         block_size: _builtins.int = ...,
         adapter_digest: _builtins.str = ...,
+        has_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "block_size", b"block_size", "chat_id", b"chat_id", "excluded_instance_ids", b"excluded_instance_ids", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "scenario", b"scenario", "tails", b"tails", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "block_size", b"block_size", "chat_id", b"chat_id", "excluded_instance_ids", b"excluded_instance_ids", "has_images", b"has_images", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "scenario", b"scenario", "tails", b"tails", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

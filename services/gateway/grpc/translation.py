@@ -14,6 +14,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
     ContentPart,
+    ImageFile,
     ToolCall,
 )
 from pdmesh.services.gateway.openai.json_body import objects_of
@@ -252,7 +253,7 @@ def _message(message: pb.ChatMessage, where: str, names: dict[str, str]) -> Chat
         if message.content:
             field = f"{where}.content_parts"
             raise InvalidRequest(f"give either {field} or content, not both", field=field)
-        found.content = _parts(message.content_parts, f"{where}.content_parts")
+        found.content = _parts(message.content_parts, f"{where}.content_parts", names)
         names[f"{where}.content"] = f"{where}.content_parts"
     if message.tool_calls:
         found.tool_calls = _calls(message.tool_calls, f"{where}.tool_calls")
@@ -263,13 +264,21 @@ def _message(message: pb.ChatMessage, where: str, names: dict[str, str]) -> Chat
     return found
 
 
-def _parts(parts: Sequence[pb.ContentPart], where: str) -> list[ContentPart]:
-    return [
-        ContentPart("text", _without_nul(part.text, f"{where}[{at}].text"))
-        if part.HasField("text")
-        else ContentPart("text")
-        for at, part in enumerate(parts)
-    ]
+def _parts(parts: Sequence[pb.ContentPart], where: str, names: dict[str, str]) -> list[ContentPart]:
+    return [_part(part, f"{where}[{at}]", names) for at, part in enumerate(parts)]
+
+
+def _part(part: pb.ContentPart, where: str, names: dict[str, str]) -> ContentPart:
+    match part.WhichOneof("kind"):
+        case "text":
+            return ContentPart("text", _without_nul(part.text, f"{where}.text"))
+        case "image_url":
+            return ContentPart("image_url", image_url=part.image_url)
+        case "image":
+            names[f"{where.replace('content_parts', 'content')}.image_url"] = f"{where}.image"
+            return ImageFile("image_url", data=part.image)
+        case _:
+            return ContentPart("text")
 
 
 def _calls(calls: Sequence[pb.ToolCall], where: str) -> list[ToolCall]:

@@ -10,10 +10,19 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import Permit, charged
+from pdmesh.services.gateway.images.loading import Held
+from pdmesh.services.gateway.openai.chat_images import (
+    asked_images,
+    check_sent,
+    has_images,
+    no_images,
+    placed,
+)
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
 from pdmesh.services.gateway.openai.sampling import sampling_of
@@ -48,7 +57,10 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
     has_special = bool(request.add_special_tokens)
-    tokens = await chat_tokens(conversation_of(request), model, add_special_tokens=has_special)
+    tokens, images, held = await _chat_prompt(
+        request, model, frontend, add_special_tokens=has_special
+    )
+    check_sent(images, request.n or 1)
     sampling = await sampling_of(request, max_tokens, num_logprobs, model, frontend, tenant)
     prompt = _truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
@@ -82,7 +94,38 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         parsing=parsing,
         tenant=tenant,
         adapter=model.adapter,
+        images=images,
+        held_images=held,
     )
+
+
+async def _chat_prompt(
+    request: ChatCompletionRequest | TokenizeRequest,
+    model: ServedModel,
+    frontend: Frontend,
+    *,
+    add_special_tokens: bool,
+) -> tuple[array[int], tuple[PromptImage, ...], Held | None]:
+    """The tokens of a conversation, and its images. Raises MeshError."""
+    messages = request.messages or []
+    facts = frontend.images_of(model) if has_images(messages) else None
+    if facts is None:
+        if has_images(messages):
+            raise no_images(messages, model.name)
+        conversation = conversation_of(request)
+        tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
+        return tokens, (), None
+    if getattr(request, "truncate_prompt_tokens", None) is not None:
+        message = "a prompt with images cannot be truncated"
+        raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="truncate_prompt_tokens")
+    asked, shared = asked_images(messages), frontend.shared.images
+    shared.check_count(asked, facts.max_images)
+    loaded = await shared.load(asked)
+    (mark,) = await model.tokenizer.strings((facts.placeholder,))
+    conversation = conversation_of(request, mark)
+    tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
+    prompt, images = placed(tokens, facts, loaded)
+    return prompt, images, loaded.held
 
 
 async def _parsed_sampling(
@@ -180,8 +223,9 @@ async def tokenized(
         has_special = has_special is not False
         tokens = await text_tokens(request.prompt or "", model, add_special_tokens=has_special)
     else:
-        conversation = conversation_of(request)
-        tokens = await chat_tokens(conversation, model, add_special_tokens=bool(has_special))
+        tokens, _, _ = await _chat_prompt(
+            request, model, frontend, add_special_tokens=bool(has_special)
+        )
     await charged(permit, lambda: permit.charge(len(tokens)))
     permit.settle(len(tokens))
     return tokens, model
@@ -245,11 +289,13 @@ def template_variables(
     return variables
 
 
-def conversation_of(request: ChatCompletionRequest | TokenizeRequest) -> Conversation:
-    """Raises InvalidRequest."""
+def conversation_of(
+    request: ChatCompletionRequest | TokenizeRequest, image_mark: str = ""
+) -> Conversation:
+    """`image_mark`: the text that stands for an image. Raises InvalidRequest."""
     effort = request.reasoning_effort if isinstance(request, ChatCompletionRequest) else None
     return Conversation(
-        messages_of(request.messages or []),
+        messages_of(request.messages or [], image_mark),
         tools_of(request.tools),
         template_variables(request.chat_template_kwargs, effort),
         request.add_generation_prompt is not False,

@@ -19,7 +19,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.json_bounds import MAX_VALUES, SMALL_BYTES
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES, nul_refused
-from pdmesh.services.gateway.text.chat_template import Message
+from pdmesh.services.gateway.text.chat_template import ImageMark, Message
 
 MAX_CALLS: Final = 128  # tool calls in one message
 _MAX_PARTS: Final = 256
@@ -36,7 +36,7 @@ _Anything = Any
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Only parts of the type `text` are served.
+    """Parts of the types `text` and `image_url` are served.
 
     The fields of other types are known here so that the error names the part and not its fields.
     """
@@ -47,6 +47,13 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     input_audio: _Anything = None
     file: _Anything = None
     refusal: _Anything = None
+
+
+class ImageFile(ContentPart):
+    """An image that another API gives without an address. No JSON becomes such a part."""
+
+    base64: str = ""
+    data: bytes = b""
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,21 +120,24 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         if message.content is None and message.role != "assistant":
             raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
         if isinstance(message.content, list):
-            _check_parts(message.content, where)
+            _check_parts(message.content, where, takes_images=message.role == "user")
     if called_ids:
         _check_work(messages)
 
 
-def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
+def messages_of(messages: Sequence[ChatMessage], image_mark: str = "") -> list[Message]:
     """The messages in the form for chat templates. Content parts become a list of their texts.
 
-    Raises InvalidRequest.
+    `image_mark`: the text that stands for an image. Raises InvalidRequest.
     """
     plain: list[Message] = []
     for index, message in enumerate(messages):
         content: str | Sequence[str] = message.content if isinstance(message.content, str) else ()
         if isinstance(message.content, list):
-            content = [part.text or "" for part in message.content]
+            content = [
+                ImageMark(image_mark) if part.type == "image_url" else part.text or ""
+                for part in message.content
+            ]
         if message.role == "system" and _BILLING_LINE in str(content):
             content = _without_billing_line(content)
         given: dict[str, object] = {"role": message.role, "content": content}
@@ -233,15 +243,16 @@ def _check_work(messages: Sequence[ChatMessage]) -> None:
             raise InvalidRequest(message, field="messages")
 
 
-def _check_parts(parts: Sequence[ContentPart], where: str) -> None:
+def _check_parts(parts: Sequence[ContentPart], where: str, *, takes_images: bool) -> None:
     if len(parts) > _MAX_PARTS:
         raise InvalidRequest(f"at most {_MAX_PARTS} parts are allowed", field=f"{where}.content")
     for index, part in enumerate(parts):
         if part.type == "text" and part.text is None:
             raise _missing(f"{where}.content[{index}].text")
-        if part.type != "text":
+        if part.type != "text" and not (part.type == "image_url" and takes_images):
+            known = "text and image_url are" if takes_images else "only text is"
             raise InvalidRequest(
-                f"content parts of type {part.type[:32]} are not supported; only text is",
+                f"content parts of type {part.type[:32]} are not supported here; {known}",
                 reason="UNSUPPORTED_FIELD",
                 field=f"{where}.content[{index}]",
             )

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
+from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
@@ -33,6 +34,7 @@ from pdmesh.errors import (
     Overloaded,
     PoisonRequest,
 )
+from pdmesh.net.image_facts import images_from_proto
 from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit, check_model
 from pdmesh.services.gateway.request.bounds import (
     check_allowed_ids,
@@ -222,6 +224,11 @@ class Frontend:
         )
         return ServedModel(name, tokenizer, context_length, adapter)
 
+    def images_of(self, model: ServedModel) -> ImageFacts | None:
+        """How the model takes images; None if it takes none."""
+        record = self.shared.fleet.reference(model.name)
+        return images_from_proto(record) if record is not None else None
+
     async def pooling_model(
         self,
         asked: str,
@@ -277,7 +284,14 @@ class Frontend:
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
         prompts = [
-            Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt, digest)
+            Prompt(
+                tokens,
+                self.shared.hash_secret,
+                spec.tenant.name,
+                spec.cache_salt,
+                digest,
+                spec.images,
+            )
             for tokens in spec.prompts
         ]
         if self.shared.poison:

@@ -48,7 +48,8 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
-from pdmesh.errors import ConstraintUnsatisfiable, MeshError, Overloaded
+from pdmesh.errors import ConstraintUnsatisfiable, ImageUnusable, MeshError, Overloaded
+from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec
@@ -92,6 +93,7 @@ class Collaborators:
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # for a scenario
     parsers: AnswerParsers
+    images: Images
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
 
 
@@ -209,10 +211,13 @@ class Generation:
     def _told(
         self, outcome: Complete | Fail | Cancelled | None
     ) -> Complete | Fail | Cancelled | None:
-        """The outcome for the client, with the field of a constraint, which instances do not
-        know.
+        """The outcome for the client, with the field of a constraint or an image, which instances
+        do not know.
         """
         constraint = self._spec.sampling.constraint
+        if isinstance(outcome, Fail) and isinstance(outcome.error, ImageUnusable):
+            message = "an image of the messages cannot be decoded: its data are damaged"
+            return Fail(ImageUnusable(message, field=self._spec.field_of_prompt))
         if constraint is None or not isinstance(outcome, Fail):
             return outcome
         if not isinstance(outcome.error, ConstraintUnsatisfiable):

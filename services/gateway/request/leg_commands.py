@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
@@ -16,6 +17,7 @@ from pdmesh.v1.common_pb2 import Adapter, InstanceRecord, SamplingParams, Ticket
 from pdmesh.v1.common_pb2 import Constraint as ConstraintMessage
 from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
 from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
+from pdmesh.v1.instance_service_pb2 import PromptImage as PromptImageMessage
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 
 
@@ -73,6 +75,7 @@ class LegCommands:
             max_tokens=num_remaining,
             chat_id=prompt.chat_key(spec.chat_id),
             excluded_instance_ids=effect.excluded,
+            has_images=bool(prompt.images),
             traceparent=self._identity.traceparent,
         )
         if reference is not None and reference.kv_tail_step and not emitted:
@@ -108,6 +111,7 @@ class LegCommands:
                 kv_transfer=kv_transfer,
                 model=self._model,
                 adapter=self._adapter,
+                images=images_to_proto(prompt.images, with_data=True),
             )
         )
 
@@ -144,6 +148,7 @@ class LegCommands:
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 model=self._model,
                 adapter=self._adapter,
+                images=images_to_proto(prompt.images, with_data=False),
             )
         )
 
@@ -172,6 +177,21 @@ class LegCommands:
 
     def _remaining_ms(self) -> int:
         return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
+
+
+def images_to_proto(
+    images: Sequence[PromptImage], *, with_data: bool
+) -> Sequence[PromptImageMessage]:
+    """A decode gets no data: it pulls the KV that a prefill computed of them."""
+    return [
+        PromptImageMessage(
+            position=image.position,
+            num_tokens=image.num_tokens,
+            digest=image.digest,
+            data=image.data if with_data else b"",
+        )
+        for image in images
+    ]
 
 
 def adapter_to_proto(found: AdaptedModel | None) -> Adapter | None:

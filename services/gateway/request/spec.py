@@ -11,10 +11,12 @@ from typing import Final
 
 import msgspec
 
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.sampling.repetition import RepeatedEnd, RepetitionRule
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
+from pdmesh.services.gateway.images.loading import Held
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.text_stream import TextRules
@@ -102,6 +104,8 @@ class CallSpec(msgspec.Struct, frozen=True):
     parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE
     adapter: AdaptedModel | None = None  # the adapter that `model` names
+    images: tuple[PromptImage, ...] = ()  # of its prompt, which is the only one then
+    held_images: Held | None = None
 
     @property
     def text_rules(self) -> TextRules:

@@ -61,6 +61,7 @@ def _local(record: InstanceRecord) -> LocalInstance:
         record.kv_region,
         record.max_adapters > 0,
         frozenset(record.loaded_adapters),
+        record.HasField("images"),
     )
 
 
@@ -74,16 +75,20 @@ class Wanted:
     """What an instance must have to serve a request.
 
     It must have the request's model and the vocabulary of its tokens. If the request wants an
-    adapter, it must have slots for adapters. An empty `vocabulary` matches every instance: then the
-    tokenizer came from the gateway's own folder.
+    adapter, it must have slots for adapters. If the request has images, its model must take images.
+    An empty `vocabulary` matches every instance: then the tokenizer came from the gateway's own
+    folder.
     """
 
     model: str
     vocabulary: str = ""
     adapter: str = ""
+    has_images: bool = False
 
     def is_served_by(self, record: InstanceRecord) -> bool:
         if self.adapter and not record.max_adapters:
+            return False
+        if self.has_images and not record.HasField("images"):
             return False
         theirs = record.text.vocabulary
         is_readable = not (self.vocabulary and theirs) or self.vocabulary == theirs
@@ -356,6 +361,7 @@ class FleetView:
             frozenset(avoided),
             canary,
             wanted.adapter,
+            wanted.has_images,
         )
         plan = self._ranking.rank(query, num_open)
         return (

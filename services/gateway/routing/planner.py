@@ -108,9 +108,8 @@ class Planner:
 
         `vocabulary`: of the query's tokens.
         """
-        self._asks.append(
-            _Ask(asker, plan, query, Wanted(query.model, vocabulary, query.adapter_digest))
-        )
+        wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
+        self._asks.append(_Ask(asker, plan, query, wanted))
         self._has_asks.set()
 
     def refusal(

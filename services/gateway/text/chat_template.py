@@ -6,8 +6,8 @@ bound.
 
 Some templates read a message's content as text, some as a list of parts, and some as either. Each
 template is tried once with both. As in plain vLLM, it gets parts if it reads parts, and otherwise
-one text with a line for each part. It also gets the tools, and those of a client's variables that
-it reads and that the renderer does not set.
+one text with a line for each part. An image is a part without text. It also gets the tools, and
+those of a client's variables that it reads and that the renderer does not set.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ WITH_TOOLS: Final = "tool_use"
 # `role` is text. `content` is text, or the texts of its parts. Further fields are in the form that
 # templates expect.
 Message = Mapping[str, object]
+
+
+class ImageMark(str):
+    """The part of a message that an image takes: the model's placeholder, as text."""
+
+    __slots__ = ()
+
+
 # The renderer itself sets these variables of a template, so clients must not.
 RESERVED_VARIABLES: Final = frozenset(
     (
@@ -128,7 +136,7 @@ class ChatTemplate:
         assert isinstance(content, list | tuple)
         # All templates take the result of a tool as text.
         is_parts = self._reads_parts and message["role"] != "tool"
-        return _parts(content) if is_parts else "\n".join(content)
+        return _parts(content) if is_parts else _text_of(content)
 
     def _shows(self, content: object) -> bool:
         """Whether the template prints the texts of this content and not its raw form."""
@@ -201,7 +209,10 @@ def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _text_of(content: object) -> str:
-    return "\n".join(content) if isinstance(content, list | tuple) else str(content)
+    """As in plain vLLM, the images of a message come before its text."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "\n".join(sorted(content, key=lambda part: not isinstance(part, ImageMark)))
 
 
 class ChatTemplates:
@@ -250,7 +261,10 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _parts(texts: Sequence[str]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
+    return [
+        {"type": "image"} if isinstance(text, ImageMark) else {"type": "text", "text": text}
+        for text in texts
+    ]
 
 
 class _Refused(jinja2.TemplateError):

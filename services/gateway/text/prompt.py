@@ -7,6 +7,7 @@ import hmac
 from array import array
 from collections.abc import Collection, Sequence
 
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.prefix import partial_block_names as partial_names
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -18,13 +19,23 @@ class Prompt:
     `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
     """
 
-    __slots__ = ("_adapter", "_hashes", "_roots", "_salt", "_secret", "_tenant", "data", "tokens")
+    __slots__ = (
+        "_adapter", "_hashes", "_places", "_roots", "_salt", "_secret", "_tenant", "data",
+        "images", "tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, tokens: array[int], secret: bytes, tenant: str, salt: str, adapter: str = ""
+        self,
+        tokens: array[int],
+        secret: bytes,
+        tenant: str,
+        salt: str,
+        adapter: str = "",
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """`adapter`: the digest of the LoRA adapter that the prompt is computed with."""
-        self.tokens = tokens
+        self.tokens, self.images = tokens, images
+        self._places = [(image.position, image.digest) for image in images]
         self.data = tokens_to_bytes(tokens)
         self._secret, self._tenant, self._salt, self._adapter = secret, tenant, salt, adapter
         self._roots: dict[str, bytes] = {}
@@ -34,7 +45,8 @@ class Prompt:
     def digest(self) -> bytes:
         """A name for this tenant's prompt that reveals nothing about the prompt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
-        return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
+        shown = b"".join(digest for _, digest in self._places)
+        return hashlib.blake2b(self.data + shown, digest_size=16, key=key).digest()
 
     def chat_key(self, chat_id: str) -> str:
         """A name for a conversation of this tenant, or empty without a `chat_id`.
@@ -63,21 +75,25 @@ class Prompt:
             return []
         if replayed:
             tokens = self.tokens + array("I", replayed)
-            return block_hashes(self.root(fingerprint), tokens, block_size)
+            return block_hashes(self.root(fingerprint), tokens, block_size, images=self._places)
         key = (fingerprint, block_size)
         found = self._hashes.get(key)
         if found is None:
-            found = block_hashes(self.root(fingerprint), self.tokens, block_size)
+            root = self.root(fingerprint)
+            found = block_hashes(root, self.tokens, block_size, images=self._places)
             self._hashes[key] = found
         return found
 
     def partial_blocks(
         self, record: InstanceRecord, stop_token_ids: Collection[int]
     ) -> list[partial_names.PartialBlockName]:
-        """Names of the few partial blocks that earlier turns of this conversation may have left."""
+        """Names of the few partial blocks that earlier turns of this conversation may have left.
+
+        None are named of a prompt with images.
+        """
         sampling = partial_names.PartialSampling(record.kv_tail_start, record.kv_tail_step)
         size = record.block_size
-        if not (sampling and size and stop_token_ids):
+        if self.images or not (sampling and size and stop_token_ids):
             return []
         root, hashes = self.root(record.model_fingerprint), self.hashes(record)
         blocks = []

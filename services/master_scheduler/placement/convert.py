@@ -83,6 +83,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         kv_region=record.kv_region,
         takes_adapters=record.max_adapters > 0,
         adapters=frozenset(record.loaded_adapters),
+        takes_images=record.HasField("images"),
     )
 
 
@@ -109,6 +110,7 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
         block_size=query.block_size,
         region=region,
         adapter=query.adapter_digest,
+        has_images=query.has_images,
     )
 
 

@@ -137,6 +137,7 @@ def test_every_package_that_is_installed_has_a_hash() -> None:
 
 # Modules whose import name differs from the package's name.
 PACKAGES = {
+    "PIL": "pillow",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",

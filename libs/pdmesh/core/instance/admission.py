@@ -62,6 +62,7 @@ class Capacity:
     # tokens of it.
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Ask:
     model_fingerprint: str | None = None  # of the ticket, for decode
     model: str = ""  # the model that the request means; empty: it names none
     adapter: str = ""  # digest of the LoRA adapter that it computes with; empty: none
+    has_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,8 @@ class Admission:
             return Refused(RefusalReason.WRONG_MODEL, detail=detail)
         if ask.adapter and not capacity.num_adapters:
             return Refused(RefusalReason.WRONG_MODEL, detail="it takes no adapters: ENABLE_LORA")
+        if ask.has_images and not capacity.takes_images:
+            return Refused(RefusalReason.WRONG_MODEL, detail="its model takes no images")
         if self._least_len(ask) > capacity.max_model_len or num_blocks > capacity.num_blocks:
             return Refused(
                 RefusalReason.TOO_LONG, detail="longer than the context or the KV memory"

@@ -41,6 +41,7 @@ class Identity:
     kv_region: str = ""  # where its KV stays; empty: its group spans regions
     takes_adapters: bool = False
     adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has loaded
+    takes_images: bool = False
 
     @property
     def cell(self) -> tuple[str, str]:

@@ -31,6 +31,7 @@ class LocalInstance:
     region: str
     takes_adapters: bool = False
     adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has loaded
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class LocalQuery:
     avoided: Collection[str] = ()
     canary: tuple[str, bool] | None = None
     adapter: str = ""  # digest
+    has_images: bool = False  # only instances that take images can serve it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class LocalRanking:
             and i.id not in query.excluded
             and (i.scenario or scenario) == scenario
             and (not query.adapter or i.takes_adapters)
+            and (not query.has_images or i.takes_images)
         ]
 
         def order(instance: LocalInstance) -> tuple[bool, bool, int, bytes]:

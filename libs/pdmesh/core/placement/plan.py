@@ -142,7 +142,7 @@ class _Cell:
 
         Returns the cell itself if there are none.
         """
-        is_plain = not (query.excluded or query.adapter)
+        is_plain = not (query.excluded or query.adapter or query.has_images)
         if is_plain and query.num_prompt_tokens <= self.safe_tokens:
             any_member = (self.prefills or self.decodes)[0]
             if query.num_blocks(any_member) <= self.safe_blocks:
@@ -270,6 +270,8 @@ class Placement:
             return NoPlan(MODEL_NOT_FOUND, f"no instance serves {model}")
         if query.adapter and not any(i.identity.takes_adapters for i in serving):
             return NoPlan(NO_INSTANCE, "no instance of this model takes adapters: ENABLE_LORA")
+        if query.has_images and not any(i.identity.takes_images for i in serving):
+            return NoPlan(NO_INSTANCE, "no instance of this model takes images")
         if not any(_could_hold(i, query) for i in serving):
             return NoPlan(PROMPT_TOO_LONG, "prompt and output do not fit any instance")
         return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
@@ -393,6 +395,8 @@ def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> 
     """
     identity = instance.identity
     if query.adapter and not identity.takes_adapters:
+        return False
+    if query.has_images and not identity.takes_images:
         return False
     if identity.max_model_len and query.num_prompt_tokens >= identity.max_model_len:
         return False

@@ -45,6 +45,7 @@ class Query:
     block_size: int = 0
     region: str = ""  # where the request came in: instances there are preferred
     adapter: str = ""  # digest of the LoRA adapter that it wants; empty: the model itself
+    has_images: bool = False
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may need, within the model's length."""

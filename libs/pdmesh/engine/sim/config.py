@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
+from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
@@ -30,4 +31,5 @@ class SimConfig:
     partial_sampling: PartialSampling = NO_PARTIALS
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
+    images: ImageFacts | None = None  # None: the model takes none
     fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails

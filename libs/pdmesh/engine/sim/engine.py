@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from pdmesh import failpoints
 from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
@@ -47,7 +45,7 @@ from pdmesh.engine.sim.constraints.draws import guided_vocabulary
 from pdmesh.engine.sim.constraints.lane import GuideLane
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
-from pdmesh.engine.sim.model import SimModel, draw_key, shift_of
+from pdmesh.engine.sim.model import SimModel, draw_key, shift_of, tokens_of
 from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
@@ -145,6 +143,7 @@ class SimEngine:
             kv_addresses=(self._stager.address,),
             partial_sampling=config.partial_sampling,
             max_adapters=config.max_adapters,
+            images=config.images,
         )
 
     async def stop(self) -> None:
@@ -397,7 +396,7 @@ class SimEngine:
         """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
-        tokens = np.frombuffer(job.prompt, np.uint32)
+        tokens = tokens_of(job.prompt, job.images)
         states = self._model.states(tokens, shift_of(job.adapter))
         if prompt.states is None:  # if not, its layers were written one by one
             self._memory.write(blocks, states, prompt.num_cached)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
-
 from pdmesh.core.kv.prefix.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.engine.sim.model import shift_of
+from pdmesh.engine.sim.model import shift_of, tokens_of
 from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 
 
@@ -45,11 +43,13 @@ def keep_answer(
     num_kept = min(num_kept, len(blocks) + pool.num_free)
     blocks += pool.allocate(max(0, num_kept - len(blocks)))
     tokens = tokens[: num_kept * size]
-    states = memory.model.states(np.frombuffer(tokens, np.uint32), shift_of(job.adapter))
+    states = memory.model.states(tokens_of(tokens, job.images), shift_of(job.adapter))
     memory.write(blocks, states, len(job.prompt))
     parent = job.block_hashes[-1] if job.block_hashes else b""
     rest = tokens[num_hashed * size :]
-    hashes = block_hashes(bytes.fromhex(job.cache_salt), rest, size, parent)
+    begun = num_hashed * size
+    images = [(i.position - begun, i.digest) for i in job.images if i.position >= begun]
+    hashes = block_hashes(bytes.fromhex(job.cache_salt), rest, size, parent, images)
     for block, block_hash in zip(blocks[num_hashed:], hashes, strict=False):
         pool.store(block, block_hash)
     names = (*job.block_hashes, *hashes)

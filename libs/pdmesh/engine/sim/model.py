@@ -9,6 +9,8 @@ token updates it in O(1).
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.vocabulary import EOS_ID, Vocabulary, build_vocabulary
@@ -84,6 +87,20 @@ def _shaping_key(shaping: LogitShaping) -> int:
     if unlimited == UNSHAPED:
         return 0
     return int.from_bytes(hashlib.blake2b(repr(unlimited).encode(), digest_size=8).digest())
+
+
+def tokens_of(prompt: array[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.uint32]:
+    """The tokens of a prompt as the model sees them: those of an image are words of its digest."""
+    tokens = np.frombuffer(prompt, np.uint32)
+    if not images:
+        return tokens
+    seen = tokens.copy()
+    for image in images:
+        words = np.frombuffer(image.digest, "<u4")
+        seen[image.position : image.position + image.num_tokens] = np.resize(
+            words, image.num_tokens
+        )
+    return seen
 
 
 def shift_of(adapter: Adapter | None) -> int:

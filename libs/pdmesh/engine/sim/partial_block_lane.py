@@ -55,5 +55,8 @@ class PartialBlockLane:
 
 
 def _is_named(job: PrefillJob, hashes: Sequence[bytes], size: int) -> bool:
-    """Whether the job has a root and hashes of its own full blocks; if not, nothing is kept."""
-    return bool(job.cache_salt) and len(hashes) == len(job.prompt) // size
+    """Whether the job has a root and hashes of its own full blocks; if not, nothing is kept.
+
+    The name of a beginning does not say which image it is of, so a prompt with images has none.
+    """
+    return bool(job.cache_salt) and not job.images and len(hashes) == len(job.prompt) // size

@@ -14,8 +14,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from pdmesh import failpoints
 from pdmesh.core.kv.transfer.incoming_blocks import IncomingBlocks
 from pdmesh.core.kv.transfer.incoming_events import (
@@ -44,7 +42,7 @@ from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.model import Tick
 from pdmesh.engine.base import DecodeJob, Failed, KvPulling, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.memory import SimKv
-from pdmesh.engine.sim.model import shift_of
+from pdmesh.engine.sim.model import shift_of, tokens_of
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.transport.base import ByteArray
@@ -260,7 +258,7 @@ class Retriever:
         if not retrieval.is_complete or first is None or digest is None:
             return
         del self._retrievals[job.leg]
-        tokens = np.frombuffer(job.prompt, np.uint32)
+        tokens = tokens_of(job.prompt, job.images)
         state = self._memory.model.last_state(tokens, shift_of(job.adapter))
         self._on_retrieved(Retrieved(job, first, retrieval.blocks, state, digest))
 

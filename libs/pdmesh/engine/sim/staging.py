@@ -7,15 +7,13 @@ is computed, and a layer is ready with its last chunk.
 
 from __future__ import annotations
 
-import numpy as np
-
 from pdmesh import failpoints
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import PrefillJob, Ticket, hands_on
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.engine.sim.model import shift_of
+from pdmesh.engine.sim.model import shift_of, tokens_of
 from pdmesh.engine.sim.prefill import PromptUnderWay
 from pdmesh.kv.agent.agent import KvAgent
 
@@ -55,7 +53,7 @@ class Stager:
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
-            tokens = np.frombuffer(job.prompt, np.uint32)
+            tokens = tokens_of(job.prompt, job.images)
             prompt.states = self._memory.model.states(tokens, shift_of(job.adapter))
         start = prompt.num_cached + prompt.num_computed
         end = start + prompt.num_in_chunk

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 2  # <|im_end|>
+IMAGE_ID = 0  # <|endoftext|>, which the sim model never draws, also stands for an image
 
 _WORD_LIST = (
     "the of and to in is that for it was on are with as his they at be this from have or by one "

@@ -7,10 +7,12 @@ engine does not know where it runs.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.Ada
 CPU_STEP_TOKENS = 512
 MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of slots, as vLLM has them
+MAX_IMAGES = 8  # in a prompt
 
 
 def installed_device() -> str:
@@ -90,6 +93,10 @@ class VllmConfig:
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoints: str = ""  # armed in the workers, see failpoints.py
+
+    @property
+    def has_vision(self) -> bool:
+        return has_vision(self.model_dir)
 
     @property
     def effective_dtype(self) -> str:
@@ -210,6 +217,8 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
             arguments["scheduler_cls"] = SCHEDULER_CLASS
     if config.max_adapters:
         arguments |= lora_arguments(config)
+    if config.has_vision:
+        arguments |= vision_arguments()
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
@@ -224,6 +233,33 @@ def lora_arguments(config: VllmConfig) -> dict[str, Any]:
         "max_cpu_loras": num_slots,
         "max_lora_rank": next(r for r in LORA_RANKS if r >= config.max_adapter_rank),
     }
+
+
+def has_vision(model_dir: Path) -> bool:
+    """Whether the model's configuration has a part that reads images."""
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False  # reading the model reports it
+    return isinstance(config, dict) and "vision_config" in config
+
+
+def vision_arguments() -> dict[str, Any]:
+    """For a model that reads images. vLLM's processor needs a tokenizer beside the images.
+
+    Its cache of processed images is off: each image is processed where its prompt is computed, and
+    the encoder's cache spares the costly part. vLLM's own code of most such models needs
+    torchvision, whose builds on PyPI do not run with a CPU's torch. Then it runs the model with the
+    code of transformers.
+    """
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0,
+    }
+    if find_spec("torchvision") is None:
+        arguments["model_impl"] = "transformers"
+    return arguments
 
 
 def engine_seed(config: VllmConfig) -> int:

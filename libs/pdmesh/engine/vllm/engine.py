@@ -49,6 +49,7 @@ from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.host.description import endpoint_of, info_of
+from pdmesh.engine.vllm.host.images import VllmImages, find_facts
 from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
@@ -77,7 +78,7 @@ from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.engine.vllm.speculation.methods import check_speculation
-from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, MeshError
+from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, ImageUnusable, MeshError
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
 
@@ -148,7 +149,8 @@ class VllmEngine:
         await asyncio.to_thread(files.check_unchanged, self._digests)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         endpoint = endpoint_of(config, llm.vllm_config.cache_config.block_size, hellos)
-        info = info_of(config, endpoint, hellos)
+        images = await asyncio.to_thread(find_facts, llm) if config.has_vision else None
+        info = info_of(config, endpoint, hellos, images)
         self._worker_pids = tuple(h.pid for h in hellos)
         self._open_for_jobs(info, endpoint, llm)
         log.info(
@@ -187,6 +189,7 @@ class VllmEngine:
             RequestEvents(self._on_drawn, self._on_refused, self._on_ended, self._die),
             self._adapters,
         )
+        self._requests.images = VllmImages(llm, info.images)
         self._events = self._watched(self._follow_events(), "vllm-kv-events")
 
     async def stop(self) -> None:
@@ -241,6 +244,7 @@ class VllmEngine:
             params,
             names,
             job.adapter,
+            job.images,
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
@@ -279,6 +283,7 @@ class VllmEngine:
             job.cache_salt,
             params,
             adapter=job.adapter,
+            images=job.images,
         )
 
     def _open_ticket(self, job: PrefillJob, staging: ArenaRange) -> None:
@@ -387,7 +392,7 @@ class VllmEngine:
 
     def _on_refused(self, leg: int, error: MeshError) -> None:
         assert self._jobs is not None
-        is_retryable = not isinstance(error, AdapterMisfit)
+        is_retryable = not isinstance(error, AdapterMisfit | ImageUnusable)
         failed = Failed(leg, error.reason, error.message, is_retryable)
         self._apply(self._jobs.refused(failed))
 

@@ -14,6 +14,7 @@ from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
 from pdmesh.net.excluded_sources import excluded_to_proto
+from pdmesh.net.image_facts import images_to_proto
 from pdmesh.net.pooling_facts import pooling_to_proto
 from pdmesh.net.registry import takes_requests
 from pdmesh.text_files import TextFiles
@@ -80,6 +81,8 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.kv_tail_start = info.partial_sampling.start
     record.kv_tail_step = info.partial_sampling.step
+    if info.images is not None:
+        record.images.CopyFrom(images_to_proto(info.images))
     if info.pooling is not None:
         record.pooling.CopyFrom(pooling_to_proto(info.pooling))
     record.load_timings.CopyFrom(loaded.timings.to_proto())

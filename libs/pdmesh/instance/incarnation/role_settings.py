@@ -42,7 +42,7 @@ OPTIONS: Final = frozenset(
         "sim_fail_every", "max_num_batched_tokens", "speculation", "speculative_tokens",
         "speculative_acceptance", "speculative_token_cost",
         "enable_lora", "max_loras", "max_lora_rank",
-        "pooling_convert", "sim_pooling", "sim_dimensions",
+        "pooling_convert", "sim_pooling", "sim_dimensions", "sim_image_tokens",
     }
 )  # fmt: skip
 
@@ -130,6 +130,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_token_bytes=settings.sim_token_bytes,
         sim_seed=settings.sim_seed,
         sim_fail_every=settings.sim_fail_every,
+        sim_image_tokens=settings.sim_image_tokens,
         partial_sampling=PartialSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
 
@@ -172,4 +173,5 @@ def capacity_of(
         num_ranks=info.num_ranks,
         max_reserved_output=settings.max_reserved_output or None,
         num_adapters=info.max_adapters,
+        takes_images=info.images is not None,
     )

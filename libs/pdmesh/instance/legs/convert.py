@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.images.prompt_image import DIGEST_BYTES, MAX_IMAGES, PromptImage
 from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
@@ -115,6 +116,7 @@ class Parsed:
     sampling: Sampling
     block_hashes: tuple[bytes, ...]
     adapter: Adapter | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
@@ -134,7 +136,30 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
         text = "must not exceed the prompt's tokens, of which the drawn ones are part"
         raise InvalidRequest(text, field="sampling.num_drawn")
     adapter = adapter_from_proto(m.adapter) if m.HasField("adapter") else None
-    return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter)
+    images = images_from_proto(m, len(prompt)) if m.images else ()
+    return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter, images)
+
+
+def images_from_proto(m: Prefill | Start, num_tokens: int) -> tuple[PromptImage, ...]:
+    """The images of a prompt, in order, each within the prompt. Raises InvalidRequest.
+
+    The data of a prefill's images were hashed by the gateway, and are not hashed again.
+    """
+    images = tuple(
+        PromptImage(each.position, each.num_tokens, each.digest, each.data) for each in m.images
+    )
+    if len(images) > MAX_IMAGES:
+        raise InvalidRequest(f"at most {MAX_IMAGES} images", field="images")
+    end = 0
+    for image in images:
+        if image.position < end or not image.num_tokens or len(image.digest) != DIGEST_BYTES:
+            raise InvalidRequest("not images in order, each with its digest", field="images")
+        end = image.position + image.num_tokens
+        if bool(image.data) != isinstance(m, Prefill):
+            raise InvalidRequest("a prefill, and no decode, has their data", field="images")
+    if end > num_tokens:
+        raise InvalidRequest("an image ends after the prompt", field="images")
+    return images
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,13 @@ from pdmesh.engine.base import (
     PrefillJob,
     hands_on,
 )
-from pdmesh.errors import AdapterUnusable, ConstraintUnsatisfiable, InvalidRequest, KvTransferFailed
+from pdmesh.errors import (
+    AdapterUnusable,
+    ConstraintUnsatisfiable,
+    ImageUnusable,
+    InvalidRequest,
+    KvTransferFailed,
+)
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
 from pdmesh.instance.legs.load_book import LoadBook
@@ -171,6 +177,7 @@ class LegLife:
             model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
             model=m.model,
             adapter=parsed.adapter.digest if parsed.adapter is not None else "",
+            has_images=bool(parsed.images),
         )
         decision = self._admitted(outbox, m.key, ask)
         if decision is None:
@@ -212,6 +219,7 @@ class LegLife:
             block_hashes=parsed.block_hashes,
             traceparent=m.traceparent,
             adapter=parsed.adapter,
+            images=parsed.images,
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)
@@ -250,6 +258,7 @@ class LegLife:
                 traceparent=m.traceparent,
                 stall_s=self._limits.stall_s,
                 adapter=parsed.adapter,
+                images=parsed.images,
             )
         )
 
@@ -311,7 +320,7 @@ class LegLife:
         if failure.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1, {names.ATTR_REASON: failure.cause})
             self.sources.failed(leg.source, failure.cause, leg.request_id)
-        if failure.reason != ConstraintUnsatisfiable.default_reason:
+        if failure.reason not in _OF_REQUEST:
             self.sources.on_error(failure.reason, failure.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, failure))
         self.close(leg, "failed" if _is_of_instance(failure) else "refused")
@@ -362,6 +371,10 @@ class LegLife:
     def check_invariants(self) -> None:
         self.admission.check_invariants()
         self.sources.check_invariants()
+
+
+# Failures that any instance would have with this request.
+_OF_REQUEST: Final = (ConstraintUnsatisfiable.default_reason, ImageUnusable.default_reason)
 
 
 def _is_of_instance(failure: Failed) -> bool:

@@ -21,6 +21,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
     ContentPart,
+    ImageFile,
     ToolCall,
 )
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
@@ -171,14 +172,28 @@ class _Conversation:
     def _add_user(self, blocks: Sequence[MessageBlock], where: str) -> None:
         """Add the blocks of a user: the results of tools first, then the user's own text."""
         parts: list[ContentPart] = []
+        places: list[str] = []
         for at, block in enumerate(blocks):
             place = f"{where}.content[{at}]"
             if block.type == "tool_result":
                 self._add_result(block, place)
+                continue
+            if block.type == "image":
+                parts.append(_image(block, f"{place}.source"))
             elif text := _text_of(block, place):
                 parts.append(ContentPart("text", text))
-        if parts:
-            self._append(ChatMessage("user", _content(parts)), where)
+            else:
+                continue
+            places.append(place)
+        if not parts:
+            return
+        known = self._append(ChatMessage("user", _content(parts)), where)
+        for number, (part, place) in enumerate(zip(parts, places, strict=True)):
+            if part.type == "image_url":
+                known_part = f"{known}.content[{number}]"
+                source = "data" if isinstance(part, ImageFile) else "url"
+                self.names[known_part] = place
+                self.names[f"{known_part}.image_url"] = f"{place}.source.{source}"
 
     def _add_result(self, block: MessageBlock, where: str) -> None:
         text = "\n".join(_texts(block.content or "", f"{where}.content"))
@@ -216,8 +231,26 @@ def _call(block: MessageBlock) -> ToolCall:
     return ToolCall(CalledFunction(block.name or "", arguments), block.id or "")
 
 
+def _image(block: MessageBlock, where: str) -> ContentPart:
+    """Its media type is read from the image itself."""
+    source = block.source if isinstance(block.source, dict) else {}
+    match source.get("type"):
+        case "base64" if isinstance(data := source.get("data"), str) and data:
+            return ImageFile("image_url", base64=data)
+        case "base64":
+            raise _missing(f"{where}.data")
+        case "url" if isinstance(url := source.get("url"), str) and url:
+            return ContentPart("image_url", image_url=url)
+        case "url":
+            raise _missing(f"{where}.url")
+        case _:
+            message = f"{where}.type: the source of an image is base64 or url"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")
+
+
 def _content(parts: list[ContentPart]) -> str | list[ContentPart]:
-    return (parts[0].text or "") if len(parts) == 1 else parts
+    is_text = len(parts) == 1 and parts[0].type == "text"
+    return (parts[0].text or "") if is_text else parts
 
 
 def _texts(content: str | Sequence[MessageBlock], where: str) -> Iterator[str]:

@@ -179,6 +179,9 @@ class _Conversation:
         if item.role is None:
             field = f"{where}.role"
             raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+        if item.role == "user":
+            self._add_user(item, where)
+            return
         content = _content(item.content, f"{where}.content")
         if item.role != "assistant":
             self.append(ChatMessage(item.role, content), where)
@@ -186,6 +189,24 @@ class _Conversation:
             message.content = content
         else:
             self.append(ChatMessage("assistant", content), where)
+
+    def _add_user(self, item: InputItem, where: str) -> None:
+        """Only a user's message may have images."""
+        if isinstance(item.content, str) or not any(map(_is_image, item.content or ())):
+            content = _content(item.content, f"{where}.content")
+            self.append(ChatMessage("user", content), where)
+            return
+        parts: list[ContentPart] = []
+        known = self.append(ChatMessage("user", parts), where)
+        for at, part in enumerate(item.content or ()):
+            place = f"{where}.content[{at}]"
+            self.names[f"{known}.content[{at}]"] = place
+            if not _is_image(part):
+                parts.append(ContentPart("text", _text_of(part, place)))
+                continue
+            if part.file_id:
+                raise unsupported(f"{place}.file_id")
+            parts.append(ContentPart("image_url", image_url=part.image_url))
 
     def _add_reasoning(self, item: InputItem, where: str) -> None:
         if item.encrypted_content:
@@ -215,6 +236,10 @@ def _content(
         return content
     texts = _texts(content, where)
     return texts[0] if len(texts) == 1 else [ContentPart("text", text) for text in texts]
+
+
+def _is_image(part: ItemPart) -> bool:
+    return part.type == "input_image"
 
 
 def _texts(content: str | Sequence[ItemPart] | None, where: str) -> list[str]:

@@ -170,3 +170,12 @@ def test_instances_with_the_adapter_come_first_and_those_without_slots_are_left_
     assert named(made.rank(LocalQuery("m", excluded=("p-1", "p-2"), adapter="a"), none_open)) == (
         "d-0 d-1 colocated"
     )
+
+
+@pytest.mark.req("S130")
+def test_images_go_to_instances_that_take_them() -> None:
+    made = LocalRanking()
+    takes = {"p-0": False, "p-1": True, "d-0": False, "d-1": True}
+    made.see(replace(instance(name), takes_images=it) for name, it in takes.items())
+    assert named(made.rank(LocalQuery("m", has_images=True), none_open)) == "p-1 d-1"
+    assert named(made.rank(LocalQuery("m"), none_open)) == "p-0 p-1 d-0 d-1"

@@ -272,3 +272,18 @@ def test_instances_that_have_loaded_the_adapter_are_preferred_while_they_have_ro
     full = make(*members)
     full.fleet.handle(load("prefill-1", used=8), 0.0)
     assert planned(full, wanting).prefills[0].instance_id != "prefill-1"
+
+
+@pytest.mark.req("S130")
+def test_a_request_with_images_goes_to_instances_that_take_images() -> None:
+    able = [
+        identity("prefill-9", Role.PREFILL, takes_images=True),
+        identity("decode-9", Role.DECODE, takes_images=True),
+    ]
+    placement = make(*pair(), *able)
+    plan = planned(placement, replace(QUERY, has_images=True))
+    assert [c.instance_id for c in plan.prefills] == ["prefill-9"]
+    assert [c.instance_id for c in plan.decodes] == ["decode-9"]
+    nothing = make(*pair()).plan(replace(QUERY, has_images=True), {}, 0.0)
+    assert isinstance(nothing, NoPlan)
+    assert (nothing.reason, "takes images" in nothing.message) == ("NO_INSTANCE", True)

@@ -75,16 +75,23 @@ def test_the_refusal_of_a_chat_names_the_bad_field(fields: dict[str, Any], field
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": "data:"}},
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
         {"type": "file", "file": {"file_id": "f"}},
         {"type": "refusal", "refusal": "no"},
     ],
 )
-def test_the_refusal_of_a_part_that_is_not_text_names_that_part(part: dict[str, Any]) -> None:
+def test_the_refusal_of_a_part_of_an_unsupported_type_names_that_part(part: dict[str, Any]) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
     error = refused(parse_chat, chat(messages=[message]))
     assert (error.field, error.reason) == ("messages[0].content[1]", "UNSUPPORTED_FIELD")
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_only_a_user_sends_images(role: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    messages = [{"role": role, "content": [part]}, {"role": "user", "content": [part]}]
+    assert refused(parse_chat, chat(messages=messages)).field == "messages[0].content[0]"
+    parse_chat(chat(messages=messages[1:]))
 
 
 def test_an_error_names_both_bounds() -> None:

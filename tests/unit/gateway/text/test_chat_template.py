@@ -13,6 +13,7 @@ from pdmesh.services.gateway.text.chat_template import (
     ChatTemplate,
     ChatTemplates,
     Conversation,
+    ImageMark,
     Message,
 )
 
@@ -152,3 +153,19 @@ def test_a_template_that_recurses_too_deeply_leads_to_a_refusal() -> None:
     conversation = Conversation([{"role": "user", "content": "c"}], variables={"v": deep})
     with pytest.raises(InvalidRequest):
         ChatTemplate("{{ v | tojson }}", {}, 1000).render(conversation)
+
+
+@pytest.mark.req("S128")
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "<image>\n<image>\na\nb"),
+        ("{% for p in messages[0].content %}{{ p.text or '<img>' }}{% endfor %}",
+         "a<img>b<img>"),
+    ],
+)  # fmt: skip
+def test_images_are_parts_or_come_before_the_text(source: str, expected: str) -> None:
+    """As in plain vLLM, which prepends the placeholders that a template without parts lacks."""
+    content = ["a", ImageMark("<image>"), "b", ImageMark("<image>")]
+    template = ChatTemplate(source, {}, 1000)
+    assert template.render(Conversation([{"role": "user", "content": content}])) == expected

@@ -3,7 +3,7 @@
 Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash
 would share each other's cache. Hence it is a keyed cryptographic chain (BLAKE2b). Its root binds
 everything that changes the bytes: tenant, salt, the model fingerprint (model, dtype, block size,
-layout), and the content of an adapter.
+layout), and the content of an adapter. The name of a block also binds the images in the prompt.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import hmac
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 HASH_BYTES = 16
+# The place of an image among the tokens, and its digest.
+ImageAt = tuple[int, bytes]
+_IMAGE: Final = b"image"
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
@@ -55,18 +59,30 @@ def tenant_root(
 
 
 def block_hashes(
-    root: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b""
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    parent: bytes = b"",
+    images: Sequence[ImageAt] = (),
 ) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, in order; a partial tail has none.
 
     `parent`: the hash of the preceding block, if the chain's earlier blocks are hashed already.
+
+    `images`: those that begin within `token_ids`, in order. All images have the same tokens, so the
+    digest of an image is part of the block in which it begins. The chain carries it on.
     """
     data = memoryview(tokens_to_bytes(token_ids))
     step = 4 * block_size
     hashes: list[bytes] = []
+    by_block: dict[int, list[ImageAt]] = {}
+    for position, image in images:
+        by_block.setdefault(position // block_size * step, []).append((position, image))
     for start in range(0, len(data) - step + 1, step):
         digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=root)
         digest.update(data[start : start + step])
+        for position, image in by_block.get(start, ()):
+            digest.update(_IMAGE + (position % block_size).to_bytes(4, "little") + image)
         parent = digest.digest()
         hashes.append(parent)
     return hashes

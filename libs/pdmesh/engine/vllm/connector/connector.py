@@ -22,6 +22,7 @@ from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.connector.scheduler.request_images import images_at, num_without_image
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
@@ -61,6 +62,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         if groups != 1:
             raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
         self._planner: HandoffPlanner | None = None
+        self._lost: set[str] = set()  # requests that wait to be failed
         self._tiers: TierPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -105,6 +107,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 request.all_token_ids,
                 params.get("tiers"),
                 is_pulled=params.get("pdmesh") == LOAD,
+                images=images_at(request),
             )
 
     def get_num_new_matched_tokens(
@@ -115,6 +118,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             # It is loaded within the step, for the bytes are already in this machine's memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
+        if external == 0 and (missing := num_without_image(request, num_computed_tokens)):
+            self._lost.add(request.request_id)
+            return missing, True
         return external, external is None or external > 0
 
     def update_state_after_alloc(
@@ -122,6 +128,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         (block_ids,) = blocks.get_block_ids()
         self.planner.allocated(request.request_id, block_ids, num_external_tokens)
+        if request.request_id in self._lost:
+            self._lost.remove(request.request_id)
+            self.planner.lose(request.request_id)
         if self._tiers is not None:
             self._tiers.allocated(request.request_id, block_ids, num_external_tokens)
 
@@ -151,6 +160,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks go back at once, for KV to hand over was gathered in the step that computed it."""
         self.planner.finished(request.request_id)
+        self._lost.discard(request.request_id)
         if self._tiers is not None:
             self._tiers.finished(request.request_id)
         if request.kv_transfer_params and request.kv_transfer_params.get("is_early"):

@@ -58,7 +58,9 @@ def how_computed(vllm_config: Any) -> list[str]:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     model_type = str(getattr(text, "model_type", ""))
     length = model.max_model_len if length_decides(model_type, rope) else "any"
+    implementation = str(getattr(model, "model_impl", "auto"))
     return [
+        *([f"implementation {implementation}"] if implementation != "auto" else []),
         f"quantization {model.quantization}",
         f"window {model.get_sliding_window()} {model.disable_sliding_window}",
         f"rope {_plain(rope)}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.host.jobs import Endpoint
@@ -40,7 +41,12 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
     )
 
 
-def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello]) -> EngineInfo:
+def info_of(
+    config: VllmConfig,
+    endpoint: Endpoint,
+    hellos: Sequence[RankHello],
+    images: ImageFacts | None = None,
+) -> EngineInfo:
     return EngineInfo(
         engine="vllm",
         model=config.model,
@@ -55,6 +61,7 @@ def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello])
         unsupported_shaping=unsupported_shaping(config),
         kv_addresses=endpoint.addresses,
         max_adapters=config.max_adapters,
+        images=images,
     )
 
 

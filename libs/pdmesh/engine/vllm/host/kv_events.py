@@ -106,7 +106,8 @@ class BlockNames:
         if origin is None or event.block_size != self.block_size:
             return
         root, parent = origin
-        hashes = block_hashes(root, event.token_ids, event.block_size, parent)
+        images = images_in(event.extra_keys or (), event.block_size)
+        hashes = block_hashes(root, event.token_ids, event.block_size, parent, images)
         for block, name in zip(event.block_hashes, hashes, strict=False):
             self._names[block] = (name, root)
             self._names.move_to_end(block)
@@ -146,6 +147,23 @@ class BlockNames:
                 except ValueError:
                     continue
         return None
+
+
+def images_in(
+    extra_keys: Sequence[Sequence[Any] | None], block_size: int
+) -> Sequence[tuple[int, bytes]]:
+    """The images that begin in the blocks of an event: their places among its tokens, and digests.
+
+    vLLM names an image in each of its blocks, as a pair: its name, and its place relative to the
+    block. An adapter's name may stand before the digest.
+    """
+    found: list[tuple[int, bytes]] = []
+    for block, keys in enumerate(extra_keys):
+        for key in keys or ():
+            match key:
+                case [str(name), int(at)] if at >= 0:
+                    found.append((block * block_size + at, bytes.fromhex(name.rpartition(":")[2])))
+    return found
 
 
 async def read_events(

@@ -15,12 +15,14 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
+from pdmesh.engine.vllm.host.images import VllmImages
 from pdmesh.engine.vllm.host.job_facts import Drawn
 from pdmesh.engine.vllm.host.sampling import drawn, num_told, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
-from pdmesh.errors import AdapterUnusable, EngineFailed, MeshError
+from pdmesh.errors import AdapterUnusable, EngineFailed, ImageUnusable, MeshError
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net.tasks import watched
 
@@ -38,6 +40,7 @@ class _Reader:
     leg: int
     num_top: int | None
     adapter: Adapter | None = None
+    images: Sequence[PromptImage] = ()
     request_id: str = ""
     is_cancelled: bool = False
     awaits_adapter: bool = False
@@ -69,6 +72,7 @@ class Requests:
         adapters: VllmAdapters | None = None,
     ) -> None:
         self._llm, self._instance_id, self._adapters = llm, instance_id, adapters
+        self.images = VllmImages(llm, None)
         self._tiers, self._num_held, self._events = tiers, num_held, events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._readers: dict[int, _Reader] = {}
@@ -92,9 +96,10 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes] = (),
         adapter: Adapter | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """`names`: the blocks that the tiers should provide if they can."""
-        reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter)
+        reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter, images)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
         )
@@ -174,9 +179,12 @@ class Requests:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         leg, queue = reader.leg, None
-        request = tokens_input(prompt, cache_salt=cache_salt or None)
         name = f"{self._instance_id}-{leg}"
         try:
+            if reader.images:
+                request = await self.images.input_of(prompt, reader.images, cache_salt)
+            else:
+                request = tokens_input(prompt, cache_salt=cache_salt or None)
             lora = self._lora_request(reader.adapter)
             queue = await self._llm.add_request(name, request, params, lora_request=lora)
             reader.request_id = queue.request_id
@@ -188,6 +196,8 @@ class Requests:
                 is_finished = output.finished
                 failpoints.hit("decode.token")
                 self._events.drawn(drawn(leg, output, reader.num_top))
+        except ImageUnusable as error:
+            self._refused(leg, error)
         except EngineDeadError:
             self._events.die("vLLM's engine process died; see its log")
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg

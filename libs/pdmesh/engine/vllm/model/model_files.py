@@ -25,10 +25,10 @@ from pdmesh.errors import EngineFailed
 CONFIG: Final = "config.json"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
 # JSON files that say nothing about how KV is computed: text to tokens, how to draw, and our own
-# notes about a download.
+# notes about a download. What says how an image is read decides KV, too.
 _OF_TEXT: Final = (
     "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
-    "preprocessor", "processor", "pdmesh-manifest",
+    "pdmesh-manifest",
 )  # fmt: skip
 
 

@@ -61,3 +61,34 @@ def test_tenant_salt_model_and_adapter_each_make_another_chain() -> None:
     assert len(roots) == 8
     assert tenant_root(b"secret", "acme", "", "fp", "") in roots, "an empty adapter changes no name"
     assert all(len(root) == HASH_BYTES for root in roots)
+
+
+images = st.lists(st.tuples(st.integers(0, 23), st.binary(min_size=32, max_size=32)), max_size=3)
+
+
+@pytest.mark.req("S80", "S130")
+@given(images, images, st.integers(1, 5))
+def test_a_name_stands_for_the_images_that_begin_before_its_end(
+    a: list[tuple[int, bytes]], b: list[tuple[int, bytes]], size: int
+) -> None:
+    """All images have the same tokens, so the tokens do not tell them apart."""
+    first, second = sorted(a), sorted(b)
+    names = [block_hashes(ROOT, [0] * 24, size, images=each) for each in (first, second)]
+    for end, (one, other) in enumerate(zip(*names, strict=True), 1):
+        seen = [[i for i in each if i[0] < end * size] for each in (first, second)]
+        assert (one == other) == (seen[0] == seen[1])
+
+
+@pytest.mark.req("S130")
+@given(images, st.integers(1, 5), st.integers(0, 4))
+def test_a_chain_continues_with_the_images_after_it(
+    a: list[tuple[int, bytes]], size: int, num_before: int
+) -> None:
+    placed = sorted(a)
+    whole = block_hashes(ROOT, [0] * 24, size, images=placed)
+    begun = num_before * size
+    before = block_hashes(ROOT, [0] * begun, size, images=[i for i in placed if i[0] < begun])
+    rest = [(at - begun, digest) for at, digest in placed if at >= begun]
+    parent = before[-1] if before else b""
+    after = block_hashes(ROOT, [0] * (24 - begun), size, parent, rest)
+    assert before + after == whole

@@ -20,6 +20,7 @@ from pdmesh.engine.vllm.host.kv_events import (
     BlockRemoved,
     BlockStored,
     decode_batch,
+    images_in,
 )
 from pdmesh.errors import EngineFailed
 
@@ -135,3 +136,22 @@ async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None
     finally:
         publisher.close(linger=0)
         context.term()
+
+
+@pytest.mark.req("S80", "S130")
+def test_images_are_part_of_the_names_as_gateways_make_them() -> None:
+    """Two begin in one block; one of them goes on over the next, in another event."""
+    one, two = bytes(32), b"x" * 32
+    expected = block_hashes(ROOT, TOKENS, 4, images=[(1, one), (2, two)])
+    first, later = stored(0, 1), stored(1, 3)
+    first.extra_keys = [[[one.hex(), 1], [f"adapter:{two.hex()}", 2], ROOT.hex()]]
+    later.extra_keys = [[[two.hex(), -2]], None]
+    view = names()
+    assert view.handle(0, [first]) == BlocksChanged((expected[0],))
+    assert view.handle(1, [later]) == BlocksChanged(tuple(expected[1:]))
+    assert not set(expected) & set(NAMES)
+
+
+def test_images_of_an_event_are_placed_among_its_tokens() -> None:
+    keys = [None, [["aa", -3], ["bb", 3]], ["lora", ["cc", 0], "salt"]]
+    assert images_in(keys, 4) == [(7, b"\xbb"), (8, b"\xcc")]

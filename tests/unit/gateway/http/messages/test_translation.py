@@ -195,14 +195,14 @@ def test_the_refusal_of_a_deeply_nested_schema_names_its_field() -> None:
 def test_an_error_message_names_its_field_only_once() -> None:
     image = {"type": "image", "source": {}}
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]
-    for content, field in (
-        ([image], "messages[0].content[0].type"),
-        (results, "messages[0].content[0].content[0].type"),
+    for content, field, says in (
+        ([image], "messages[0].content[0].source.type", "the source of an image is base64 or url"),
+        (results, "messages[0].content[0].content[0].type", "blocks of type image"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             translated(messages=[{"role": "user", "content": content}])
         told = json.loads(error_body(caught.value))["error"]["message"]
-        assert told.startswith(f"{field}: blocks of type image")
+        assert told.startswith(f"{field}: {says}")
         assert told.count("messages[0]") == 1
 
 

@@ -89,6 +89,7 @@ class StepPlan:
     cancelled: list[KvLoad] = field(default_factory=list)  # started, and no longer wanted
     dropped_tickets: list[str] = field(default_factory=list)
     dropped_legs: list[int] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # requests that can only be computed elsewhere
 
 
 def store_params(
@@ -246,6 +247,10 @@ class HandoffPlanner:
         load = self._started.pop(key, None)
         if load:
             self._plan.cancelled.append(load)
+
+    def lose(self, key: str) -> None:
+        """The request waits for KV that nobody sends any more: it fails."""
+        self._plan.lost.append(key)
 
     def take_plan(self) -> StepPlan:
         plan, self._plan = self._plan, StepPlan()

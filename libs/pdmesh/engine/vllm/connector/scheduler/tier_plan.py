@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, block_hashes
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, ImageAt, block_hashes
 from pdmesh.kv.tiers.owner import owner_of
 
 
@@ -52,6 +52,7 @@ class _Chain:
     root: bytes
     owner: bytes
     tokens: Sequence[int]  # the request's own list, which grows
+    images: Sequence[ImageAt] = ()
     names: list[bytes] = field(default_factory=list)
     num_saved: int = 0
 
@@ -80,6 +81,7 @@ class TierPlanner:
         offer: Sequence[int] | None,
         *,
         is_pulled: bool = False,
+        images: Sequence[ImageAt] = (),
     ) -> None:
         """A request arrived.
 
@@ -96,7 +98,7 @@ class TierPlanner:
             root = bytes.fromhex(cache_salt)
         except ValueError:
             return
-        chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens)
+        chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens, images)
         if is_pulled:
             chain.num_saved = len(tokens) // self._block_size
 
@@ -143,7 +145,8 @@ class TierPlanner:
         named = len(chain.names) * self._block_size
         fresh = list(chain.tokens[named : num_full * self._block_size])
         parent = chain.names[-1] if chain.names else b""
-        chain.names += block_hashes(chain.root, fresh, self._block_size, parent)
+        images = [(at - named, digest) for at, digest in chain.images if at >= named]
+        chain.names += block_hashes(chain.root, fresh, self._block_size, parent, images)
         ids = tuple(block_ids()[chain.num_saved : num_full])
         self._plan.saves.append(TierSave(tuple(chain.names[:num_full]), chain.owner, ids))
         chain.num_saved = num_full

@@ -73,6 +73,7 @@ class HandoffWorker:
         self._layers: dict[str, int] = {}  # by vLLM's name, in order of registration
         self._agent: AgentThread | None = None
         self.outgoing: Outgoing | None = None
+        self._lost: set[str] = set()  # requests that fail with the next results
         self.incoming: IncomingKv | None = None
         self.tiers: TierWorker | None = None
         self._prober: PeerProber | None = None
@@ -170,6 +171,7 @@ class HandoffWorker:
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
         """Before the forward of `num_tokens`: carry out the plan's drops, pulls and entries."""
         self.signs.step(num_tokens)
+        self._lost.update(plan.lost)
         if self.tiers is not None:
             self.tiers.begin()
         if (outgoing := self.outgoing) is not None:
@@ -201,7 +203,11 @@ class HandoffWorker:
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """The keys of the loads that arrived, and of those that failed."""
-        return self.incoming.take_results() if self.incoming is not None else (set(), set())
+        lost, self._lost = self._lost, set()
+        if self.incoming is None:
+            return set(), lost
+        received, failed = self.incoming.take_results()
+        return received, failed | lost
 
     def take_first_tokens(self) -> dict[int, int]:
         """Token 1 by leg, of decodes that were started without it."""

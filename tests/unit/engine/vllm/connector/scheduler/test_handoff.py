@@ -140,3 +140,10 @@ def test_requests_without_a_hand_over_are_not_changed() -> None:
     core.scheduled("c", 0, 9, lambda: BLOCKS)
     core.finished("c")
     assert core.take_plan() == StepPlan()
+
+
+def test_a_request_that_can_only_be_computed_elsewhere_is_named_once() -> None:
+    core = planner()
+    core.lose("a")
+    assert core.take_plan() == StepPlan(lost=["a"])
+    assert core.take_plan() == StepPlan()

@@ -311,3 +311,15 @@ def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
 
     rank.until(lambda: stored() == (set(NAMES[:2]), 2))
     assert {o.tier for o in outputs if isinstance(o, BlocksChanged)} == {Tier.HOST}
+
+
+@pytest.mark.req("S130")
+def test_blocks_with_images_are_saved_under_the_names_that_gateways_give_them() -> None:
+    places = [(3, b"a" * 32), (5, b"b" * 32), (13, b"c" * 32)]
+    core = TierPlanner(4)
+    core.add("a", SALT, TOKENS, None, images=places)
+    for computed, count in ((0, 5), (5, 6), (11, 9)):
+        core.scheduled("a", computed, count, lambda: BLOCKS)
+    expected = tuple(block_hashes(ROOT, TOKENS, 4, images=places))
+    assert core.take_plan().saves[-1].names == expected
+    assert not set(expected) & set(NAMES)

@@ -1,0 +1,140 @@
+"""Where an image may come from: the request itself, or an allowed host.
+
+A fetch is a request that a client makes the gateway send. So only hosts that an operator named are
+asked, only at addresses that anybody can reach, and nothing that the host answers leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
+
+MAX_URL_CHARS: Final = 2048  # of an address; the data of an image have a bound of their own
+_DATA_URI: Final = re.compile(r"data:([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
+_PORTS: Final = {"http": 80, "https": 443}
+_HOST: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?")
+# What a request line may hold: no space, no control character, nothing beyond ASCII.
+_PATH: Final = re.compile(r"/[!-~]*")
+
+
+class ImageRefused(Exception):
+    """The message is for the client; it never quotes what the client sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """What is accepted. No host is allowed unless it is named."""
+
+    max_bytes: int = 8 << 20  # of one image
+    max_pixels: int = 16 << 20  # of one image
+    hosts: frozenset[str] = frozenset()  # "example.org" or "example.org:8443"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAddress:
+    """A parsed and allowed address."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    @property
+    def authority(self) -> str:
+        return self.host if self.port == _PORTS[self.scheme] else f"{self.host}:{self.port}"
+
+
+def is_data(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def data_of(url: str, rules: ImageRules) -> bytes:
+    """The bytes in a data: URI. Raises ImageRefused."""
+    found = _DATA_URI.match(url[:256])
+    if found is None:
+        raise ImageRefused("a data: URI of an image is data:image/TYPE;base64,DATA")
+    return decoded(url[found.end() :], rules)
+
+
+def decoded(text: str, rules: ImageRules) -> bytes:
+    """The bytes of base64 text. Raises ImageRefused."""
+    if len(text) > 4 * (rules.max_bytes // 3 + 1):
+        raise too_large(rules)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ImageRefused("the image is not valid base64") from None
+
+
+def check_image(data: bytes, rules: ImageRules) -> ImageHeader:
+    """Raises ImageRefused."""
+    if len(data) > rules.max_bytes:
+        raise too_large(rules)
+    try:
+        header = read_header(data)
+    except NotAnImage as exc:
+        raise ImageRefused(str(exc)) from None
+    if header.num_pixels > rules.max_pixels:
+        size = f"{header.width} x {header.height}"
+        raise ImageRefused(f"the image has {size} pixels, and may have {rules.max_pixels}")
+    return header
+
+
+def too_large(rules: ImageRules) -> ImageRefused:
+    return ImageRefused(f"the image has more than {rules.max_bytes} bytes")
+
+
+def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
+    """The address that may be asked for an image. Raises ImageRefused.
+
+    There is one parser: what it finds is what is checked and what is asked.
+    """
+    if len(url) > MAX_URL_CHARS or not url.isascii():
+        raise ImageRefused(f"an address has at most {MAX_URL_CHARS} ASCII characters")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ImageRefused("this is no address") from None
+    if parts.scheme not in _PORTS:
+        raise ImageRefused("an image comes as a data: URI, or from an http or https address")
+    if "@" in parts.netloc or "\\" in url:
+        raise ImageRefused("an address has no user, and no backslash")
+    host = (parts.hostname or "").lower()
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    if not _HOST.fullmatch(host) or not _PATH.fullmatch(path):
+        raise ImageRefused("this is no address")
+    address = ImageAddress(parts.scheme, host, port or _PORTS[parts.scheme], path)
+    if address.authority not in hosts:
+        raise ImageRefused(
+            "images are fetched from no other hosts than those that the operator of this gateway "
+            "allows; send it as a data: URI"
+        )
+    return address
+
+
+def is_public(ip: str) -> bool:
+    """Whether anybody may be sent there: no private, loopback, link-local or other such range."""
+    try:
+        found: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(ip)
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if inner is not None:
+            return is_public(str(inner))
+        if found in _NAT64 or found in _LOCAL_NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+    return found.is_global and not found.is_multicast
+
+
+_NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_LOCAL_NAT64: Final = ipaddress.ip_network("64:ff9b:1::/48")

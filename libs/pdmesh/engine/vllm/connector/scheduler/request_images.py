@@ -1,0 +1,31 @@
+"""The images of a vLLM request: their places and names, and whether the engine has them.
+
+A decode knows an image only by its name, since it pulls the image's KV. If vLLM preempts it, the KV
+is lost, and the tokens alone would be computed to something else. So such a request fails here, and
+the gateway has it computed where the image is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdmesh.core.kv.prefix.block_hash import ImageAt
+
+
+def images_at(request: Any) -> Sequence[ImageAt]:
+    """Any: vLLM's request. An adapter's name may stand before the digest."""
+    return [
+        (feature.mm_position.offset, bytes.fromhex(feature.identifier.rpartition(":")[2]))
+        for feature in request.mm_features or ()
+    ]
+
+
+def num_without_image(request: Any, num_computed_tokens: int) -> int:
+    """How many tokens after the computed ones cannot be computed here, for want of an image."""
+    ends = [
+        feature.mm_position.offset + feature.mm_position.length
+        for feature in request.mm_features or ()
+        if feature.data is None
+    ]
+    return max(0, max(ends, default=0) - num_computed_tokens)

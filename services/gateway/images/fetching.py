@@ -1,0 +1,166 @@
+"""Fetches an image from an allowed host, with one request that leads nowhere else.
+
+The name is resolved once, and every address that it has must be public; the connection goes to one
+of these addresses, so that a second answer of DNS changes nothing. Redirects are not followed.
+Proxies are not used, whatever the environment says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+import httptools
+
+from pdmesh.core.images.source import (
+    ImageAddress,
+    ImageRefused,
+    ImageRules,
+    address_of,
+    is_public,
+    too_large,
+)
+
+_READ_BYTES: Final = 65_536
+_MAX_HEAD_BYTES: Final = 16_384  # of an answer
+
+
+class Fetcher:
+    """`may_reach` decides about an address that DNS gave."""
+
+    def __init__(
+        self,
+        rules: ImageRules,
+        timeout_s: float,
+        max_at_once: int = 16,
+        may_reach: Callable[[str], bool] = is_public,
+        tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+    ) -> None:
+        self._rules, self._timeout_s, self._may_reach = rules, timeout_s, may_reach
+        self._room = asyncio.Semaphore(max_at_once)
+        self._make_tls = tls
+        self._tls: ssl.SSLContext | None = None
+
+    async def fetch(self, url: str) -> bytes:
+        """Raises ImageRefused."""
+        address = address_of(url, self._rules.hosts)
+        try:
+            async with asyncio.timeout(self._timeout_s), self._room:
+                return await self._get(address)
+        except TimeoutError:
+            message = f"the host did not send the image within {self._timeout_s:g} s"
+            raise ImageRefused(message) from None
+        except OSError as exc:  # includes TLS and DNS
+            raise ImageRefused(f"the host cannot be reached: {type(exc).__name__}") from None
+
+    async def _get(self, address: ImageAddress) -> bytes:
+        ip = await self._resolved(address)
+        tls = self._context() if address.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(
+            ip, address.port, ssl=tls, server_hostname=address.host if tls else None
+        )
+        try:
+            writer.write(_request(address))
+            return await self._read(reader)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await asyncio.wait_for(writer.wait_closed(), 1.0)
+
+    async def _resolved(self, address: ImageAddress) -> str:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        ips = [str(info[4][0]) for info in found]
+        if not ips or not all(map(self._may_reach, ips)):
+            raise ImageRefused("the host's address is not a public one")
+        return ips[0]
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = self._make_tls()
+        return self._tls
+
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        answer = _Answer(self._rules)
+        parser = httptools.HttpResponseParser(answer)
+        answer.status_of = parser.get_status_code
+        try:
+            while not answer.is_complete:
+                data = await reader.read(_READ_BYTES)
+                if not data:
+                    break
+                answer.count(len(data))
+                parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            # An error of the callbacks comes as the cause of the parser's.
+            refused = exc.__context__
+            if isinstance(refused, ImageRefused):
+                raise refused from None
+            raise ImageRefused("the host's answer is not valid HTTP") from None
+        if not answer.is_complete and not answer.ends_with_connection:
+            raise ImageRefused("the host's answer ends too early")
+        return b"".join(answer.parts)
+
+
+class _Answer:
+    """The parser's callbacks."""
+
+    def __init__(self, rules: ImageRules) -> None:
+        self._rules = rules
+        self._num_left = rules.max_bytes
+        self._num_head_left = _MAX_HEAD_BYTES
+        self._has_head = False
+        self.status_of: Callable[[], int] = lambda: 0
+        self.parts: list[bytes] = []
+        self.is_complete = False
+        self.ends_with_connection = False
+
+    def count(self, num_bytes: int) -> None:
+        if not self._has_head:
+            self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
+            if self._num_head_left < 0:
+                raise ImageRefused("the head of the host's answer is too long")
+
+    def on_message_begin(self) -> None:
+        self.ends_with_connection = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        match name.lower():
+            case b"content-length":
+                self.ends_with_connection = False
+                if not value.isdigit() or int(value[:20]) > self._rules.max_bytes:
+                    raise too_large(self._rules)
+            case b"transfer-encoding":
+                self.ends_with_connection = False
+            case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
+                raise ImageRefused("the host compressed its answer, which was not asked for")
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+        if (status := self.status_of()) != 200:
+            raise ImageRefused(f"the host answered with status {status}, not with an image")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_left -= len(body)
+        if self._num_left < 0:
+            raise too_large(self._rules)
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+
+def _request(address: ImageAddress) -> bytes:
+    lines = (
+        f"GET {address.path} HTTP/1.1",
+        f"Host: {address.authority}",
+        "User-Agent: pdmesh",
+        "Accept: image/png, image/jpeg, image/webp, image/gif",
+        "Accept-Encoding: identity",
+        "Connection: close",
+    )
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")

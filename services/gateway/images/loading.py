@@ -1,0 +1,125 @@
+"""Turns the images of a request into checked and hashed bytes, within bounds.
+
+Nothing is decoded here: the header of an image tells its size. What costs more than a few
+milliseconds runs in a thread, a few at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.images.prompt_image import digest_of
+from pdmesh.core.images.source import (
+    ImageRefused,
+    ImageRules,
+    check_image,
+    data_of,
+    decoded,
+    is_data,
+)
+from pdmesh.errors import InvalidRequest, Overloaded
+from pdmesh.services.gateway.images.fetching import Fetcher
+
+_INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
+_MAX_THREADS: Final = 2
+MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
+
+
+@dataclass(frozen=True, slots=True)
+class AskedImage:
+    """An image as a request gives it: by its address, as base64, or as its bytes."""
+
+    field: str
+    url: str = ""
+    base64: str = ""
+    data: bytes = b""
+
+
+class Held:
+    """Images' bytes count as held for as long as anything refers to this."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImages:
+    data: tuple[bytes, ...]
+    digests: tuple[bytes, ...]
+    held: Held
+
+
+class Images:
+    """`max_count`: in a request. `max_held_bytes`: of all open requests together."""
+
+    def __init__(
+        self,
+        rules: ImageRules,
+        fetcher: Fetcher,
+        *,
+        max_count: int,
+        max_request_bytes: int,
+        max_held_bytes: int,
+    ) -> None:
+        self._rules, self._fetcher = rules, fetcher
+        self._max_count, self._max_request_bytes = max_count, max_request_bytes
+        self._max_held_bytes = max_held_bytes
+        self._threads = asyncio.Semaphore(_MAX_THREADS)
+        self.num_held_bytes = 0
+
+    def check_count(self, asked: Sequence[AskedImage], max_images: int) -> None:
+        """`max_images`: the model's own bound. Raises InvalidRequest."""
+        most = min(self._max_count, max_images)
+        if len(asked) > most:
+            message = f"at most {most} images are allowed in a request"
+            raise InvalidRequest(message, field=asked[most].field)
+
+    async def load(self, asked: Sequence[AskedImage]) -> LoadedImages:
+        """Raises InvalidRequest with the field, or Overloaded."""
+        held = Held()
+        found: list[bytes] = []
+        digests: list[bytes] = []
+        num_left = self._max_request_bytes
+        for each in asked:
+            try:
+                data, digest = await self._one(each)
+            except ImageRefused as exc:
+                raise InvalidRequest(f"{each.field}: {exc}", field=each.field) from None
+            num_left -= len(data)
+            if num_left < 0:
+                text = f"{each.field}: the images have more than {self._max_request_bytes} bytes"
+                raise InvalidRequest(text, field=each.field)
+            self._hold(held, len(data))
+            found.append(data)
+            digests.append(digest)
+        return LoadedImages(tuple(found), tuple(digests), held)
+
+    async def _one(self, asked: AskedImage) -> tuple[bytes, bytes]:
+        """Raises ImageRefused."""
+        if asked.url and not is_data(asked.url):
+            data = await self._fetcher.fetch(asked.url)
+            asked = AskedImage(asked.field, data=data)
+        if len(asked.url) + len(asked.base64) + len(asked.data) <= _INLINE_BYTES:
+            return self._read(asked)
+        async with self._threads:
+            return await asyncio.to_thread(self._read, asked)
+
+    def _read(self, asked: AskedImage) -> tuple[bytes, bytes]:
+        if asked.url:
+            data = data_of(asked.url, self._rules)
+        else:
+            data = decoded(asked.base64, self._rules) if asked.base64 else asked.data
+        check_image(data, self._rules)
+        return data, digest_of(data)
+
+    def _hold(self, held: Held, num_bytes: int) -> None:
+        if self.num_held_bytes + num_bytes > self._max_held_bytes:
+            raise Overloaded("this gateway holds too many images")
+        self.num_held_bytes += num_bytes
+        weakref.finalize(held, self._give_back, num_bytes).atexit = False
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.num_held_bytes -= num_bytes

@@ -1,0 +1,72 @@
+"""The images of a chat: where its messages have them, and the prompt with them in their places."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, expanded
+from pdmesh.errors import InvalidRequest
+from pdmesh.services.gateway.images.loading import MAX_SENT_BYTES, AskedImage, LoadedImages
+from pdmesh.services.gateway.openai.chat_messages import ChatMessage, ContentPart, ImageFile
+
+
+def asked_images(messages: Sequence[ChatMessage]) -> list[AskedImage]:
+    """In the order of the messages and their parts. Raises InvalidRequest."""
+    return [_asked(part, field) for part, field in _image_parts(messages)]
+
+
+def has_images(messages: Sequence[ChatMessage]) -> bool:
+    return next(_image_parts(messages), None) is not None
+
+
+def no_images(messages: Sequence[ChatMessage], model: str) -> InvalidRequest:
+    """The refusal of the first image, by a model that takes none."""
+    _, field = next(_image_parts(messages))
+    message = f"{field}: the model {model} takes no images; only parts of type text are supported"
+    return InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
+
+
+def placed(
+    tokens: array[int], facts: ImageFacts, loaded: LoadedImages
+) -> tuple[array[int], tuple[PromptImage, ...]]:
+    """The prompt with each image's tokens, and the images. Raises InvalidRequest."""
+    try:
+        prompt, positions = expanded(tokens, facts, len(loaded.data))
+    except InvalidRequest as exc:
+        raise InvalidRequest(exc.message, field="messages") from None
+    size = len(facts.expansion)
+    found = zip(positions, loaded.digests, loaded.data, strict=True)
+    return prompt, tuple(PromptImage(at, size, digest, data) for at, digest, data in found)
+
+
+def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:
+    """Each choice sends the images to an instance. Raises InvalidRequest."""
+    if num_choices * sum(len(image.data) for image in images) > MAX_SENT_BYTES:
+        message = f"n times the images' bytes may be {MAX_SENT_BYTES} at most"
+        raise InvalidRequest(message, field="n")
+
+
+def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[ContentPart, str]]:
+    for index, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for at, part in enumerate(message.content):
+                if part.type == "image_url":
+                    yield part, f"messages[{index}].content[{at}]"
+
+
+def _asked(part: ContentPart, where: str) -> AskedImage:
+    field = f"{where}.image_url"
+    if isinstance(part, ImageFile):
+        return AskedImage(field, base64=part.base64, data=part.data)
+    given = part.image_url
+    if isinstance(given, dict):
+        field = f"{field}.url"
+        unknown = sorted(given.keys() - {"url", "detail"})
+        if unknown:
+            path = f"{where}.image_url.{unknown[0][:64]}"
+            raise InvalidRequest(f"unknown field: {path}", reason="UNKNOWN_FIELD", field=path)
+        given = given.get("url")
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+    return AskedImage(field, url=given)

@@ -1,0 +1,256 @@
+"""Images through a prefill and a decode on vLLM: the answers of plain vLLM, and names of KV that
+tell images apart.
+
+The model is a LLaVA with random weights that is written here. vLLM runs it with the code of
+transformers, because its own needs a torchvision that does not run with a CPU's torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of, expanded
+from pdmesh.engine.base import Failed, Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.kv.tiers.config import TierConfig
+from tests.e2e.cases import Case, differences
+from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
+from tests.e2e.images.tiny_llava import IMAGE, NUM_IMAGE_TOKENS, write_tiny_llava
+from tests.e2e.pair import Host, LegFailed, Pair, running
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+NUM_TOKENS = 10
+FACTS = ImageFacts(IMAGE, (IMAGE,) * NUM_IMAGE_TOKENS, 8)
+VISION: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "model_impl": "transformers",
+    "max_model_len": 1024,
+}
+SMALL: dict[str, Any] = {"max_model_len": 1024, "kv_cache_bytes": 64 << 20}
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 60), form: str = "PNG") -> bytes:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, form)
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The cases, as plain vLLM takes them, and its answers."""
+
+    cases: list[Case]
+    tokens: list[list[int]]
+
+    def asked(self) -> list[tuple[array[int], tuple[PromptImage, ...], Sampling]]:
+        return [(*placed(case), case.sampling()) for case in self.cases]
+
+
+def placed(case: Case) -> tuple[array[int], tuple[PromptImage, ...]]:
+    """The prompt as a gateway makes it."""
+    files = [Path(path).read_bytes() for path in case.images]
+    prompt, positions = expanded(array("I", case.prompt), FACTS, len(files))
+    return prompt, tuple(
+        PromptImage(at, NUM_IMAGE_TOKENS, digest_of(data), data)
+        for at, data in zip(positions, files, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
+
+
+def text(length: int, seed: int) -> tuple[int, ...]:
+    return tuple((seed * 31 + at * 7) % 250 for at in range(length))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """Images at the beginning, in the middle, over the end of a block, at the end; several; none.
+
+    Each prompt with images comes twice, with other images.
+    """
+    folder = tmp_path_factory.mktemp("pictures")
+    made = [picture(1), picture(2, (300, 20), "JPEG"), picture(3, (28, 28), "WEBP"),
+            picture(4, (64, 64), "GIF"), picture(5), picture(6)]  # fmt: skip
+    paths = [str(folder / str(at)) for at in range(len(made))]
+    for path, data in zip(paths, made, strict=True):
+        Path(path).write_bytes(data)
+    one, two, three, four, five, six = paths
+    places = (
+        (0, 20, (one, two)), (70, 130, (three, four)), (60, 3, (five, six)), (200, 1, (two, one)),
+    )  # fmt: skip
+    prompts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
+        ((*text(before, 1), IMAGE, *text(after, 2)), (path,))
+        for before, after, images in places
+        for path in images
+    ]
+    two_images = (*text(20, 3), IMAGE, *text(50, 4), IMAGE, *text(9, 5))
+    prompts += [(two_images, images) for images in ((one, two), (two, one), (one, one))]
+    prompts.append((text(100, 6), ()))
+    cases = [
+        Case(prompt, NUM_TOKENS, temperature, 7, images=images)
+        for prompt, images in prompts
+        for temperature in (0.0, 1.0)
+    ]
+    with plain_vllm(model, cases, folder, **VISION) as plain:
+        todo, tokens = plain.decided(cases)
+    answers = {case.prompt: set[tuple[int, ...]]() for case in todo}
+    for case, answer in zip(todo, tokens, strict=True):
+        answers[case.prompt].add(tuple(answer))
+    with_images = [found for prompt, found in answers.items() if IMAGE in prompt]
+    assert all(len(found) > 2 for found in with_images), "other images would change no answer"
+    return Wanted(todo, tokens)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(model: Path, wanted: Wanted) -> AsyncIterator[Pair]:
+    tiers = TierConfig(host_pool_bytes=64 << 20, timeout_s=30.0)
+    prefill = replace(prefill_config(model), tiers=tiers, **SMALL)
+    async with (
+        running(prefill) as first,
+        running(replace(decode_config(model), **SMALL)) as second,
+    ):
+        yield Pair(first, second)
+
+
+async def locally(
+    host: Host,
+    prompt: array[int],
+    images: tuple[PromptImage, ...],
+    sampling: Sampling,
+    **job: Any,
+) -> list[int]:
+    """As on a fusion instance."""
+    leg = Pair(host, host).next_leg(host)
+    host.engine.prefill(PrefillJob(leg, "r", 0, prompt, sampling, images=images, **job))
+    first = await host.next_output(leg)
+    if isinstance(first, Failed):
+        raise LegFailed(first)
+    assert isinstance(first, Prefilled), first
+    tokens, is_over = [first.token], first.finish_reason is not None
+    while not is_over:
+        output = await host.next_output(leg)
+        is_over = isinstance(output, Finished)
+        if isinstance(output, Tokens):
+            tokens += output.token_ids
+    return tokens
+
+
+@pytest.mark.req("S1", "S130")
+async def test_the_engine_says_which_tokens_stand_for_an_image(pair: Pair) -> None:
+    assert pair.prefill.info.images == pair.decode.info.images == FACTS
+
+
+@pytest.mark.req("S130")
+@pytest.mark.parametrize("is_per_layer", [False, True])
+async def test_a_pair_answers_about_images_as_plain_vllm_does(
+    pair: Pair, wanted: Wanted, is_per_layer: bool
+) -> None:
+    salted = replace(pair, salt=f"per layer {is_per_layer}")
+    got = []
+    for prompt, images, sampling in wanted.asked():
+        each = replace(salted, images=images)
+        generate = each.generate_per_layer if is_per_layer else each.generate
+        got.append(await generate(prompt, sampling))
+        assert each.num_computed_at_decode == 0
+    assert differences(wanted.tokens, got) == []
+    await pair.prefill.until_idle()
+    await pair.decode.until_idle()
+
+
+@pytest.mark.req("S130")
+async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted: Wanted) -> None:
+    """All with one salt, so that an equal name would mean shared KV, on both sides."""
+
+    async def ask(
+        prompt: array[int], images: tuple[PromptImage, ...], sampling: Sampling
+    ) -> list[int]:
+        return await replace(pair, images=images).generate(prompt, sampling)
+
+    for _ in range(2):
+        got = await asyncio.gather(*(ask(*each) for each in wanted.asked()))
+        assert differences(wanted.tokens, got) == []
+
+
+@pytest.mark.req("S130")
+async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: Wanted) -> None:
+    got = [await locally(pair.decode, *each) for each in wanted.asked()]
+    assert differences(wanted.tokens, got) == []
+
+
+@pytest.mark.req("S80", "S130")
+async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wanted: Wanted) -> None:
+    """In the engine's cache and in the host pool; the second time, they are found there."""
+    host = pair.prefill
+    prompt, images, sampling = max(wanted.asked(), key=lambda each: len(each[0]))
+    each = replace(pair, images=images, salt="names")
+    assert images
+    names = each.names(prompt)
+    assert await each.prefilled(prompt, replace(sampling, max_tokens=1))
+    await host.until(lambda: set(names) <= host.blocks and set(names) <= host.pool_blocks)
+    again = await each.prefilled(prompt, replace(sampling, max_tokens=1))
+    assert again.num_cached_tokens == (len(prompt) - 1) // 64 * 64
+    others = tuple(replace(image, digest=bytes(32)) for image in images)
+    differing = replace(each, images=others).names(prompt)
+    begins = images[0].position // 64
+    assert differing[:begins] == names[:begins]
+    assert not set(differing[begins:]) & set(names)
+
+
+@pytest.mark.req("S130")
+async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
+    pair: Pair, wanted: Wanted
+) -> None:
+    prompt, images, sampling = next(each for each in wanted.asked() if each[1])
+    data = images[0].data[: len(images[0].data) // 2]
+    damaged = (replace(images[0], data=data, digest=digest_of(data)), *images[1:])
+    for host in (pair.prefill, pair.decode):
+        with pytest.raises(LegFailed) as failed:
+            await locally(host, prompt, damaged, sampling)
+        assert failed.value.reason == "IMAGE_UNUSABLE"
+    with pytest.raises(LegFailed, match="other tokens"):
+        await locally(pair.prefill, array("I", [1, *prompt]), images, sampling)
+    assert await locally(pair.prefill, prompt, images, sampling)
+
+
+@pytest.mark.req("S130")
+async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
+    model: Path, pair: Pair, wanted: Wanted
+) -> None:
+    """Its cache is too small for all answers, so vLLM preempts some. Those without an image are
+    computed again there; those with one are not, because the tokens alone mean something else.
+    """
+    config = replace(decode_config(model), instance_id="decode-1", max_model_len=512)
+    sampling = Sampling(220)
+    prompt, images, _ = next(each for each in wanted.asked() if each[1])
+    expected = await locally(pair.decode, prompt, images, sampling)
+    block_bytes = pair.decode.info.kv_bytes_per_token * 64
+    async with running(replace(config, kv_cache_bytes=9 * block_bytes)) as small:
+        each = replace(pair, decode=small, images=images, salt="preempted")
+        work = [each.generate(prompt, sampling) for _ in range(4)]
+        got = await asyncio.gather(*work, return_exceptions=True)
+        failed = [answer for answer in got if isinstance(answer, BaseException)]
+        assert failed
+        assert all(isinstance(answer, LegFailed) for answer in failed)
+        assert [a for a in got if a not in failed] == [expected] * (4 - len(failed))
+        await small.until_idle()

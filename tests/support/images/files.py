@@ -1,0 +1,52 @@
+"""Image files whose bytes differ by a seed, made without a library."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+
+
+def png(seed: int = 0, width: int = 8, height: int = 8) -> bytes:
+    """A valid picture of one colour."""
+    row = b"\0" + bytes((seed * 7 % 256, seed * 13 % 256, seed // 256 % 256)) * width
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(row * height)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
+
+
+def bomb() -> bytes:
+    """A small file that says it has 10 billion pixels."""
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", b"")
+
+
+def gif(width: int = 5, height: int = 7) -> bytes:
+    return b"GIF89a" + struct.pack("<HH", width, height) + bytes(8)
+
+
+def jpeg(width: int = 5, height: int = 7) -> bytes:
+    """As far as its size, after a comment."""
+    comment = b"\xff\xfe" + struct.pack(">H", 6) + b"\xff\xd9hi"
+    frame = b"\xff\xff\xc2" + struct.pack(">HBHHB", 11, 8, height, width, 1) + bytes(3)
+    return b"\xff\xd8" + comment + frame
+
+
+def webp(kind: str = "VP8 ", width: int = 5, height: int = 7) -> bytes:
+    match kind:
+        case "VP8X":
+            body = bytes(4) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+        case "VP8L":
+            body = b"\x2f" + (width - 1 | height - 1 << 14).to_bytes(4, "little")
+        case _:
+            body = bytes(3) + b"\x9d\x01\x2a" + struct.pack("<HH", width, height)
+    chunk = kind.encode() + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+
+
+def data_uri(data: bytes, media: str = "image/png") -> str:
+    return f"data:{media};base64,{base64.b64encode(data).decode()}"
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

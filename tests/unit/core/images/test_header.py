@@ -1,0 +1,62 @@
+"""The size of an image, from its first bytes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
+from tests.support.images.files import bomb, gif, jpeg, png, webp
+
+FILES = [
+    (png(1, 5, 7), "png"), (gif(), "gif"), (jpeg(), "jpeg"),
+    (webp("VP8 "), "webp"), (webp("VP8L"), "webp"), (webp("VP8X"), "webp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "form"), FILES)
+def test_each_format_tells_its_size(data: bytes, form: str) -> None:
+    assert read_header(data) == ImageHeader(form, 5, 7)
+
+
+@pytest.mark.parametrize(("data", "form"), FILES)
+def test_a_file_that_ends_within_its_header_is_no_image(data: bytes, form: str) -> None:
+    for end in range(10):
+        with pytest.raises(NotAnImage):
+            read_header(data[:end])
+    assert read_header(data + b"more") == ImageHeader(form, 5, 7)
+
+
+def test_a_bomb_tells_its_pixels_without_being_decoded() -> None:
+    assert read_header(bomb()).num_pixels == 10**10
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"<svg/>", b"BM" + bytes(60), b"\x00\x00\x00\x1cftypavif", png(1, 0, 7), gif(0, 0),
+     b"\xff\xd8\xff\xda\x00\x02", b"\xff\xd8\xff\xd9", b"\xff\xd8" + b"\xff" * 100_000],
+)  # fmt: skip
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(NotAnImage):
+        read_header(data)
+
+
+def test_the_search_in_a_jpeg_is_bounded() -> None:
+    """Segments without content cost four bytes each."""
+    many = b"\xff\xd8" + b"\xff\xfe\x00\x02" * 1_000_000 + jpeg()[2:]
+    with pytest.raises(NotAnImage):
+        read_header(many)
+
+
+@given(
+    st.sampled_from([data for data, _ in FILES]), st.lists(st.tuples(st.integers(0), st.binary()))
+)
+def test_damaged_files_are_read_or_refused(data: bytes, changes: list[tuple[int, bytes]]) -> None:
+    for at, put in changes:
+        at %= len(data) + 1
+        data = data[:at] + put + data[at + len(put) :]
+    with contextlib.suppress(NotAnImage):
+        assert read_header(data).num_pixels > 0

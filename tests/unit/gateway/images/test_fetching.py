@@ -1,0 +1,174 @@
+"""An image from an allowed host: one request, to a checked address, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pdmesh.core.images.source import ImageRefused, ImageRules
+from pdmesh.services.gateway.images.fetching import Fetcher
+from tests.support.images.files import png
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PNG = png(1)
+
+
+class Host:
+    """A server on a loopback address, under a name that the test's DNS knows."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.heads: list[bytes] = []
+        self._answer = answer
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+        with contextlib.suppress(ConnectionError):
+            await self._answer(reader, writer)
+            await writer.drain()
+        writer.close()
+
+
+def says(*parts: bytes) -> Answer:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.writelines(parts)
+
+    return answer
+
+
+def whole(body: bytes = PNG, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@contextlib.asynccontextmanager
+async def host(answer: Answer) -> AsyncIterator[tuple[Host, int]]:
+    found = Host(answer)
+    server = await asyncio.start_server(found.handle, "127.0.0.1", 0)
+    async with server:
+        yield found, server.sockets[0].getsockname()[1]
+
+
+async def fetched(
+    port: int, max_bytes: int = 10_000, timeout_s: float = 30.0, *, path: str = "/a"
+) -> bytes:
+    rules = ImageRules(max_bytes=max_bytes, hosts=frozenset({f"localhost:{port}"}))
+    fetcher = Fetcher(rules, timeout_s, may_reach=lambda ip: ip in ("127.0.0.1", "::1"))
+    return await fetcher.fetch(f"http://localhost:{port}{path}")
+
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (PNG[:10], PNG[10:]))
+    + b"0\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("answer", [whole(), CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n" + PNG])
+async def test_an_image_is_fetched_with_one_plain_request(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with host(says(answer)) as (served, port):
+        assert await fetched(port, path="/a?b=c") == PNG
+    (head,) = served.heads
+    assert head.startswith(b"GET /a?b=c HTTP/1.1\r\n")
+    assert b"Host: localhost:%d\r\n" % port in head
+    assert b"Accept-Encoding: identity" in head
+    assert not {b"cookie", b"authorization", b"referer"} & {
+        line.split(b":")[0].lower() for line in head.split(b"\r\n")
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "says_"),
+    [
+        (whole(b"", "302 Found", "Location: http://127.0.0.1/"), "status 302"),
+        (whole(b"", "301 Moved", "Location: /b"), "status 301"),
+        (whole(PNG, "404 Not Found"), "status 404"),
+        (whole(bytes(10_001)), "10000 bytes"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + bytes(20_000), "10000 bytes"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999999\r\n\r\n", "bytes|HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", "bytes|HTTP"),
+        (whole(PNG, "200 OK", "Content-Encoding: gzip"), "compressed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", "too early"),
+        (b"HTTP/1.1 200 OK\r\nA: " + b"a" * 100_000, "head"),
+        (b"SSH-2.0-OpenSSH\r\n", "HTTP"),
+        (b"", "too early"),
+    ],
+)
+async def test_any_other_answer_is_refused(answer: bytes, says_: str) -> None:
+    async with host(says(answer)) as (served, port):
+        with pytest.raises(ImageRefused, match=says_):
+            await fetched(port)
+    assert len(served.heads) == 1  # nothing was followed
+
+
+async def test_a_slow_host_is_given_up() -> None:
+    never = asyncio.Event()
+
+    async def drips(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\na")
+        await never.wait()
+
+    async with host(drips) as (_, port):
+        with pytest.raises(ImageRefused, match=r"within 0\.3 s"):
+            await fetched(port, timeout_s=0.3)
+        never.set()
+
+
+async def test_a_host_that_is_away_is_an_error_of_the_request() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(ImageRefused, match="cannot be reached"):
+        await fetched(port)
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize(
+    "ips", [["127.0.0.1"], ["10.1.2.3"], ["93.184.216.34", "127.0.0.1"], ["::1"], []]
+)
+async def test_a_name_with_any_address_that_is_not_public_is_refused(
+    ips: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever DNS says: nothing is connected."""
+
+    async def resolve(*_: Any, **__: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ips]
+
+    async def connect(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing may be connected")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0)
+    with pytest.raises(ImageRefused, match="not a public one"):
+        await fetcher.fetch("http://example.org/a.png")
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DNS that answers otherwise the second time is not asked a second time."""
+    answers = iter([["93.184.216.34"], ["127.0.0.1"]])
+    connected: list[tuple[Any, ...]] = []
+
+    async def resolve(*_: Any, **__: Any) -> list[Any]:
+        ips = next(answers)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ips]
+
+    async def connect(ip: str, port: int, **tls: Any) -> None:
+        connected.append((ip, port, tls["server_hostname"]))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0)
+    with pytest.raises(ImageRefused, match="ConnectionRefusedError"):
+        await fetcher.fetch("https://example.org/a.png")
+    assert connected == [("93.184.216.34", 443, "example.org")]
