@@ -1,4 +1,4 @@
-"""Chooses how to access a rank's paged KV cache, by its place and whether heads are separable."""
+"""Chooses how to access a rank's paged KV cache, by its device and whether heads are separable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gather and scatter over vLLM's paged KV cache, in a way that is chosen once by the cache's place.
+"""Gather and scatter over vLLM's paged KV cache. The cache's device decides the implementation.
 
 The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks count
 as one head. Layers are in order of registration, which is the same on every rank and instance with

@@ -25,7 +25,7 @@ class HostCaches:
         self.block_bytes = int(rows[0].shape[1])
 
     def wait_for_model(self) -> None:
-        """Nothing to wait for: it computes on the calling thread."""
+        """Nothing to wait for: the model computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         self._blocks.gather(block_ids, out)
@@ -68,7 +68,7 @@ class HostHeads:
         self.block_bytes = where.block_bytes
 
     def wait_for_model(self) -> None:
-        """Nothing to wait for: it computes on the calling thread."""
+        """Nothing to wait for: the model computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))

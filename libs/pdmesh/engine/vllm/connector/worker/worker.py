@@ -257,7 +257,7 @@ def _die(error: BaseException) -> None:
 
 
 def _exit() -> None:
-    """Exit, for the host is gone.
+    """Exit at once, because the host is gone.
 
     Nothing here is worth keeping, and vLLM may wait a long time for a dead parent.
     """

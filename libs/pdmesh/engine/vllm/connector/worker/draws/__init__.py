@@ -1,1 +1,1 @@
-"""In each vLLM worker: what makes an answer drawn by several engines the answer of one."""
+"""Makes an answer that several vLLM engines draw equal to the answer of a single engine."""

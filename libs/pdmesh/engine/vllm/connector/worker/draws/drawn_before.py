@@ -1,6 +1,6 @@
-"""Makes vLLM count as output what another engine drew of an answer, though it arrives as prompt.
+"""Makes vLLM count an answer's tokens as output if another engine drew them, and not as prompt.
 
-In the mesh, an answer goes on in another request, at decode and after a migration. vLLM's
+In the mesh, an answer continues in another request, at decode and after a migration. vLLM's
 penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that a request has drawn.
 So a request begins in the model runner like a preempted request: its prompt ends where the answer
 begins, and the tokens drawn so far are its output. The scheduler still counts these tokens as

@@ -1,9 +1,9 @@
 """Keeps answers within their thinking budgets, whichever engines draw their tokens.
 
-The rule is vLLM's own. vLLM has it once for an engine, with marks from the engine's settings, and
-follows an answer from its first token on. In the mesh, the marks come with each request, because
-the gateway knows the model's reasoning parser. An answer that goes on here is followed from its
-first token, too: the rule sees the tokens drawn elsewhere as if they were drawn here one by one.
+The rule is vLLM's own. vLLM applies it with marks from the engine's settings, and follows an answer
+from its first token on. In the mesh, the marks come with each request, because the gateway knows
+the model's reasoning parser. An answer that continues here is followed from its first token, too:
+the rule sees the tokens drawn elsewhere as if they were drawn here one by one.
 
 This is for vLLM's first model runner.
 """
@@ -47,7 +47,7 @@ def keep_thinking_budgets() -> None:
 
 
 class ThinkingBudgets:
-    """Stands where vLLM has its holder of thinking budgets: one such holder for each model's marks.
+    """Takes the place of vLLM's holder of thinking budgets, and has one holder per set of marks.
 
     An engine has one model, so there is one holder unless a gateway changes its parser.
     """
