@@ -89,10 +89,8 @@ class _Guarded(HttpToolsProtocol):
             # In pieces, so that an excess is refused before the rest of it is parsed.
             size = min(len(rest), self.bounds.max_header_bytes)
             rest = rest[self._feed(rest[:size]) :]
-        if not self._is_whole and not self._is_ending:
-            self._unset_keepalive_if_required()
-            if self._deadline is None:
-                self._start_clock()
+        if not self._is_whole and not self._is_ending and self._deadline is None:
+            self._start_clock()
 
     def _feed(self, piece: memoryview) -> int:
         """Parse a piece, and return how many of its bytes were used."""
@@ -140,13 +138,17 @@ class _Guarded(HttpToolsProtocol):
         if self._is_ending:
             return
         super().on_response_complete()
-        if self.cycle.response_complete and self._is_whole and self._is_counted:
+        if not self._is_whole:
+            self._unset_keepalive_if_required()  # a part of the next request is already there
+        elif self.cycle.response_complete and self._is_counted:
             self.bounds.waits(self.abort)
 
     # Called by httptools, hence not typed upstream.
     def on_message_begin(self) -> Any:
         self._is_in_head, self._is_whole = True, False
         self._num_field_bytes = 0
+        # Empty lines before a request do not count: they would keep an idle connection.
+        self._unset_keepalive_if_required()
         return super().on_message_begin()
 
     def on_url(self, url: bytes) -> Any:

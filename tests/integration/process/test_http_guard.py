@@ -206,6 +206,36 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (GET % b"first", GET % b"slow"),
+        (GET % b"first" + b"GET /slow HT", b"TP/1.1\r\nhost: x\r\n\r\n"),
+    ],
+    ids=["whole", "in two parts"],
+)
+async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
+    parts: tuple[bytes, bytes],
+) -> None:
+    """The clock of an idle connection stops when its next request begins."""
+    async with serving() as site:
+        reader, writer = await site.open()
+        for part, num_begun in zip(parts, (1, 2), strict=True):
+            writer.write(part)
+            await until(lambda: site.app.num_begun == num_begun)  # noqa: B023
+            if num_begun == 1:
+                assert b"first" in await reader.readuntil(b"}")
+        # A connection that becomes idle later than this one did is closed while this one waits.
+        idle_reader, idle_writer = await site.open()
+        idle_writer.write(GET % b"idle")
+        assert b"idle" in await idle_reader.read()
+        assert not reader.at_eof()
+        site.app.may_answer.set()
+        assert b"slow" in await reader.readuntil(b"}")
+        for each in (writer, idle_writer):
+            each.close()
+
+
 @pytest.mark.parametrize("part", [b"\r\n", b"\n"])
 async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
     """Each line was once taken for the beginning of a request, which stopped the clock of an idle
