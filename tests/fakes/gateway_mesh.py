@@ -94,6 +94,7 @@ async def gateway_mesh(
         "grpc_port": 0,
         "drain_s": 1.0,
         "plan_timeout_s": 10.0,  # a slow test master must not be skipped
+        "answer_s": 60.0,  # nor a slow fake instance taken for a silent one
         "instance_id": "gateway-0",
         **settings,
     }
