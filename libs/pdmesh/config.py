@@ -66,7 +66,7 @@ def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, s
     )
 
 
-# Any: pydantic's Field() has the same type, to stand for a value of the annotated type.
+# Any, like pydantic's Field(): the result is assigned to a field of any type.
 def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
     """A field that every service may also read from `PDMESH_<FIELD>`."""
     return Field(
@@ -80,8 +80,8 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 def url_problem(url: str) -> str:
     """What is wrong with a server's address, without any part of its password; empty: nothing.
 
-    A client library would raise later, in the middle of the start, and quote as the port what may
-    be the beginning of the password.
+    A client library would raise later, in the middle of the start. Its message would quote a bad
+    port, which may really be the beginning of the password.
     """
     try:
         parts = urlsplit(url if "://" in url else f"tcp://{url}")

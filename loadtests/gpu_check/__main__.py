@@ -1,7 +1,7 @@
 """Run every section on this machine's GPU: `make gpu-check`, or `python -m loadtests.gpu_check`.
 
 It needs a GPU, torch, Triton and UCX, not vLLM; it takes a few minutes. The record goes to
-`--out FILE`. It ends with code 2 without a GPU, and with code 1 if a section does not hold.
+`--out FILE`. The exit code is 2 without a GPU, and 1 if a section failed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def sections() -> list[Callable[[], Sequence[Finding]]]:
 
 
 def carefully(section: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-    """Run a section. If it raises, it does not hold, and the other sections still run."""
+    """Run a section. If it raises, it has failed, and the other sections still run."""
     try:
         return section()
     except Exception as broken:

@@ -1,4 +1,4 @@
-"""Pulls in parts, whose layers may not be computed yet, and fetches of blocks.
+"""Pulls in parts, also of layers that are not computed yet, and fetches of blocks.
 
 Each test runs over the memory transport and over UCX.
 """

@@ -1,4 +1,4 @@
-"""Captures a module's log lines, for any level and processors of an earlier test."""
+"""Captures a module's log lines, whatever level and processors an earlier test has set."""
 
 from __future__ import annotations
 

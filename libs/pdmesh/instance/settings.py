@@ -38,8 +38,8 @@ class InstanceSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(
         0,
         ge=0,
-        description="vLLM: most tokens computed per step; 0: 512 on a CPU, for short steps, vLLM's "
-        "own on a GPU",
+        description="vLLM: most tokens computed per step; 0: 512 on a CPU (for short steps), and "
+        "vLLM's own default on a GPU",
     )
     speculative_tokens: int = Field(
         0,
@@ -71,8 +71,8 @@ class InstanceSettings(ServiceSettings):
     max_lora_rank: int = shared(16, ge=1, le=512, description="Highest rank of a LoRA adapter")
     pooling_convert: Literal["auto", "none", "embed", "classify"] = Field(
         "auto",
-        description="vLLM: what an instance of the role pooling makes of a model that gives "
-        "answers; auto: what vLLM says of its architecture",
+        description="vLLM: how an instance of the role pooling converts a model that generates "
+        "text; auto: as vLLM chooses by the model's architecture",
     )
     group_id: str = shared("default", description="Group of this instance")
     scenario: str = shared("default", description="Scenario that its group serves")

@@ -146,7 +146,7 @@ async def cost_of_a_request(mesh: GatewayMesh) -> float:
             body = {"model": "tiny", "prompt": f"cost {number}", "max_tokens": 2}
             assert (await client.post(url, json=body)).status_code == 200
             costs.append(time.monotonic() - began)
-    await mesh.gateway.observer.publish_rest()  # these events must not count for a drive
+    await mesh.gateway.observer.publish_rest()  # so that `drive` does not count these events
     return statistics.median(costs)
 
 
@@ -210,7 +210,7 @@ async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
     """When a slot comes free, both gateways call a waiting request. One of the two requests is
     refused, and waits again.
 
-    Their rate is compared with their rate at low load, with one prompt for every two slots.
+    The gateways' rate of requests is compared with the rate at one prompt for every two slots.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         peace = await drive(mesh, gateways, num_users=NUM_PREFILLS // 2)

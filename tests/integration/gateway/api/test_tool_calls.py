@@ -196,7 +196,7 @@ async def test_each_choice_has_its_own_calls(mesh: GatewayMesh, client: openai.A
 
 
 def grammars(mesh: GatewayMesh) -> set[str]:
-    """The forms of the answer that the legs since the last call got."""
+    """The grammars that legs were given since the last call of this function."""
     told = [leg.sampling.constraint for i in mesh.instances.values() for leg in i.prefills]
     told += [leg.sampling.constraint for i in mesh.instances.values() for leg in i.starts]
     found = {(constraint.grammar, tuple(constraint.begins_after)) for constraint in told}
@@ -238,7 +238,7 @@ async def test_calls_with_a_grammar_are_drawn_by_it_after_the_reasoning(
 
 
 def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
-    """The bounds of the reasoning that each leg since the last call got."""
+    """The thinking budgets that legs were given since the last call of this function."""
     sampling = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]
     sampling += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
     told = [each.shaping.thinking_token_budget for each in sampling]
@@ -313,7 +313,7 @@ async def test_a_parser_process_that_dies_is_replaced_and_no_delta_is_broken(
     assert parsers.pid not in (None, lost)
 
 
-async def test_a_client_that_leaves_leaves_nothing_in_the_parsers(
+async def test_after_a_client_has_left_the_parsers_keep_nothing_of_its_answer(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answers(mesh, f"</think>{'word ' * 60}{CALL}")
@@ -345,7 +345,7 @@ async def test_a_reasoning_model_is_parsed_even_in_a_chat_without_tools(
     assert (read.reasoning, read.content.strip(), read.finish_reason) == ("hm", "Fine.", "stop")
 
 
-async def test_thinking_that_is_switched_off_begins_with_the_answer(
+async def test_an_answer_without_thinking_begins_at_once(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     answers(mesh, "Fine.")

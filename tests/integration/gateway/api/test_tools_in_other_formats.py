@@ -10,7 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("vllm")  # the module of tool calls asks for it, too
+pytest.importorskip("vllm")  # before test_tool_calls is imported, which needs vLLM, too
 
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh

@@ -44,7 +44,7 @@ class Agent:
 
 
 class Half:
-    """A decode half that pulls only from one sender."""
+    """The decode's half of a hand-over. It pulls from one sender only."""
 
     def __init__(self, max_pulls: int) -> None:
         params = SimParams(block_size=4)

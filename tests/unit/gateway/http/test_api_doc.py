@@ -52,7 +52,7 @@ def test_every_grpc_method_is_in_the_page() -> None:
 
 
 def test_every_code_of_the_gateway_is_in_the_table() -> None:
-    """Those that end a request, not those that a gateway keeps to itself."""
+    """Only codes that end a request are listed, not those that never leave a gateway."""
     for found in pkgutil.walk_packages(gateway.__path__, f"{gateway.__name__}."):
         if not found.name.endswith((".vllm_parsers", ".desk", ".child")):  # they import vLLM
             importlib.import_module(found.name)
