@@ -57,7 +57,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
     max_tokens = request.max_completion_tokens or request.max_tokens
     has_special = bool(request.add_special_tokens)
-    tokens, images, held = await _chat_prompt(
+    tokens, images, held = await chat_prompt(
         request, model, frontend, add_special_tokens=has_special
     )
     check_sent(images, request.n or 1)
@@ -99,12 +99,12 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     )
 
 
-async def _chat_prompt(
+async def chat_prompt(
     request: ChatCompletionRequest | TokenizeRequest,
     model: ServedModel,
     frontend: Frontend,
     *,
-    add_special_tokens: bool,
+    add_special_tokens: bool = False,
 ) -> tuple[array[int], tuple[PromptImage, ...], Held | None]:
     """The tokens of a conversation, and its images. Raises MeshError."""
     messages = request.messages or []
@@ -223,7 +223,7 @@ async def tokenized(
         has_special = has_special is not False
         tokens = await text_tokens(request.prompt or "", model, add_special_tokens=has_special)
     else:
-        tokens, _, _ = await _chat_prompt(
+        tokens, _, _ = await chat_prompt(
             request, model, frontend, add_special_tokens=bool(has_special)
         )
     await charged(permit, lambda: permit.charge(len(tokens)))

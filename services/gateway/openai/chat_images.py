@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, expanded
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.images.loading import MAX_SENT_BYTES, AskedImage, LoadedImages
-from pdmesh.services.gateway.openai.chat_messages import ChatMessage, ContentPart, ImageFile
+from pdmesh.services.gateway.openai.chat_messages import (
+    ChatMessage,
+    ContentPart,
+    ImageFile,
+    ImageUrl,
+)
 
 
 def asked_images(messages: Sequence[ChatMessage]) -> list[AskedImage]:
@@ -60,13 +65,8 @@ def _asked(part: ContentPart, where: str) -> AskedImage:
     if isinstance(part, ImageFile):
         return AskedImage(field, base64=part.base64, data=part.data)
     given = part.image_url
-    if isinstance(given, dict):
-        field = f"{field}.url"
-        unknown = sorted(given.keys() - {"url", "detail"})
-        if unknown:
-            path = f"{where}.image_url.{unknown[0][:64]}"
-            raise InvalidRequest(f"unknown field: {path}", reason="UNKNOWN_FIELD", field=path)
-        given = given.get("url")
-    if not isinstance(given, str) or not given:
+    if isinstance(given, ImageUrl):
+        given, field = given.url, f"{field}.url"
+    if not given:
         raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
     return AskedImage(field, url=given)

@@ -35,6 +35,13 @@ _BILLING_LINE: Final = "x-anthropic-billing-header"
 _Anything = Any
 
 
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    """`detail` has no effect: the model decides how an image is read."""
+
+    url: str
+    detail: _Anything = None
+
+
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """Parts of the types `text` and `image_url` are served.
 
@@ -43,7 +50,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
     type: str
     text: str | None = None
-    image_url: _Anything = None
+    image_url: str | ImageUrl | None = None
     input_audio: _Anything = None
     file: _Anything = None
     refusal: _Anything = None
@@ -97,6 +104,7 @@ _UNSUPPORTED: Final = ("refusal", "function_call", "audio", "annotations", "tool
 _read_unsupported: Final = attrgetter(*_UNSUPPORTED)
 NESTED_IN_MESSAGES: Final[Nested] = {
     ChatMessage: {"content": ContentPart, "tool_calls": ToolCall},
+    ContentPart: {"image_url": ImageUrl},
     ToolCall: {"function": CalledFunction},
 }
 

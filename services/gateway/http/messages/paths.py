@@ -26,7 +26,7 @@ from pdmesh.services.gateway.http.messages.translation import chat_of, has_later
 from pdmesh.services.gateway.http.routes import ASKING_ERRORS, HttpRoute, Operation
 from pdmesh.services.gateway.http.serving.answering import answer
 from pdmesh.services.gateway.http.serving.intake import Intake
-from pdmesh.services.gateway.openai.calls import chat_spec, chat_tokens, conversation_of
+from pdmesh.services.gateway.openai.calls import chat_prompt, chat_spec
 from pdmesh.services.gateway.openai.schema import check_chat
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.frontend import Frontend
@@ -107,7 +107,7 @@ class MessagesPaths:
             with translated.naming():
                 check_chat(translated.chat)
                 model = await self._frontend.served_model(translated.chat.model, permit.tenant)
-                tokens = await chat_tokens(conversation_of(translated.chat), model)
+                tokens, _, _ = await chat_prompt(translated.chat, model, self._frontend)
             await charged(permit, lambda: permit.charge(len(tokens)))
             permit.settle(len(tokens))
         finally:

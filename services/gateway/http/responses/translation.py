@@ -206,6 +206,9 @@ class _Conversation:
                 continue
             if part.file_id:
                 raise unsupported(f"{place}.file_id")
+            if not isinstance(part.image_url, str):
+                field = f"{place}.image_url"
+                raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
             parts.append(ContentPart("image_url", image_url=part.image_url))
 
     def _add_reasoning(self, item: InputItem, where: str) -> None:

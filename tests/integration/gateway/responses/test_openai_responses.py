@@ -264,7 +264,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "
         ({"input": [USER, {"role": "user"}]}, "input[1].content"),
         ({"instructions": "i", "input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0]"),
+         "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input[0].content[0].text"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),

@@ -15,7 +15,7 @@ import structlog
 from pdmesh.core.images.header import NotAnImage, read_header
 from pdmesh.core.images.prompt_image import MAX_EXPANSION, ImageFacts, PromptImage, collapsed
 from pdmesh.engine.vllm.config import MAX_IMAGES
-from pdmesh.errors import ImageUnusable
+from pdmesh.errors import EngineFailed, ImageUnusable
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -82,11 +82,13 @@ class VllmImages:
     async def input_of(
         self, prompt: list[int], images: Sequence[PromptImage], cache_salt: str
     ) -> Any:
-        """Any: vLLM's own type. Raises ImageUnusable."""
+        """Any: vLLM's own type.
+
+        Raises ImageUnusable, or EngineFailed if the prompt was made for another instance's model.
+        """
         from vllm.inputs import mm_input
 
-        if self._facts is None:
-            raise ImageUnusable("the model takes no images")
+        assert self._facts is not None, "admission refuses images of other models"
         items: list[Any] = [None] * len(images)
         places: list[Any] = _places(images)
         if images[0].data:
@@ -103,7 +105,7 @@ class VllmImages:
     async def _made(
         self, prompt: list[int], images: Sequence[PromptImage], placeholder: int
     ) -> Any:
-        """What vLLM's processor makes of the images. Raises ImageUnusable."""
+        """What vLLM's processor makes of the images. Raises ImageUnusable, EngineFailed."""
         async with self._room:
             pictures = await asyncio.to_thread(lambda: [decoded(each.data) for each in images])
             short = collapsed(prompt, images, placeholder)
@@ -111,7 +113,7 @@ class VllmImages:
         is_same = made["prompt_token_ids"] == prompt
         found = [(place.offset, place.length) for place in made["mm_placeholders"][_IMAGE]]
         if not is_same or found != [(i.position, i.num_tokens) for i in images]:
-            raise ImageUnusable("the prompt has other tokens for its images than the model")
+            raise EngineFailed("the prompt has other tokens for its images than the model here")
         return made
 
 

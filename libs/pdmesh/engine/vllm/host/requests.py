@@ -196,7 +196,7 @@ class Requests:
                 is_finished = output.finished
                 failpoints.hit("decode.token")
                 self._events.drawn(drawn(leg, output, reader.num_top))
-        except ImageUnusable as error:
+        except (ImageUnusable, EngineFailed) as error:  # vLLM has not taken the request
             self._refused(leg, error)
         except EngineDeadError:
             self._events.die("vLLM's engine process died; see its log")
