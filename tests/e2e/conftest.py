@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.models import smollm2
 from tests.e2e.cases import Case, cases, long_cases
@@ -22,6 +24,8 @@ from tests.e2e.pair import Pair, running
 
 BLOCK_SIZE = 64
 DTYPE = "float32"
+# The suite's engines read it as the services do, so it can run once with it on.
+ASYNC_SCHEDULING = AsyncScheduling(os.environ.get("PDMESH_ASYNC_SCHEDULING", "auto"))
 NEAR_TIE = 5e-4  # in log probability; rounding changes it by some 1e-5
 
 
@@ -115,16 +119,24 @@ def reference(plain: Plain) -> Reference:
     return Reference(todo, tokens, long_cases(), plain.tokens()[len(todo) :])
 
 
-def prefill_config(model_dir: Path) -> VllmConfig:
+def engine_config(instance_id: str, incarnation: int, model_dir: Path) -> VllmConfig:
     return VllmConfig(
-        "prefill-0", 1, model_dir, "m", dtype=DTYPE, block_size=BLOCK_SIZE, landing_bytes=0
+        instance_id,
+        incarnation,
+        model_dir,
+        "m",
+        dtype=DTYPE,
+        block_size=BLOCK_SIZE,
+        async_scheduling=ASYNC_SCHEDULING,
     )
+
+
+def prefill_config(model_dir: Path) -> VllmConfig:
+    return replace(engine_config("prefill-0", 1, model_dir), landing_bytes=0)
 
 
 def decode_config(model_dir: Path) -> VllmConfig:
-    return VllmConfig(
-        "decode-0", 2, model_dir, "m", dtype=DTYPE, block_size=BLOCK_SIZE, staging_bytes=0
-    )
+    return replace(engine_config("decode-0", 2, model_dir), staging_bytes=0)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -62,6 +63,7 @@ class EngineSettings:
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # vLLM
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
     max_adapter_rank: int = 16
     # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
@@ -255,6 +257,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         max_num_batched_tokens=settings.max_num_batched_tokens,
         tiers=settings.tiers,
         speculation=settings.speculation,
+        async_scheduling=settings.async_scheduling,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
         file_digests=settings.file_digests,

@@ -16,6 +16,7 @@ from pdmesh.core.deadlines import (
     TRANSFER_STALL_S,
     TRANSFER_TIMEOUT_S,
 )
+from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
 
 Engine = Literal["sim", "vllm"]
@@ -63,6 +64,11 @@ class InstanceSettings(ServiceSettings):
         0.01,
         gt=0,
         description="Cost of checking one proposed token, as a share of a step's fixed cost",
+    )
+    async_scheduling: AsyncScheduling = shared(
+        AsyncScheduling.AUTO,
+        description="vLLM: schedule a step while the one before it is computed; auto: where it "
+        "pays",
     )
     enable_lora: bool = shared(
         False, description="Serve LoRA adapters (pdmesh adapters); costs memory for their slots"

@@ -25,7 +25,9 @@ ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.Erro
 ATTR_OUTCOME: Final = "pdmesh.outcome"  # completed, failed, cancelled; some metrics have others
 ATTR_TIER: Final = "tier"  # host, peer, file
 ATTR_EVENT: Final = "event"  # served, stored, lent, evicted, corrupt, failed, late, dropped
-ATTR_PART: Final = "part"  # of the time from blank to ready: fetch, verify, build, connect
+# Of the time from blank to ready: fetch, verify, build, connect; of a step: schedule, compute,
+# process, gap.
+ATTR_PART: Final = "part"
 ATTR_STEP: Final = "step"  # assigned, loaded, ...: see docs/events.md
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured scenario, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # as in the key file; empty: unknown
@@ -128,6 +130,11 @@ INSTANCE_TOKENS: Final = "pdmesh.instance.tokens"
 SPECULATION_PROPOSALS: Final = "pdmesh.speculation.proposals"
 SPECULATION_TOKENS: Final = "pdmesh.speculation.tokens"
 BATCH_SIZE: Final = "pdmesh.instance.batch_size"
+ENGINE_STEPS: Final = "pdmesh.engine.steps"
+ENGINE_STEPS_STEADY: Final = "pdmesh.engine.steps.steady"
+ENGINE_STEPS_OVERLAPPED: Final = "pdmesh.engine.steps.overlapped"
+ENGINE_STEP_SECONDS: Final = "pdmesh.engine.step_seconds"
+ENGINE_TOKENS_PAST_END: Final = "pdmesh.engine.tokens.past_end"
 ADAPTERS_LOADED: Final = "pdmesh.adapters.loaded"
 ADAPTER_CHANGES: Final = "pdmesh.adapter.changes"
 ADAPTER_LOAD_DURATION: Final = "pdmesh.adapter.load.duration"

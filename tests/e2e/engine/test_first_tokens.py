@@ -52,7 +52,7 @@ def test_the_request_looks_as_if_token_1_had_always_been_known(
 
 
 def test_all_ranks_report_the_same_tokens() -> None:
-    from pdmesh.engine.vllm.connector.scheduler.first_tokens import FirstTokens
+    from pdmesh.engine.vllm.connector.scheduler.step_news import StepNews
 
-    both = FirstTokens({1: 5}).aggregate(FirstTokens({1: 5, 2: 6}))
-    assert both.by_leg == {1: 5, 2: 6}
+    both = StepNews({1: 5}).aggregate(StepNews({1: 5, 2: 6}))
+    assert both.first_tokens == {1: 5, 2: 6}

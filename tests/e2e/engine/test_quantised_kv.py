@@ -19,7 +19,7 @@ import pytest_asyncio
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
-from tests.e2e.conftest import Plain, plain_vllm
+from tests.e2e.conftest import ASYNC_SCHEDULING, Plain, plain_vllm
 from tests.e2e.pair import Host, LegFailed, Pair, running
 from tests.e2e.processor import needs_fp8
 from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, write_tiny_llama
@@ -54,6 +54,7 @@ def config(model_dir: Path, instance_id: str, incarnation: int) -> VllmConfig:
         staging_bytes=32 << 20,
         landing_bytes=32 << 20,
         max_model_len=1024,
+        async_scheduling=ASYNC_SCHEDULING,
     )
 
 

@@ -23,7 +23,7 @@ from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
-from tests.e2e.conftest import BLOCK_SIZE, Reference, prefill_config
+from tests.e2e.conftest import ASYNC_SCHEDULING, BLOCK_SIZE, Reference, prefill_config
 from tests.e2e.pair import Host, Pair, running
 from tests.fakes.tiny_llama import write_tiny_llama
 
@@ -142,6 +142,7 @@ async def test_a_file_store_answers_nothing_for_another_models_weights(tmp_path:
         landing_bytes=0,
         max_model_len=512,
         tiers=tiers,
+        async_scheduling=ASYNC_SCHEDULING,
     )
     tuned = replace(original, model_dir=write_tiny_llama(tmp_path / "tuned", kv_seed=1))
     async with running(original) as host:
@@ -242,6 +243,7 @@ async def test_two_ranks_load_the_same_blocks_each_from_its_own_pool_and_files(
         max_model_len=512,
         tensor_parallel_size=2,
         tiers=tiers,
+        async_scheduling=ASYNC_SCHEDULING,
     )
     computed: list[list[int]] = []
     for tier in (SERVED_BY_POOL, SERVED_BY_FILES):  # the second engine has only the files

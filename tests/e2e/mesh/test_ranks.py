@@ -23,7 +23,7 @@ from pdmesh.engine.base import Finished, KvReceived, Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineFailed
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
-from tests.e2e.conftest import Plain, plain_vllm
+from tests.e2e.conftest import ASYNC_SCHEDULING, Plain, plain_vllm
 from tests.e2e.pair import Pair, running
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.support.waiting import until, wait_until
@@ -58,6 +58,7 @@ def config(model_dir: Path, instance_id: str, incarnation: int) -> VllmConfig:
         landing_bytes=32 << 20,
         max_model_len=1024,
         tensor_parallel_size=NUM_RANKS,
+        async_scheduling=ASYNC_SCHEDULING,
     )
 
 

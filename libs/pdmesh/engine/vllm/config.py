@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
+from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
-SCHEDULER_CLASS = "pdmesh.engine.vllm.connector.scheduler.adaptive_scheduler.AdaptiveScheduler"
+SCHEDULERS = "pdmesh.engine.vllm.connector.scheduler"
 # A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
 # steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, and 6.5 s in a single step
 # (SmolLM2-135M, float32). The longest ping took 4 s, and 18 s with a single step, on a busy
@@ -59,6 +60,8 @@ class Placed(Protocol):
     def kv_cache_bytes(self) -> int: ...
     @property
     def tensor_parallel_size(self) -> int: ...
+    @property
+    def has_worker_process(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
@@ -117,6 +121,27 @@ class VllmConfig:
         return 1 if self.device == "cpu" else 0
 
     @property
+    def scheduling(self) -> Decision:
+        """Whether steps are scheduled asynchronously. Without a landing, it is a prefill."""
+        return decide(
+            self.async_scheduling,
+            Schedules(
+                self.device,
+                hands_on_all=bool(self.staging_bytes and not self.landing_bytes),
+                proposes_tokens=self.speculation.max_tokens > 0,
+                reads_images=self.has_vision,
+            ),
+        )
+
+    @property
+    def has_worker_process(self) -> bool:
+        """Whether each rank computes in a process beside the scheduler's.
+
+        In one process on a CPU, a step is computed by the thread that schedules.
+        """
+        return self.tensor_parallel_size > 1 or (self.device == "cpu" and self.scheduling.is_async)
+
+    @property
     def is_eager(self) -> bool:
         """True on a CPU, where a compiled start takes minutes with a cold cache."""
         return self.device == "cpu"
@@ -143,11 +168,12 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
             "OMP_NUM_THREADS": str(max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             # AsyncLLM keeps EngineCore in a child process in either case. With 0, a single rank's
-            # worker lives in that child, too, not in its own process, which saves 5 s and 300 MB.
+            # worker may live in that child, too, which saves 5 s and 300 MB.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
-        if num_ranks > 1:
-            values["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(cores, num_ranks)
+        if config.has_worker_process:
+            binding = thread_binding(cores, num_ranks) if num_ranks > 1 else "nobind"
+            values["VLLM_CPU_OMP_THREADS_BIND"] = binding
     return {name: value for name, value in values.items() if name not in current}
 
 
@@ -193,6 +219,8 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # the job says how to draw, not a file beside the model
         "disable_log_stats": True,
+        "async_scheduling": config.scheduling.is_async,
+        "scheduler_cls": scheduler_class(config),
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -213,15 +241,20 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         arguments["speculative_config"] = speculative_config(
             config.speculation, config.max_num_seqs
         )
-        if not config.speculation.is_fixed:
-            arguments["scheduler_cls"] = SCHEDULER_CLASS
     if config.max_adapters:
         arguments |= lora_arguments(config)
     if config.has_vision:
         arguments |= vision_arguments()
     if config.tensor_parallel_size == 1:
-        arguments["distributed_executor_backend"] = "uni"
+        arguments["distributed_executor_backend"] = "mp" if config.has_worker_process else "uni"
     return arguments
+
+
+def scheduler_class(config: VllmConfig) -> str:
+    if config.speculation.max_tokens and not config.speculation.is_fixed:
+        return f"{SCHEDULERS}.adaptive_scheduler.AdaptiveScheduler"
+    is_async = config.scheduling.is_async
+    return f"{SCHEDULERS}.timed_scheduler.Timed{'Async' if is_async else ''}Scheduler"
 
 
 def lora_arguments(config: VllmConfig) -> dict[str, Any]:

@@ -122,7 +122,14 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         started = time.monotonic()
         config = self._config
-        log.info("vllm.starting", model=config.model, dtype=config.effective_dtype)
+        scheduling = config.scheduling
+        log.info(
+            "vllm.starting",
+            model=config.model,
+            dtype=config.effective_dtype,
+            async_scheduling=scheduling.is_async,
+            because=scheduling.reason,
+        )
         try:
             return await self._start(started)
         except (EngineFailed, asyncio.CancelledError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.core.kv.transfer.source_exclusions import SourceFault
 from pdmesh.instance.legs import instruments
@@ -72,6 +72,44 @@ for _name, _help, _read, _unit in (
     (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
 ):
     _gauge(_name, _help, _read, _unit)
+
+
+def _engine_total(
+    name: str, help_text: str, labels_of: Mapping[str, metrics.Labels], unit: str = "1"
+) -> None:
+    metrics.total(name, help_text, lambda: engine_counts(labels_of), unit)
+
+
+def engine_counts(
+    labels_of: Mapping[str, metrics.Labels],
+) -> Iterable[tuple[float, metrics.Labels]]:
+    """Counts that the engine keeps, by its own names; an engine that lacks one shows nothing."""
+    numbers = {} if _Shown.host is None else _Shown.host.engine_numbers
+    return [(numbers[own], labels) for own, labels in labels_of.items() if own in numbers]
+
+
+_engine_total(names.ENGINE_STEPS, "Steps that computed tokens", {"num_steps": {}})
+_engine_total(
+    names.ENGINE_STEPS_STEADY,
+    "Steps that went on with the requests of the step before",
+    {"num_steady": {}},
+)
+_engine_total(
+    names.ENGINE_STEPS_OVERLAPPED,
+    "Such steps that were scheduled while the step before was computed",
+    {"num_overlapped": {}},
+)
+_engine_total(
+    names.ENGINE_STEP_SECONDS,
+    "Time of steps, by part: schedule, compute, process, and gap: a rank waits for a steady step",
+    {f"{part}_s": {names.ATTR_PART: part} for part in ("schedule", "compute", "process", "gap")},
+    "s",
+)
+_engine_total(
+    names.ENGINE_TOKENS_PAST_END,
+    "Tokens computed for requests that had ended",
+    {"num_tokens_past_end": {}},
+)
 metrics.gauge(
     names.KV_SOURCES_EXCLUDED,
     "Sources of KV that this decode ejects or avoids, by fault",

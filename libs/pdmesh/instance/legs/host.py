@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -125,6 +125,11 @@ class InstanceHost:
         proposed = int(counted.get("num_proposed_tokens", 0))
         accepted = int(counted.get("num_accepted_tokens", 0))
         return Speculated(int(counted.get("num_proposals", 0)), accepted, proposed - accepted)
+
+    @property
+    def engine_numbers(self) -> Mapping[str, float]:
+        """What only this kind of engine counts."""
+        return self.engine.stats().extra
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:

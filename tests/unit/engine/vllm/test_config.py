@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import (
     BlocksChanged,
@@ -29,6 +30,7 @@ from pdmesh.engine.vllm.config import (
     engine_seed,
     environment,
     lora_arguments,
+    scheduler_class,
     thread_binding,
     usable_cores,
 )
@@ -70,6 +72,37 @@ def test_vllm_gets_the_number_of_proposed_tokens_by_the_size_of_the_batch() -> N
     schedule = told["num_speculative_tokens_per_batch_size"]
     assert schedule[0] == (1, 7, 4)
     assert schedule[-1] == (111, 256, 0)
+
+
+ON = replace(CPU, async_scheduling=AsyncScheduling.ON)
+
+
+@pytest.mark.req("S140", "S145")
+def test_a_rank_that_computes_while_steps_are_scheduled_has_a_process_of_its_own_on_a_cpu() -> None:
+    assert [c.scheduling.is_async for c in (CPU, ON)] == [False, True]
+    assert [c.has_worker_process for c in (CPU, ON, replace(ON, device="cuda"))] == [
+        False,
+        True,
+        False,
+    ]
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(CPU, {})
+    bound = environment(ON, {})
+    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"  # OMP_NUM_THREADS is the share of cores
+    assert bound["OMP_NUM_THREADS"] == environment(CPU, {})["OMP_NUM_THREADS"]
+
+
+@pytest.mark.req("S149")
+def test_an_engine_without_a_landing_is_a_prefill_and_fusion_has_neither_arena() -> None:
+    prefill = replace(CUDA, landing_bytes=0)
+    decode = replace(CUDA, staging_bytes=0)
+    fusion = replace(CUDA, staging_bytes=0, landing_bytes=0)
+    assert [c.scheduling.is_async for c in (prefill, decode, fusion)] == [False, True, True]
+
+
+def test_each_way_to_schedule_has_its_scheduler() -> None:
+    proposes = replace(ON, speculation=Speculation(4, 0.6, 0.01))
+    names = [scheduler_class(c).rpartition(".")[2] for c in (CPU, ON, proposes)]
+    assert names == ["TimedScheduler", "TimedAsyncScheduler", "AdaptiveScheduler"]
 
 
 def test_on_a_cpu_a_slot_stays_empty_for_rows_without_an_adapter() -> None:

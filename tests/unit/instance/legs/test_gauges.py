@@ -43,3 +43,16 @@ def test_an_instance_that_never_proposes_shows_no_such_series(extra: dict[str, f
     assert list(gauges.proposals()) == list(gauges.speculated()) == []
     gauges.show(None)
     assert list(gauges.proposals()) == []
+
+
+@pytest.mark.req("S139")
+def test_the_parts_of_an_engines_steps_are_shown_if_it_times_them() -> None:
+    parts = {"schedule_s": {"part": "schedule"}, "gap_s": {"part": "gap"}}
+    assert list(gauges.engine_counts(parts)) == []
+    gauges.show(host(num_kv_connections=3), "chat")
+    assert list(gauges.engine_counts(parts)) == []
+    gauges.show(host(schedule_s=1.5, gap_s=0.25), "chat")
+    assert list(gauges.engine_counts(parts)) == [
+        (1.5, {"part": "schedule"}),
+        (0.25, {"part": "gap"}),
+    ]

@@ -63,6 +63,8 @@ def build(
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
+        config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():
             raise EngineFailed("the engine is no longer wanted", reason="ENGINE_START")
         with guarded_children():

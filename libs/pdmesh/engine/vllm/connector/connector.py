@@ -19,15 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
-from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
+from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.request_images import images_at, num_without_image
+from pdmesh.engine.vllm.connector.scheduler.step_news import StepNews
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
+from pdmesh.engine.vllm.connector.worker.draws.placeholders import keep_placeholders
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import keep_thinking_budgets
 from pdmesh.engine.vllm.connector.worker.draws.told_logprobs import tell_each_its_own
+from pdmesh.engine.vllm.connector.worker.step_clock import StepClock, time_steps
 from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
@@ -76,6 +79,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             draw_by_position()
             keep_thinking_budgets()
             tell_each_its_own()
+            if vllm_config.scheduler_config.async_scheduling:
+                keep_placeholders()
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
                 self._kv_transfer_config.kv_connector_extra_config,
@@ -84,8 +89,18 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 num_blocks=kv_cache_config.num_blocks,
                 block_size=vllm_config.cache_config.block_size,
             )
+            self._clock = StepClock()
+            if parallel.rank == 0:
+                time_steps(self._clock)
             if vllm_config.lora_config is not None:
                 sign_adapter_loads(self._worker.signs.layer)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: KV to hand over was gathered in the step that computed it, so a request that is
+        preempted after that step may still end with the token that the step drew.
+        """
+        return False
 
     # -- scheduler --------------------------------------------------------------------------------
 
@@ -170,8 +185,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """First tokens come with, or before, the report that their requests' KV is there."""
         news = connector_output.kv_connector_worker_meta
-        if isinstance(news, FirstTokens):
-            for leg, token_id in news.by_leg.items():
+        if isinstance(news, StepNews):
+            for leg, token_id in news.first_tokens.items():
                 if (key := self._early.tell(leg, token_id)) is not None:
                     self.planner.joined(key)
 
@@ -216,9 +231,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.tiers.take_failed_blocks() if self.worker.tiers is not None else set()
 
-    def build_connector_worker_meta(self) -> FirstTokens | None:
-        by_leg = self.worker.take_first_tokens()
-        return FirstTokens(by_leg) if by_leg else None
+    def build_connector_worker_meta(self) -> StepNews | None:
+        first_tokens, computed = self.worker.take_first_tokens(), self._clock.take()
+        return StepNews(first_tokens, computed) if first_tokens or computed else None
 
     def shutdown(self) -> None:
         if self._worker is not None:

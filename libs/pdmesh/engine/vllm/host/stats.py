@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+STEP_TOTALS: Final = "pdmesh_step_totals"  # among a step's statistics of the connector
 
 
 class SchedulerView:
@@ -20,6 +22,7 @@ class SchedulerView:
         self.num_proposals = 0
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
+        self.step_totals: dict[str, float] = {}
 
     def numbers(self) -> dict[str, float]:
         return {
@@ -32,6 +35,7 @@ class SchedulerView:
             "num_proposals": self.num_proposals,
             "num_proposed_tokens": self.num_proposed_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+            **self.step_totals,
         }
 
     def record(self, scheduler: Any, iteration: Any) -> None:
@@ -41,6 +45,8 @@ class SchedulerView:
             self.kv_cache_usage = scheduler.kv_cache_usage
             self.num_running = scheduler.num_running_reqs
             self.num_waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            if (told := scheduler.kv_connector_stats) is not None:
+                self.step_totals = told.get(STEP_TOTALS, self.step_totals)
             if (checked := scheduler.spec_decoding_stats) is not None:
                 self.num_proposals += checked.num_drafts
                 self.num_proposed_tokens += checked.num_draft_tokens

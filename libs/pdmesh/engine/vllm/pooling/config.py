@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, MEMORY_SHARE, installed_device
 
 
@@ -34,6 +35,15 @@ class VllmPoolingConfig:
     def effective_dtype(self) -> str:
         return self.dtype or ("float32" if self.device == "cpu" else "auto")
 
+    @property
+    def scheduling(self) -> Decision:
+        """Whatever is asked: steps of a pooling model are scheduled one after the other."""
+        return decide(AsyncScheduling.AUTO, Schedules(self.device, is_pooling=True))
+
+    @property
+    def has_worker_process(self) -> bool:
+        return self.tensor_parallel_size > 1
+
     def step_tokens(self, max_model_len: int, *, is_chunked: bool) -> int:
         """Tokens computed per step at most; 0: vLLM's choice.
 
@@ -60,6 +70,7 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
+        "async_scheduling": config.scheduling.is_async,
     }
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"

@@ -61,7 +61,14 @@ class VllmPoolingEngine(NoKv):
     # -- life -------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        log.info("vllm.starting", model=self._config.model, dtype=self._config.effective_dtype)
+        scheduling = self._config.scheduling
+        log.info(
+            "vllm.starting",
+            model=self._config.model,
+            dtype=self._config.effective_dtype,
+            async_scheduling=scheduling.is_async,
+            because=scheduling.reason,
+        )
         try:
             return await self._start(time.monotonic())
         except (EngineFailed, asyncio.CancelledError):

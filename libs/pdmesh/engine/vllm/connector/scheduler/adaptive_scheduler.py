@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from pdmesh.core.speculation.schedule import AdaptiveSpeculation, Speculation
+from pdmesh.engine.vllm.connector.scheduler.timed_scheduler import TimedScheduler
 
 
-class AdaptiveScheduler(Scheduler):
+class AdaptiveScheduler(TimedScheduler):
     """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

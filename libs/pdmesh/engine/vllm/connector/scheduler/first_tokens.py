@@ -12,24 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # tokens that arrive before their request; more are dropped, and their legs time out
 MAX_EARLY = 1024
-
-
-class FirstTokens(KVConnectorWorkerMetadata):
-    """First tokens by leg; they go from the workers to the scheduler with a step's output."""
-
-    def __init__(self, by_leg: dict[int, int]) -> None:
-        self.by_leg = by_leg
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
-        assert isinstance(other, FirstTokens)
-        return FirstTokens({**self.by_leg, **other.by_leg})
 
 
 class EarlyRequests:

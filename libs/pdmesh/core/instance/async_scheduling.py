@@ -1,0 +1,56 @@
+"""Decides whether an engine schedules a step while it computes the one before (S139 to S150).
+
+With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
+for the CPU. In return, an answer that ends by surprise (a stop token, an abort) has one token more
+computed, which nobody sees. Where there is nothing to gain, or where vLLM cannot do it, the engine
+schedules between its steps, whatever the setting says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AsyncScheduling(StrEnum):
+    """The setting. AUTO: where it pays."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedules:
+    """What decides about an engine. `hands_on_all`: it is a prefill, whose jobs draw one token."""
+
+    device: str
+    is_pooling: bool = False
+    hands_on_all: bool = False
+    proposes_tokens: bool = False
+    reads_images: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    is_async: bool
+    reason: str
+
+
+def decide(asked: AsyncScheduling, engine: Schedules) -> Decision:
+    """Whether the engine schedules asynchronously, and why."""
+    if asked is AsyncScheduling.OFF:
+        return Decision(False, "the setting")
+    if engine.is_pooling:
+        return Decision(False, "an input of a pooling model takes one step")
+    if engine.proposes_tokens:
+        return Decision(False, "tokens are proposed from those of the step before")
+    if engine.reads_images:
+        return Decision(False, "no test has shown it with a model that reads images")
+    if asked is AsyncScheduling.ON:
+        return Decision(True, "the setting")
+    if engine.hands_on_all:
+        return Decision(False, "a prefill draws one token per request")
+    if engine.device == "cpu":
+        return Decision(False, "on a CPU it takes another process per rank")
+    return Decision(True, "the device computes while the CPU schedules")

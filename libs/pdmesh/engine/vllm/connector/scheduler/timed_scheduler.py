@@ -1,0 +1,62 @@
+"""vLLM's schedulers, which note when they schedule a step and when they process it (S139, S140).
+
+The rank notes when it computes; its times come back with the output of a later step. All processes
+of an engine are on one machine, so they have one clock. The sums go to the host with vLLM's own
+statistics of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from pdmesh.core.instance.step_times import StepTimes
+from pdmesh.engine.vllm.connector.scheduler.step_news import StepNews
+from pdmesh.engine.vllm.host.stats import STEP_TOTALS
+
+
+class TimedScheduler(Scheduler):
+    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._times: Final = StepTimes()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        step = super().schedule(*args, **kwargs)
+        if step.total_num_scheduled_tokens:
+            is_steady = not (step.scheduled_new_reqs or step.finished_req_ids)
+            self._times.scheduled(begin, time.monotonic(), is_steady=is_steady)
+        return step
+
+    def update_from_output(self, step: Any, output: Any) -> Any:
+        begin = time.monotonic()
+        news = getattr(output.kv_connector_output, "kv_connector_worker_meta", None)
+        if isinstance(news, StepNews):
+            for computed in news.computed:
+                self._times.computed(computed)
+        self._times.totals.num_tokens_past_end += sum(
+            count for key, count in step.num_scheduled_tokens.items() if self._has_ended(key)
+        )
+        outputs = super().update_from_output(step, output)
+        if step.total_num_scheduled_tokens:
+            self._times.processed(begin, time.monotonic())
+        return outputs
+
+    def _has_ended(self, key: str) -> bool:
+        request = self.requests.get(key)
+        return request is None or request.is_finished()
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.kv_connector_stats = {STEP_TOTALS: self._times.totals.numbers()}
+        return stats
+
+
+class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
+    """The same over vLLM's scheduler that is one step ahead."""

@@ -1,0 +1,1 @@
+"""Properties of what we set around an engine."""
