@@ -9,6 +9,7 @@ import base64
 import json
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,10 @@ NUM_TOKENS = 12
 DECODES = ("decode-0", "decode-1")
 
 
-def spec(env: dict[str, str], num_decode: int = 1, num_fusion: int = 0) -> MeshSpec:
+def spec(env: dict[str, str], num_decode: int = 1) -> MeshSpec:
     return MeshSpec(
-        engine="sim", num_prefill=1, num_decode=num_decode, num_fusion=num_fusion,
-        http_port=0, grpc_port=0, env=env,
-    )  # fmt: skip
+        engine="sim", num_prefill=1, num_decode=num_decode, http_port=0, grpc_port=0, env=env
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -307,6 +307,27 @@ async def test_no_image_is_held_when_its_request_is_over(
 ) -> None:
     await asked(client, chat(part(png(41))))
     await until(lambda: fleet.counted(mesh, ["gateway-0"], "pdmesh_gateway_images_held") == 0)
+
+
+@pytest.mark.req("S48", "S130")
+@pytest.mark.parametrize("kind", ["per layer", "fusion"])
+async def test_images_are_computed_per_layer_and_on_fusion_instances(
+    tmp_path: Path, kind: str
+) -> None:
+    per_layer = {"PDMESH_KV_TRANSFER": "per_layer"} if kind == "per layer" else {}
+    wanted = spec(ENV | per_layer)
+    if kind == "fusion":
+        wanted = replace(wanted, num_prefill=0, num_decode=0, num_fusion=1)
+    async with (
+        Mesh(wanted, tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=60) as client,
+    ):
+        for files in ((png(51),), (png(52),), (png(51), png(52)), ()):
+            answer = await asked(client, chat(TEXT * 3, *map(part, files), max_tokens=100))
+            assert drawn(answer) == right(answer, *files)
+        if kind == "per layer":
+            layers = fleet.counted(mesh, ["decode-0"], "pdmesh_kv_transfer_bytes_total")
+            assert layers > 0
 
 
 async def test_a_model_without_images_refuses_them(tmp_path: Path) -> None:
