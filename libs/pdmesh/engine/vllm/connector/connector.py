@@ -128,14 +128,15 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self._lost.discard(request.request_id)  # vLLM asks again if there was no room
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
+        if external == 0 and (missing := num_without_image(request, num_computed_tokens)):
+            self._lost.add(request.request_id)
+            return missing, True
         if external == 0 and self._tiers is not None:
             # It is loaded within the step, for the bytes are already in this machine's memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
-        if external == 0 and (missing := num_without_image(request, num_computed_tokens)):
-            self._lost.add(request.request_id)
-            return missing, True
         return external, external is None or external > 0
 
     def update_state_after_alloc(
