@@ -32,9 +32,10 @@ class KvIndexServicer:
     async def Match(self, request: MatchRequest, context: Context) -> MatchResponse:  # noqa: N802
         hashes = list(request.block_hashes)
         if len(hashes) > _MAX_HASHES or any(len(h) != HASH_BYTES for h in hashes):
-            raise InvalidRequest("block hashes are 16 bytes each", field="block_hashes")
+            message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"
+            raise InvalidRequest(message, field="block_hashes")
         if request.tier not in ("", *TIERS):
-            raise InvalidRequest(f"a tier is one of {', '.join(TIERS)}", field="tier")
+            raise InvalidRequest(f"must be one of {', '.join(TIERS)}", field="tier")
         tier = Tier(request.tier or Tier.ENGINE)
         matches = [
             PrefixMatch(instance_id=i, incarnation=version[0], num_blocks=num_blocks)

@@ -85,7 +85,7 @@ class Adapters:
         check_path(request.path)
         records = self._able(request.model)
         if request.name in {r.model for r in self._registry.records.values()}:
-            raise InvalidRequest(f"{request.name} is the name of a model", field="name")
+            raise InvalidRequest(f"{request.name} is already the name of a model", field="name")
         if request.name not in adapters.known and len(adapters.known) >= MAX_ADAPTERS:
             raise InvalidRequest(f"there are {MAX_ADAPTERS} adapters already", field="name")
         found = await self._inspected(records[:_MAX_ASKED], request.path)

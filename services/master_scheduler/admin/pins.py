@@ -228,7 +228,7 @@ def _wanted(request: pb.AddPinRequest) -> WantedPin:
     try:
         tokens = tokens_from_bytes(request.prefix_token_ids)
     except ValueError as exc:
-        raise InvalidRequest("not a whole number of uint32", field="prefix_token_ids") from exc
+        raise InvalidRequest("must be a list of uint32", field="prefix_token_ids") from exc
     return WantedPin(
         request.pin_id, request.tenant, request.cache_salt, tuple(tokens), request.ttl_s
     )

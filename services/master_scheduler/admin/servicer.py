@@ -361,5 +361,5 @@ def _check_mode(mode: int) -> None:
 
 def _words(text: str, field: str) -> str:
     if len(text) > _MAX_WORDS:
-        raise InvalidRequest(f"at most {_MAX_WORDS} characters", field=field)
+        raise InvalidRequest(f"must have at most {_MAX_WORDS} characters", field=field)
     return text

@@ -91,12 +91,13 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
     """`region`: that of the gateway that asks. Raises InvalidRequest."""
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
-        raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
+        message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"
+        raise InvalidRequest(message, field="queries.block_hashes")
     partials = [
         PartialBlockName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_PARTIALS]
     ]
     if any(not 0 < t.num_tokens < query.block_size for t in partials):
-        raise InvalidRequest("a partial block is shorter than a block", field="queries.tails")
+        raise InvalidRequest("a partial block must be shorter than a block", field="queries.tails")
     return Query(
         model=query.model,
         scenario=query.scenario,

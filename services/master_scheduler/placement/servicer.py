@@ -68,7 +68,7 @@ class SchedulerServicer:
     async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:  # noqa: N802
         epoch = self._epoch_of_leader()
         if len(request.queries) > _MAX_QUERIES:
-            raise InvalidRequest(f"at most {_MAX_QUERIES} queries", field="queries")
+            raise InvalidRequest(f"must have at most {_MAX_QUERIES} queries", field="queries")
         now = self._clock()
         self._backpressure.book.tell(request.gateway_id, convert.queues_from(request.queues), now)
         scenarios = dict.fromkeys(q.scenario or DEFAULT_SCENARIO for q in request.queries)

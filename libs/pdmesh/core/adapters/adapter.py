@@ -29,18 +29,20 @@ class Adapter:
         """Raises InvalidRequest with the field's name."""
         check_name(self.name)
         if not _DIGEST.fullmatch(self.digest):
-            raise InvalidRequest("a digest is 64 hex digits", field="adapter.digest")
+            raise InvalidRequest("a digest must have 64 hex digits", field="adapter.digest")
         check_path(self.path, "adapter.path")
 
 
 def check_name(name: str, field: str = "name") -> None:
     """Raises InvalidRequest."""
     if not NAME.fullmatch(name):
-        text = "an adapter's name has 1 to 63 letters, digits, - and _"
+        text = "an adapter's name must have 1 to 63 letters, digits, - and _"
         raise InvalidRequest(f"{text}; not {shortened(name)!r}", field=field)
 
 
 def check_path(path: str, field: str = "path") -> None:
     """Raises InvalidRequest."""
     if not path.startswith("/") or "\0" in path or len(path) > _MAX_PATH:
-        raise InvalidRequest(f"an absolute path of at most {_MAX_PATH} characters", field=field)
+        raise InvalidRequest(
+            f"the path must be absolute, of at most {_MAX_PATH} characters", field=field
+        )

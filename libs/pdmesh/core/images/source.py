@@ -60,7 +60,7 @@ def data_of(url: str, rules: ImageRules) -> bytes:
     """The bytes in a data: URI. Raises ImageRefused."""
     found = _DATA_URI.match(url[:256])
     if found is None:
-        raise ImageRefused("a data: URI of an image is data:image/TYPE;base64,DATA")
+        raise ImageRefused("an image's data: URI must have the form data:image/TYPE;base64,DATA")
     return decoded(url[found.end() :], rules)
 
 
@@ -98,20 +98,20 @@ def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
     There is one parser: what it finds is what is checked and what is asked.
     """
     if len(url) > MAX_URL_CHARS or not url.isascii():
-        raise ImageRefused(f"an address has at most {MAX_URL_CHARS} ASCII characters")
+        raise ImageRefused(f"an address must have at most {MAX_URL_CHARS} ASCII characters")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ImageRefused("this is no address") from None
+        raise ImageRefused("this is not a valid address") from None
     if parts.scheme not in _PORTS:
-        raise ImageRefused("an image comes as a data: URI, or from an http or https address")
+        raise ImageRefused("an image must be a data: URI, or have an http or https address")
     if "@" in parts.netloc or "\\" in url:
-        raise ImageRefused("an address has no user, and no backslash")
+        raise ImageRefused("an address must not have a user or a backslash")
     host = (parts.hostname or "").lower()
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not _HOST.fullmatch(host) or not _PATH.fullmatch(path):
-        raise ImageRefused("this is no address")
+        raise ImageRefused("this is not a valid address")
     address = ImageAddress(parts.scheme, host, port or _PORTS[parts.scheme], path)
     if address.authority not in hosts:
         raise ImageRefused(

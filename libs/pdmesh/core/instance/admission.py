@@ -252,7 +252,9 @@ class Admission:
             detail = kv_format.difference(ask.model_fingerprint, capacity.model_fingerprint)
             return Refused(RefusalReason.WRONG_MODEL, detail=detail)
         if ask.adapter and not capacity.num_adapters:
-            return Refused(RefusalReason.WRONG_MODEL, detail="it takes no adapters: ENABLE_LORA")
+            return Refused(
+                RefusalReason.WRONG_MODEL, detail="it takes no adapters: set ENABLE_LORA"
+            )
         if ask.has_images and not capacity.takes_images:
             return Refused(RefusalReason.WRONG_MODEL, detail="its model takes no images")
         if self._least_len(ask) > capacity.max_model_len or num_blocks > capacity.num_blocks:

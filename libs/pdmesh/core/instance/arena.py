@@ -57,7 +57,7 @@ class ArenaAllocator:
         Its `length` is the given length, without padding.
         """
         if length <= 0:
-            raise ValueError(f"a range has at least one byte, not {length}")
+            raise ValueError(f"a range must have at least one byte, not {length}")
         padded = self._pad(length)
         for index, free in enumerate(self._free_lengths):
             if free >= padded:

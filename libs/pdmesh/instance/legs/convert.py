@@ -46,13 +46,15 @@ _REJECT = {r: RejectReason.Value(f"REJECT_REASON_{r.name}") for r in RefusalReas
 def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
     """Raises InvalidRequest with the field's name."""
     if m.max_tokens < 1:
-        raise InvalidRequest("max_tokens is at least 1", field="sampling.max_tokens")
+        raise InvalidRequest("max_tokens must be at least 1", field="sampling.max_tokens")
     if not (math.isfinite(m.temperature) and m.temperature >= 0):
-        raise InvalidRequest("temperature is at least 0", field="sampling.temperature")
+        raise InvalidRequest(
+            "temperature must be finite and at least 0", field="sampling.temperature"
+        )
     if not 0 < m.top_p <= 1:
-        raise InvalidRequest("top_p is in (0, 1]", field="sampling.top_p")
+        raise InvalidRequest("top_p must be above 0, at most 1", field="sampling.top_p")
     if len(m.logprob_token_ids) > MAX_LOGPROB_IDS:
-        message = f"at most {MAX_LOGPROB_IDS} tokens"
+        message = f"must have at most {MAX_LOGPROB_IDS} tokens"
         raise InvalidRequest(message, field="sampling.logprob_token_ids")
     return Sampling(
         max_tokens=m.max_tokens,
@@ -104,7 +106,7 @@ def thinking_budget_from_proto(m: common_pb2.ThinkingBudget) -> ThinkingBudget:
 def prompt_from_bytes(data: bytes, field: str = "prompt_token_ids") -> array[int]:
     """Raises InvalidRequest if it is not a whole, positive number of uint32."""
     if not data or len(data) % 4:
-        raise InvalidRequest("not a list of uint32", field=field)
+        raise InvalidRequest("must be one or more uint32", field=field)
     return tokens_from_bytes(data)
 
 
@@ -127,9 +129,9 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
     if hashes and len(hashes) != len(prompt) // capacity.block_size:
-        raise InvalidRequest("not one hash per full block", field="block_hashes")
+        raise InvalidRequest("must have one hash for each full block", field="block_hashes")
     if any(len(block_hash) != HASH_BYTES for block_hash in hashes):
-        raise InvalidRequest(f"a hash has {HASH_BYTES} bytes", field="block_hashes")
+        raise InvalidRequest(f"each hash must have {HASH_BYTES} bytes", field="block_hashes")
     if isinstance(m, Start):
         _check_ticket(m.ticket, len(prompt), capacity)
     if m.sampling.num_drawn > len(prompt):
@@ -173,15 +175,15 @@ def pool_from_proto(m: Pool) -> PoolAsked:
     """Raises InvalidRequest with the field's name."""
     task = _TASKS.get(m.task)
     if task is None:
-        raise InvalidRequest("not a task that is known here", field="task")
+        raise InvalidRequest("unknown task", field="task")
     if not 1 <= len(m.inputs) <= MAX_BATCH_INPUTS:
-        raise InvalidRequest(f"1 to {MAX_BATCH_INPUTS} inputs", field="inputs")
+        raise InvalidRequest(f"must have 1 to {MAX_BATCH_INPUTS} inputs", field="inputs")
     inputs = tuple(prompt_from_bytes(data, "inputs") for data in m.inputs)
     firsts = tuple(m.first_lengths)
     if firsts and len(firsts) != len(inputs):
-        raise InvalidRequest("not one for each input", field="first_lengths")
+        raise InvalidRequest("must have one length for each input", field="first_lengths")
     if any(first > len(tokens) for first, tokens in zip(firsts, inputs, strict=False)):
-        raise InvalidRequest("longer than its input", field="first_lengths")
+        raise InvalidRequest("a length must not exceed that of its input", field="first_lengths")
     return PoolAsked(task, inputs, firsts)
 
 
@@ -203,7 +205,7 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
     """Check the ticket's numbers, unless it has another fingerprint: admission refuses that."""
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
-        raise InvalidRequest(f"more than {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
+        raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:
         return
     num_blocks = -(-num_tokens // capacity.block_size)
@@ -216,7 +218,7 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity
         len(ticket.addresses),
     )
     if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, kv_bytes):
-        raise InvalidRequest("the ticket is not of this prompt", field="ticket")
+        raise InvalidRequest("the ticket belongs to another prompt", field="ticket")
 
 
 def ticket_from_proto(m: common_pb2.Ticket) -> Ticket:

@@ -216,7 +216,7 @@ class InstanceHost:
                     if leg := life.table.find(outbox, command.release.key):
                         self.engine.release(leg.ticket_id)
                 case _:
-                    raise InvalidRequest("no such command here", field="commands")
+                    raise InvalidRequest("unknown command", field="commands")
         self._after_changes()
 
     def drain(self, is_draining: bool) -> None:

@@ -103,7 +103,7 @@ class LegLife:
         Raises InvalidRequest for a key in use.
         """
         if self.table.find(outbox, m.key) is not None:
-            raise InvalidRequest("a key is never reused", field="commands")
+            raise InvalidRequest("a key must not be used twice", field="commands")
         try:
             if isinstance(m, Pool):
                 self._begin_pool(outbox, m)

@@ -58,7 +58,7 @@ class InstanceServicer:
     ) -> AsyncIterator[SessionResponse]:
         first = await anext(requests, None)
         if first is None or not first.commands:
-            raise InvalidRequest("a session begins with hello", field="commands")
+            raise InvalidRequest("a session must begin with hello", field="commands")
         hello = self._check(first.commands[0].hello)
         outbox = self._host.open(hello.gateway_id)
         writer = asyncio.current_task()
@@ -79,9 +79,9 @@ class InstanceServicer:
     def _check(self, hello: Hello) -> Hello:
         record = self._record()
         if not hello.gateway_id:
-            raise InvalidRequest("a session begins with hello", field="commands")
+            raise InvalidRequest("a session must begin with hello", field="commands")
         if (hello.instance_id, hello.incarnation) != (record.instance_id, record.incarnation):
-            raise WrongIncarnation("the caller means another instance or an earlier incarnation")
+            raise WrongIncarnation("the session is for another instance or incarnation")
         return hello
 
     async def _read(

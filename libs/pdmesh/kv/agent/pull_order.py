@@ -48,7 +48,7 @@ def bad_ticket(what: str) -> KvTransferFailed:
 def check_ticket(ticket: Ticket) -> None:
     """Raises KvTransferFailed (KV_BAD_TICKET) for a ticket that cannot be pulled."""
     if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID:
-        raise bad_ticket(f"ticket_id: not 1 to {MAX_TICKET_ID} bytes")
+        raise bad_ticket(f"ticket_id: must have 1 to {MAX_TICKET_ID} bytes")
 
 
 def order_ticket(

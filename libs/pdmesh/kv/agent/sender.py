@@ -100,7 +100,7 @@ class SenderHalf:
         is_tapered: bool,
     ) -> None:
         if not 0 < len(ticket_id.encode()) <= MAX_TICKET_ID:
-            raise ValueError(f"a ticket id has 1 to {MAX_TICKET_ID} bytes")
+            raise ValueError(f"a ticket id must have 1 to {MAX_TICKET_ID} bytes")
         if layout.fingerprint and layout.fingerprint != self._identity.model_fingerprint:
             raise ValueError("the layout has another model's fingerprint")
         if layout.total_bytes > r.length:

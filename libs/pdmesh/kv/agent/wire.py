@@ -263,7 +263,7 @@ def _head(kind: Kind, pull_id: int, body_bytes: int) -> bytes:
 def _name(ticket_id: str) -> bytes:
     name = ticket_id.encode()
     if not 0 < len(name) <= MAX_TICKET_ID:
-        raise WireError(f"a ticket id has 1 to {MAX_TICKET_ID} bytes, not {len(name)}")
+        raise WireError(f"a ticket id must have 1 to {MAX_TICKET_ID} bytes, not {len(name)}")
     return name
 
 
@@ -360,7 +360,7 @@ def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
 
 def _parse_refused(pull_id: int, data: memoryview) -> PullRefusal:
     if len(data) != 1:
-        raise WireError("a refusal has one byte")
+        raise WireError("a refusal must have one byte")
     try:
         return PullRefusal(pull_id, Refusal(data[0]))
     except ValueError as exc:
@@ -369,7 +369,7 @@ def _parse_refused(pull_id: int, data: memoryview) -> PullRefusal:
 
 def _parse_ack(pull_id: int, data: memoryview) -> Ack:
     if len(data) != 1 or data[0] > 1:
-        raise WireError("an ack has one byte, 0 or 1")
+        raise WireError("an ack must have one byte, 0 or 1")
     return Ack(pull_id, data[0] == 1)
 
 

@@ -64,14 +64,14 @@ def check_header(data: bytes, name: bytes, identity: bytes, num_bytes: int) -> B
     fields = data[: _FIELDS.size]
     (seal,) = _SEAL.unpack_from(data, _FIELDS.size)
     if xxhash.xxh3_64_intdigest(fields) != seal:
-        raise BadBlockFile("header checksum")
+        raise BadBlockFile("wrong checksum of the header")
     magic, version, _, found, owner, length, checksum = _FIELDS.unpack(fields)
     if magic != MAGIC or version != VERSION:
         raise BadBlockFile("not a block file of this version")
     if found != name:
-        raise BadBlockFile("another block's name")
+        raise BadBlockFile("it has another block's name")
     if owner != identity:
-        raise BadBlockFile("another model or rank")
+        raise BadBlockFile("it is of another model or rank")
     if length != num_bytes:
-        raise BadBlockFile("another length")
+        raise BadBlockFile("it has another length")
     return BlockHeader(found, owner, length, checksum)

@@ -163,7 +163,7 @@ class FileStore:
                 if file.read(1):
                     raise BadBlockFile("longer than its header says")
             if checksum_of(out) != header.checksum:
-                raise BadBlockFile("payload checksum")
+                raise BadBlockFile("wrong checksum of the payload")
         except FileNotFoundError:
             return None  # never there, or just evicted
         except BadBlockFile:

@@ -127,7 +127,7 @@ class IncomingBlocks:
     def _on_started(self, event: LoadStarted, now: float) -> list[IncomingEffect]:
         leg = event.leg
         if leg in self._loads:
-            raise ValueError(f"leg {leg} loads already")
+            raise ValueError(f"leg {leg} is already loading")
         is_known = leg in self._expected
         self._expected.pop(leg, None)
         awaits_token = event.is_early and not is_known

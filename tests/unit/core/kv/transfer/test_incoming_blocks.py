@@ -164,6 +164,6 @@ def test_a_pull_that_only_acknowledges_frees_its_landing_and_no_more() -> None:
 def test_a_leg_loads_only_once() -> None:
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(start(1), now=0.0)
-    with pytest.raises(ValueError, match="loads already"):
+    with pytest.raises(ValueError, match="is already loading"):
         blocks.handle(start(1), now=0.0)
     blocks.check_invariants()
