@@ -18,10 +18,6 @@ _LOADING: Final = (
     "and copied before that"
 )
 _NEEDS_GPUS: Final = "not reproduced: it needs GPUs and a model of that size"
-_TEXT_ONLY: Final = (
-    "not implemented: the mesh serves text; if a part of a message is not text, the request gets a "
-    "400 that names the part"
-)
 
 # One number, or the first and the last of several.
 REASONS: Final[Mapping[str, str]] = {
@@ -85,7 +81,14 @@ REASONS: Final[Mapping[str, str]] = {
         "vLLM reads this from the model's own config, so no setting is needed; it was not tried, "
         "since it needs a GPU"
     ),
-    "S128-S130": _TEXT_ONLY,
+    "S129": (
+        "not implemented: images come in parts of messages; a model whose positions depend on an "
+        "image's size, as Qwen-VL's, refuses them with a 400"
+    ),
+    "S130": (
+        "not implemented: the prefill that computes a prompt encodes its images, and there is no "
+        "instance for encoding alone"
+    ),
     "S132": (
         "the part that needs no GPU, more hits through routing, is S131; the rest is not reproduced"
     ),
@@ -93,7 +96,6 @@ REASONS: Final[Mapping[str, str]] = {
     "S135": _LOADING,
     "S136-S137": _NEEDS_GPUS,
     "S139-S149": _OVERLAP,
-    "S150": _TEXT_ONLY,
 }  # fmt: skip
 
 

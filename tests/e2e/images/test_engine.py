@@ -161,12 +161,12 @@ async def locally(
     return tokens
 
 
-@pytest.mark.req("S1", "S130")
+@pytest.mark.req("S1", "S128")
 async def test_the_engine_says_which_tokens_stand_for_an_image(pair: Pair) -> None:
     assert pair.prefill.info.images == pair.decode.info.images == FACTS
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 @pytest.mark.parametrize("is_per_layer", [False, True])
 async def test_a_pair_answers_about_images_as_plain_vllm_does(
     pair: Pair, wanted: Wanted, is_per_layer: bool
@@ -183,7 +183,7 @@ async def test_a_pair_answers_about_images_as_plain_vllm_does(
     await pair.decode.until_idle()
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted: Wanted) -> None:
     """All with one salt, so that an equal name would mean shared KV, on both sides."""
 
@@ -197,13 +197,13 @@ async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted
         assert differences(wanted.tokens, got) == []
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: Wanted) -> None:
     got = [await locally(pair.decode, *each) for each in wanted.asked()]
     assert differences(wanted.tokens, got) == []
 
 
-@pytest.mark.req("S80", "S130")
+@pytest.mark.req("S80", "S128")
 async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wanted: Wanted) -> None:
     """In the engine's cache and in the host pool; the second time, they are found there."""
     host = pair.prefill
@@ -222,7 +222,7 @@ async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wante
     assert not set(differing[begins:]) & set(names)
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
     pair: Pair, wanted: Wanted
 ) -> None:

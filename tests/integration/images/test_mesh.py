@@ -108,7 +108,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.req("S128", "S130")
+@pytest.mark.req("S128")
 async def test_each_answer_is_about_its_own_images(client: httpx.AsyncClient) -> None:
     cases = [(png(1),), (png(2),), (png(1), png(2)), (png(2), png(1)), (gif(),), ()]
     bodies = [chat(TEXT, *map(part, files), "And why?") for files in cases]
@@ -118,7 +118,7 @@ async def test_each_answer_is_about_its_own_images(client: httpx.AsyncClient) ->
     assert len({tuple(drawn(answer)) for answer in answers}) == len(cases)
 
 
-@pytest.mark.req("S80", "S130")
+@pytest.mark.req("S80", "S128")
 async def test_kv_is_shared_up_to_an_image_that_differs(client: httpx.AsyncClient) -> None:
     """The earlier message fills blocks of its own: the sim's template, like many, has the images of
     a message before its text.
@@ -139,7 +139,7 @@ async def test_kv_is_shared_up_to_an_image_that_differs(client: httpx.AsyncClien
     assert 0 < cached(await ask(12)) <= begins
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_all_apis_give_the_same_answer(mesh: Mesh, client: httpx.AsyncClient) -> None:
     data = png(21)
     expected = (await asked(client, chat(TEXT, part(data))))["choices"][0]["message"]["content"]
@@ -170,7 +170,7 @@ async def test_all_apis_give_the_same_answer(mesh: Mesh, client: httpx.AsyncClie
             assert response.message.content == expected
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_tokenize_counts_the_tokens_of_images(client: httpx.AsyncClient) -> None:
     body = chat(TEXT, part(png(1)))
     answer = await asked(client, body)
@@ -224,7 +224,7 @@ async def test_unknown_fields_of_an_image_are_ignored_and_named(client: httpx.As
     assert named == "messages[0].content[0].image_url.size"
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 @pytest.mark.parametrize("api", ["messages", "responses", "grpc"])
 async def test_every_api_names_its_own_field(
     mesh: Mesh, client: httpx.AsyncClient, api: str
@@ -256,7 +256,7 @@ async def test_every_api_names_its_own_field(
     assert response.json()["error"]["message"].startswith(f"{field}: ")
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_many_choices_with_large_images_are_refused(client: httpx.AsyncClient) -> None:
     large = png(1) + bytes(90_000)
     response = await client.post("/v1/chat/completions", json=chat(part(large), n=2))
@@ -265,7 +265,7 @@ async def test_many_choices_with_large_images_are_refused(client: httpx.AsyncCli
 
 
 @pytest.mark.fault("F1")
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_an_answer_goes_on_about_its_image_when_its_decode_is_killed(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
@@ -301,7 +301,7 @@ def _num_drawn(mesh: Mesh, name: str) -> float:
     return fleet.counted(mesh, [name], "pdmesh_instance_tokens_total")
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 async def test_no_image_is_held_when_its_request_is_over(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
@@ -309,7 +309,7 @@ async def test_no_image_is_held_when_its_request_is_over(
     await until(lambda: fleet.counted(mesh, ["gateway-0"], "pdmesh_gateway_images_held") == 0)
 
 
-@pytest.mark.req("S48", "S130")
+@pytest.mark.req("S48", "S128")
 @pytest.mark.parametrize("kind", ["per layer", "fusion"])
 async def test_images_are_computed_per_layer_and_on_fusion_instances(
     tmp_path: Path, kind: str

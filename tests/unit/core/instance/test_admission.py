@@ -254,7 +254,7 @@ def test_an_adapter_keeps_its_turn_while_there_is_no_slot_for_any_leg() -> None:
     admission.check_invariants()
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 def test_an_instance_whose_model_takes_no_images_refuses_them_permanently() -> None:
     decision = Admission(CAPACITY).admit(ask(1, has_images=True), 0)
     assert refusal(decision) is RefusalReason.WRONG_MODEL

@@ -172,7 +172,7 @@ def test_instances_with_the_adapter_come_first_and_those_without_slots_are_left_
     )
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 def test_images_go_to_instances_that_take_them() -> None:
     made = LocalRanking()
     takes = {"p-0": False, "p-1": True, "d-0": False, "d-1": True}

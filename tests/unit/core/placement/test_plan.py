@@ -274,7 +274,7 @@ def test_instances_that_have_loaded_the_adapter_are_preferred_while_they_have_ro
     assert planned(full, wanting).prefills[0].instance_id != "prefill-1"
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 def test_a_request_with_images_goes_to_instances_that_take_images() -> None:
     able = [
         identity("prefill-9", Role.PREFILL, takes_images=True),

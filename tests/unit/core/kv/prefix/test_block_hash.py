@@ -66,7 +66,7 @@ def test_tenant_salt_model_and_adapter_each_make_another_chain() -> None:
 images = st.lists(st.tuples(st.integers(0, 23), st.binary(min_size=32, max_size=32)), max_size=3)
 
 
-@pytest.mark.req("S80", "S130")
+@pytest.mark.req("S80", "S128")
 @given(images, images, st.integers(1, 5))
 def test_a_name_stands_for_the_images_that_begin_before_its_end(
     a: list[tuple[int, bytes]], b: list[tuple[int, bytes]], size: int
@@ -79,7 +79,7 @@ def test_a_name_stands_for_the_images_that_begin_before_its_end(
         assert (one == other) == (seen[0] == seen[1])
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 @given(images, st.integers(1, 5), st.integers(0, 4))
 def test_a_chain_continues_with_the_images_after_it(
     a: list[tuple[int, bytes]], size: int, num_before: int

@@ -138,7 +138,7 @@ async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None
         context.term()
 
 
-@pytest.mark.req("S80", "S130")
+@pytest.mark.req("S80", "S128")
 def test_images_are_part_of_the_names_as_gateways_make_them() -> None:
     """Two begin in one block; one of them goes on over the next, in another event."""
     one, two = bytes(32), b"x" * 32

@@ -313,7 +313,7 @@ def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
     assert {o.tier for o in outputs if isinstance(o, BlocksChanged)} == {Tier.HOST}
 
 
-@pytest.mark.req("S130")
+@pytest.mark.req("S128")
 def test_blocks_with_images_are_saved_under_the_names_that_gateways_give_them() -> None:
     places = [(3, b"a" * 32), (5, b"b" * 32), (13, b"c" * 32)]
     core = TierPlanner(4)
