@@ -349,6 +349,10 @@ class Generation:
         if record is None:
             self._refuse(effect.key)
             return
+        if self.prompt.images and self._shared.sessions.session(record).is_full:
+            # Megabytes of images would be sent for nothing with each attempt.
+            self.on_event(LegRejected(effect.key))
+            return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
         command = self._commands.prefill(effect, record, self.core.emitted, kv_transfer)
         self._open_leg(effect.key, record, command)

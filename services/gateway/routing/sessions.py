@@ -80,6 +80,8 @@ class InstanceSession:
         self.worked: EngineProgress | None = (
             None  # None: no report yet, or an instance of an older release
         )
+        # It refused a leg for now, and has not said yet that it has a slot, as it then will.
+        self.is_full = False
         self._address = record.grpc_address
         self._hello = hello
         self._on_slots_freed = on_slots_freed
@@ -205,6 +207,7 @@ class InstanceSession:
             return  # the leg was given up, so its output is dropped
         if kind == "rejected":
             rejected = event.rejected
+            self.is_full = self.is_full or rejected.retry_after_ms > 0
             log.debug(
                 "leg.rejected",
                 instance_id=self.instance_id,
@@ -224,6 +227,7 @@ class InstanceSession:
         """
         num_free_before, self.load = _num_free(self.load), load
         num_free = _num_free(load)
+        self.is_full = self.is_full and not num_free
         if num_free > num_free_before:
             self._on_slots_freed(self.instance_id, num_free)
 
@@ -235,6 +239,7 @@ class InstanceSession:
 
     def _on_broken(self, reason: str) -> None:
         self._is_open, self.load, self.worked = False, None, None
+        self.is_full = False
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
         was_reached = not self._is_unreachable()
