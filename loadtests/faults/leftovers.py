@@ -1,7 +1,7 @@
 """What processes may leave behind outside of themselves: shared memory, keys that never expire,
 consumers of streams.
 
-Only what this mesh's own processes map, write or open counts, for others run on the machine, too.
+Only what this mesh's own processes map, write or open counts: other programs run here, too.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""A to 4A users on twelve prefills: on-demand forwarding compared with queues at the workers."""
+"""Users on twelve prefills, up to four times as many as the first run has: on-demand forwarding
+compared with queues at the workers.
+"""

@@ -1,13 +1,13 @@
-"""A to 4A users on a mesh of sim instances: on-demand forwarding compared with queues at the
-workers (S7, S45, S62, S65).
+"""A, 2A, 3A and 4A users on a mesh of sim instances: on-demand forwarding compared with queues at
+the workers (S7, S45, S62, S65). A is 24 unless `--users` says otherwise.
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
 
 On demand, prefills accept or refuse, and the gateway has a waiting room. In the baseline, the same
 prefills have a long queue each, and the shortest queue is chosen by reports that are 100 ms old.
 The reports count what is left to compute of each prompt, which the paper's did not. Prompts and SLO
-are the same (`plan.py`). Below the mesh's own table stands the twin of its last row on a virtual
-clock, and what the queues would do if they were reported at once.
+are the same (`plan.py`). Below the mesh's own table, the record has the last row as simulated on a
+virtual clock, and what the queues would do if they were reported at once.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--users", default="24,48,72,96", help="A to 4A")
+    parser.add_argument("--users", default="24,48,72,96", help="numbers of users: A, 2A, 3A, 4A")
     parser.add_argument("--slo-s", type=float, default=0.5)
     parser.add_argument("--think-s", type=float, default=1.0)
     parser.add_argument("--duration-s", type=float, default=16.0)

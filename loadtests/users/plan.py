@@ -1,10 +1,10 @@
-"""The prompts of A to 4A users, and their mesh (S7, S45, S62): prefixes of different lengths, and
-two ways to wait.
+"""The users' prompts, and their mesh (S7, S45, S62): prefixes of different lengths, and two ways to
+wait.
 
 It follows P/D-Serve's example of why queues fail (section 2.2.2): prompts of one scenario have
-equal lengths, but a prefill computes more or less of each by the prefix that it holds, and queues
-are reported every 100 ms. A first token counts within 0.5 s, three times what a prompt takes on an
-idle prefill, in both variants (S9: an SLO for each scenario).
+equal lengths, but how much of each a prefill computes depends on the prefix that it holds, and
+queues are reported every 100 ms. In both variants, an answer succeeds if its first token comes
+within 0.5 s, three times what a prompt takes on an idle prefill (S9: an SLO for each scenario).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of A to 4A users: a point for each number of users, the bars, and the figure."""
+"""The users' report: a point for each number of users, the bars, and the figure."""
 
 from __future__ import annotations
 

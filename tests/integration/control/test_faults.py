@@ -93,7 +93,9 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
 
 @pytest.mark.req("S36", "S74")
 async def test_when_an_ejection_is_lifted_earlier_restarts_are_forgotten(site: Site) -> None:
-    """The fault once stood for ten minutes, and the leader ejected the instance again at once."""
+    """The fault once stayed on the board for ten minutes, and the leader ejected the instance again
+    at once.
+    """
     for n in range(1, 4):
         await site.until_level("decode-0", 2, HANGS)
         await site.leases["decode-0"].release()

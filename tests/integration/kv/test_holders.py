@@ -78,7 +78,7 @@ async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
 
 @pytest.mark.fault("F34")
 async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
-    """Another incarnation of that peer is asked, and so is a peer that pulls could not reach."""
+    """Another incarnation of a peer is asked, and so is a peer whose connection failed."""
     async with index() as address:
         store = MemoryStore()
         store.records["index"] = InstanceRecord(

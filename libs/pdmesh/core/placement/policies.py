@@ -62,8 +62,8 @@ class Weights:
 
     alpha: the prefix that the instance holds itself; beta: the prefix that it could fetch from a
     peer; gamma: predicted latency; load: the share of its slots in use; chat: it served this chat's
-    last turn; spread: the share of its cache in use, as far as the prompt would add blocks to it;
-    adapter: it has loaded the LoRA adapter.
+    last turn; spread: the share of its cache in use, times the share of the prompt that it does not
+    hold; adapter: it has loaded the LoRA adapter.
     """
 
     alpha: float = 1.0

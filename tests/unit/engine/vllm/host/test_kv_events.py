@@ -140,7 +140,9 @@ async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None
 
 @pytest.mark.req("S80", "S128")
 def test_images_are_part_of_the_names_as_gateways_make_them() -> None:
-    """Two begin in one block; one of them goes on over the next, in another event."""
+    """Two images begin in the first block. One of them continues in the next blocks, which another
+    event reports.
+    """
     one, two = bytes(32), b"x" * 32
     expected = block_hashes(ROOT, TOKENS, 4, images=[(1, one), (2, two)])
     first, later = stored(0, 1), stored(1, 3)
