@@ -1,0 +1,1 @@
+"""What a step of vLLM does, over our connector: tests of the engine without services."""
