@@ -65,6 +65,12 @@ BENCHES = {
     "handover": Bench(
         "handover", "what the hand-over of KV costs a client on vLLM", needs_vllm=True
     ),
+    "steps": Bench(
+        "engine.steps",
+        "what asynchronous scheduling is worth: the gap between vLLM's steps, tokens/s, TPOT",
+        needs_vllm=True,
+        record=True,
+    ),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
     "speculation": Bench(
         "speculation.proposals",

@@ -52,5 +52,5 @@ def decide(asked: AsyncScheduling, engine: Schedules) -> Decision:
     if engine.hands_on_all:
         return Decision(False, "a prefill draws one token per request")
     if engine.device == "cpu":
-        return Decision(False, "on a CPU it takes another process per rank")
+        return Decision(False, "on a CPU it gains nothing: a gap is a hundredth of a step")
     return Decision(True, "the device computes while the CPU schedules")

@@ -1,0 +1,1 @@
+"""What an engine does with its time, without a mesh."""
