@@ -156,7 +156,7 @@ async def main() -> None:
 
 
 async def together(transport: str) -> None:
-    """Compares when the mean of several pulls is done: all at once, or one after the other."""
+    """Compare the mean time until a pull is done: all pulls at once, or one after the other."""
     size = _TOGETHER_BYTES
     ways = [(count, width) for count in _TOGETHER for width in (1, count)]
     ends_ms: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
@@ -191,7 +191,7 @@ def compare_together() -> None:
         f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in "
         "ms"
     )
-    print("| transport | pulls | how | mean is done after | last | mean / mean one by one |")
+    print("| transport | pulls | how | mean time until done | last | mean / mean one by one |")
     print("|---|---|---|---|---|---|", flush=True)
     for transport, settings in TRANSPORTS.items():
         subprocess.run(

@@ -80,7 +80,7 @@ class Peer:
         return float(answer) if answer and answer != "failed" else None
 
     def close(self) -> None:
-        """End both processes: the peer's source is in its process group."""
+        """End both processes. The one that sends is in the process group of the other."""
         self._signal(signal.SIGKILL)
         with self._process:  # closes its pipes and waits
             pass

@@ -1,9 +1,9 @@
 """Other instances' host pools as a tier: which peer holds which blocks, and how their bytes get
 here (S76).
 
-The KV index's answer about holders is a hint and may be out of date. The peer serves the longest
-beginning of the names that it still has, if incarnation and fingerprint match. Every block is
-verified when it arrives.
+The KV index's answer about holders is a hint and may be out of date. If incarnation and fingerprint
+match, the peer serves the blocks of the list from the first one on, up to the first that it no
+longer has. Every block is verified when it arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A long step that cannot be computed in parts is work, for as long as its tokens may take."""
+"""A long step that cannot be split counts as work for as long as its tokens may take."""
 
 from __future__ import annotations
 

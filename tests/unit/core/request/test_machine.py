@@ -1,4 +1,4 @@
-"""What one request does, as far as no other module decides it; `test_transitions.py` has the table.
+"""What one request's machine itself decides; `test_transitions.py` has the table of transitions.
 
 `tests/property/request/test_request_machine.py` tries any order of events.
 """
