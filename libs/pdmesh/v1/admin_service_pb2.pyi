@@ -125,7 +125,7 @@ class Adjustments(_message.Message):
 
     @_builtins.property
     def pending(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingPlan]:
-        """of schedules that fired: the next leader goes on with them"""
+        """of schedules that fired: the next leader continues them"""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class PendingMove(_message.Message):
     role: _builtins.str
     """empty: of the whole group"""
     to_group: _builtins.str
-    """where the instance goes, or who borrows the group"""
+    """where the instance goes, or the pool that borrows the group"""
     reason: _builtins.str
     def __init__(
         self,
@@ -233,7 +233,7 @@ class GroupAdjustment(_message.Message):
     num_prefill: _builtins.int
     num_decode: _builtins.int
     pool: _builtins.str
-    """who has borrowed it; empty: it serves"""
+    """the pool that has borrowed it; empty: it serves"""
     base_num_prefill: _builtins.int
     base_num_decode: _builtins.int
     reason: _builtins.str
@@ -311,9 +311,9 @@ class Upgrade(_message.Message):
     canary_share: _builtins.float
     """0: no canary, or promoted"""
     back: _builtins.str
-    """why it goes back; empty: it goes on"""
+    """why it is rolled back; empty: it is not"""
     outcome: _builtins.str
-    """why the last one went back"""
+    """why the last one was rolled back"""
     is_proved: _builtins.bool
     """a group of what is settled served whole, ever"""
     @_builtins.property
@@ -522,7 +522,7 @@ Global___EngineOptions: _TypeAlias = EngineOptions  # noqa: Y015
 
 @_typing.final
 class OutOfService(_message.Message):
-    """An instance that an operator cordoned or that was ejected for a fault, whatever it says of itself. Kept in the registry,
+    """An instance that an operator cordoned or that was ejected for a fault, whatever its own record says. Kept in the registry,
     written by the leading master.
     """
 
@@ -537,7 +537,7 @@ class OutOfService(_message.Message):
     mode: Global___LeaveMode.ValueType
     reason: _builtins.str
     is_ejected: _builtins.bool
-    """for a fault, without an operator's word: their number is bounded; else it is cordoned"""
+    """for a fault, and not by an operator; ejections are bounded in number. Otherwise it is cordoned"""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -696,11 +696,11 @@ class ApplyDesiredRequest(_message.Message):
     CANARY_SHARE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     expected_version: _builtins.int
-    """refused if another one is current; absent: whatever is"""
+    """refused if another one is current; absent: not checked"""
     author: _builtins.str
     reason: _builtins.str
     allow_empty: _builtins.bool
-    """else a text without groups is refused where there are some now: it would let the whole fleet go"""
+    """otherwise a text without groups is refused where there are some now, since it would release the whole fleet"""
     canary_share: _builtins.float
     """above 0: a canary alone gets the services that changed, with this share of the requests, until promoted"""
     def __init__(
@@ -944,7 +944,7 @@ Global___PlanMovesResponse: _TypeAlias = PlanMovesResponse  # noqa: Y015
 
 @_typing.final
 class RatioDecision(_message.Message):
-    """What was decided about a scenario's ratio, by whomever, and from which numbers. Sent by the master."""
+    """What was decided about a scenario's ratio, and from which numbers. Sent by the master."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1139,7 +1139,7 @@ class UpgradeState(_message.Message):
     """canary, changing, watching, waiting, going back, stopped, went back"""
     detail: _builtins.str
     num_changed: _builtins.int
-    """groups that run what they all shall run"""
+    """groups that have the target"""
     num_groups: _builtins.int
     def __init__(
         self,
@@ -1347,7 +1347,7 @@ class UsageAccount(_message.Message):
     scenario: _builtins.str
     group_id: _builtins.str
     pool: _builtins.str
-    """who has borrowed the group; empty: it serves"""
+    """the pool that has borrowed the group; empty: it serves"""
     instance_s: _builtins.float
     num_instances: _builtins.int
     """now"""
@@ -1468,7 +1468,7 @@ Global___UncordonInstanceResponse: _TypeAlias = UncordonInstanceResponse  # noqa
 @_typing.final
 class Pin(_message.Message):
     """A prefix whose KV is not to be evicted: names of blocks, and no token. Kept in the registry, written by the leading
-    master, followed by instances and whoever keeps an index.
+    master, followed by instances and by processes that keep an index.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1597,7 +1597,7 @@ Global___AddAdapterRequest: _TypeAlias = AddAdapterRequest  # noqa: Y015
 
 @_typing.final
 class AddAdapterResponse(_message.Message):
-    """It may be asked for from now on."""
+    """Clients may ask for it from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1713,7 +1713,7 @@ Global___RemoveAdapterRequest: _TypeAlias = RemoveAdapterRequest  # noqa: Y015
 
 @_typing.final
 class RemoveAdapterResponse(_message.Message):
-    """Gateways that hear of it take no new request for it."""
+    """Gateways that have learnt of it take no new request for the adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1809,7 +1809,7 @@ Global___AddPinRequest: _TypeAlias = AddPinRequest  # noqa: Y015
 
 @_typing.final
 class AddPinResponse(_message.Message):
-    """It stands. Blocks that are in a tier stay there; the others do once a request has had them computed."""
+    """The pin is set. Blocks that are in a tier stay there; the others stay once a request has caused them to be computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1947,7 +1947,7 @@ Global___PinCoverage: _TypeAlias = PinCoverage  # noqa: Y015
 
 @_typing.final
 class PinHolder(_message.Message):
-    """Who has how many of a pin's blocks, from the first on, in its host pool. Sent by the master."""
+    """How many of a pin's blocks, from the first on, an instance has in its host pool. Sent by the master."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1992,7 +1992,7 @@ Global___RemovePinRequest: _TypeAlias = RemovePinRequest  # noqa: Y015
 
 @_typing.final
 class RemovePinResponse(_message.Message):
-    """Its blocks are as any others from now on."""
+    """From now on, its blocks are treated like any others."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

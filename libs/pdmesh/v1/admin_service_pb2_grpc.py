@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class AdminServiceStub:
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     def __init__(self, channel):
@@ -120,7 +120,7 @@ class AdminServiceStub:
 
 class AdminServiceServicer:
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     def GetDesired(self, request, context):
@@ -138,7 +138,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ApplyDesired(self, request, context):
-        """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read.
+        """Make a text the desired state. Refused if it is not valid, or if the state has changed since it was read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,7 +152,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PromoteUpgrade(self, request, context):
-        """Let a canary's revision go to all groups of its scenario.
+        """Give a canary's revision to all groups of its scenario.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """For how long instances were used, by whom (S22).
+        """For how long which group used instances (S22).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,7 +200,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The pins, and who holds their blocks now.
+        """The pins, and which instances hold their blocks now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,7 +227,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """Take an adapter from clients. Requests that run end with it; then instances unload it.
+        """Make an adapter unavailable to clients. Requests that run end with it; then instances unload it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,7 +326,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     @_typing.overload
@@ -40,36 +40,36 @@ class AdminServiceStub:
     DiffDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DiffDesiredRequest, _admin_service_pb2.DiffDesiredResponse]
     """What a new desired state would change. Changes nothing."""
     ApplyDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ApplyDesiredRequest, _admin_service_pb2.ApplyDesiredResponse]
-    """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read."""
+    """Make a text the desired state. Refused if it is not valid, or if the state has changed since it was read."""
     RollbackDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RollbackDesiredRequest, _admin_service_pb2.RollbackDesiredResponse]
     """Make an earlier version the desired state again, as a new version."""
     PromoteUpgrade: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]
-    """Let a canary's revision go to all groups of its scenario."""
+    """Give a canary's revision to all groups of its scenario."""
     PlanMoves: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PlanMovesRequest, _admin_service_pb2.PlanMovesResponse]
     """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27)."""
     ListGroupStates: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]
     """The groups: wanted, members and how far they are."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
-    """For how long instances were used, by whom (S22)."""
+    """For how long which group used instances (S22)."""
     CordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]
     """Take one instance out of service, or put it back."""
     UncordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]
     AddPin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]
     """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
     ListPins: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]
-    """The pins, and who holds their blocks now."""
+    """The pins, and which instances hold their blocks now."""
     RemovePin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]
     AddAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AddAdapterRequest, _admin_service_pb2.AddAdapterResponse]
     """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListAdaptersRequest, _admin_service_pb2.ListAdaptersResponse]
     """The adapters, and which instances have loaded them."""
     RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RemoveAdapterRequest, _admin_service_pb2.RemoveAdapterResponse]
-    """Take an adapter from clients. Requests that run end with it; then instances unload it."""
+    """Make an adapter unavailable to clients. Requests that run end with it; then instances unload it."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -78,35 +78,35 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DiffDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DiffDesiredRequest, _admin_service_pb2.DiffDesiredResponse]  # type: ignore[assignment]
     """What a new desired state would change. Changes nothing."""
     ApplyDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ApplyDesiredRequest, _admin_service_pb2.ApplyDesiredResponse]  # type: ignore[assignment]
-    """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read."""
+    """Make a text the desired state. Refused if it is not valid, or if the state has changed since it was read."""
     RollbackDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RollbackDesiredRequest, _admin_service_pb2.RollbackDesiredResponse]  # type: ignore[assignment]
     """Make an earlier version the desired state again, as a new version."""
     PromoteUpgrade: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]  # type: ignore[assignment]
-    """Let a canary's revision go to all groups of its scenario."""
+    """Give a canary's revision to all groups of its scenario."""
     PlanMoves: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PlanMovesRequest, _admin_service_pb2.PlanMovesResponse]  # type: ignore[assignment]
     """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27)."""
     ListGroupStates: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]  # type: ignore[assignment]
     """The groups: wanted, members and how far they are."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
-    """For how long instances were used, by whom (S22)."""
+    """For how long which group used instances (S22)."""
     CordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]  # type: ignore[assignment]
     """Take one instance out of service, or put it back."""
     UncordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]  # type: ignore[assignment]
     AddPin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]  # type: ignore[assignment]
     """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
     ListPins: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]  # type: ignore[assignment]
-    """The pins, and who holds their blocks now."""
+    """The pins, and which instances hold their blocks now."""
     RemovePin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]  # type: ignore[assignment]
     AddAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AddAdapterRequest, _admin_service_pb2.AddAdapterResponse]  # type: ignore[assignment]
     """Let clients ask for a LoRA adapter by its name. One of the same name is replaced. Refused if an instance could not load it."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListAdaptersRequest, _admin_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """The adapters, and which instances have loaded them."""
     RemoveAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RemoveAdapterRequest, _admin_service_pb2.RemoveAdapterResponse]  # type: ignore[assignment]
-    """Take an adapter from clients. Requests that run end with it; then instances unload it."""
+    """Make an adapter unavailable to clients. Requests that run end with it; then instances unload it."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
-    (metadata `authorization: Bearer <token>`); where none is set, it must come from this machine.
+    (metadata `authorization: Bearer <token>`); where none is set, the call must come from this machine.
     """
 
     @_abc_1.abstractmethod
@@ -131,7 +131,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ApplyDesiredRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ApplyDesiredResponse, _abc.Awaitable[_admin_service_pb2.ApplyDesiredResponse]]:
-        """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read."""
+        """Make a text the desired state. Refused if it is not valid, or if the state has changed since it was read."""
 
     @_abc_1.abstractmethod
     def RollbackDesired(
@@ -147,7 +147,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.PromoteUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PromoteUpgradeResponse, _abc.Awaitable[_admin_service_pb2.PromoteUpgradeResponse]]:
-        """Let a canary's revision go to all groups of its scenario."""
+        """Give a canary's revision to all groups of its scenario."""
 
     @_abc_1.abstractmethod
     def PlanMoves(
@@ -171,7 +171,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.GetUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetUsageResponse, _abc.Awaitable[_admin_service_pb2.GetUsageResponse]]:
-        """For how long instances were used, by whom (S22)."""
+        """For how long which group used instances (S22)."""
 
     @_abc_1.abstractmethod
     def CordonInstance(
@@ -202,7 +202,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListPinsResponse, _abc.Awaitable[_admin_service_pb2.ListPinsResponse]]:
-        """The pins, and who holds their blocks now."""
+        """The pins, and which instances hold their blocks now."""
 
     @_abc_1.abstractmethod
     def RemovePin(
@@ -233,6 +233,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.RemoveAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.RemoveAdapterResponse, _abc.Awaitable[_admin_service_pb2.RemoveAdapterResponse]]:
-        """Take an adapter from clients. Requests that run end with it; then instances unload it."""
+        """Make an adapter unavailable to clients. Requests that run end with it; then instances unload it."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

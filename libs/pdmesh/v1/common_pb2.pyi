@@ -81,7 +81,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_REPETITION: _FinishReason.ValueType  # 3
     """the answer repeats itself, and the client asked to end it there"""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
-    """the model waits for the results of its calls; told by the gateway alone"""
+    """the model waits for the results of its calls; set only by the gateway"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -94,7 +94,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_REPETITION: FinishReason.ValueType  # 3
 """the answer repeats itself, and the client asked to end it there"""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
-"""the model waits for the results of its calls; told by the gateway alone"""
+"""the model waits for the results of its calls; set only by the gateway"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _KvFault:
@@ -193,7 +193,7 @@ class PoolingFacts(_message.Message):
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[Global___PoolingTask.ValueType]: ...
     @_builtins.property
     def matryoshka_dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """so many dimensions only; empty: any number up to num_dimensions"""
+        """the allowed numbers of dimensions; empty: any number up to num_dimensions"""
 
     def __init__(
         self,
@@ -241,13 +241,13 @@ class SamplingParams(_message.Message):
     """(0, 1]"""
     seed: _builtins.int
     ignore_eos: _builtins.bool
-    """go on to max_tokens whatever is drawn"""
+    """continue up to max_tokens, even if an end token is drawn"""
     num_logprobs: _builtins.int
-    """absent: none; 0: of the chosen token alone"""
+    """absent: none; 0: only of the chosen token"""
     num_drawn: _builtins.int
-    """tokens of the answer drawn before, the last ones of the prompt: they count as output"""
+    """how many of the prompt's last tokens were drawn for this answer: they count as output"""
     num_prompt_logprobs: _builtins.int
-    """of each of the prompt's tokens; absent: none; 0: of the prompt's own alone"""
+    """of each of the prompt's tokens; absent: none; 0: only of the prompt's own"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end-of-sequence ids and the client's own"""
@@ -262,7 +262,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """with num_logprobs: told instead of the likeliest ones"""
+        """with num_logprobs: reported instead of the likeliest ones"""
 
     def __init__(
         self,
@@ -411,7 +411,7 @@ class LogitShaping(_message.Message):
 
     @_builtins.property
     def thinking_token_budget(self) -> Global___ThinkingBudget:
-        """absent: it reasons as long as it will"""
+        """absent: no limit"""
 
     def __init__(
         self,
@@ -571,7 +571,7 @@ Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):
-    """A LoRA adapter that a request wants. Its content is what counts: an operator may give its name other content at any time."""
+    """A LoRA adapter that a request wants. It is identified by its content, since an operator may give its name other content at any time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -613,7 +613,7 @@ class Usage(_message.Message):
     num_cached_tokens: _builtins.int
     """prompt tokens that prefill did not compute"""
     num_reasoning_tokens: _builtins.int
-    """of the completion, in a chat whose reasoning is told apart"""
+    """of the completion, in a chat whose reasoning is parsed"""
     def __init__(
         self,
         *,
@@ -790,15 +790,15 @@ class InstanceRecord(_message.Message):
     failure: _builtins.str
     """a stable reason and what went wrong, while FAILED"""
     node_id: _builtins.str
-    """the machine it runs on, as its node agent is called"""
+    """the name of its machine, as its node agent reports it"""
     fetches_from_peers: _builtins.bool
     """loads KV blocks out of other instances' host pools"""
     kv_tail_start: _builtins.int
-    """beginnings of KV blocks are named from so many tokens on (S103)"""
+    """fewest tokens of a beginning of a KV block that has a name (S103)"""
     kv_tail_step: _builtins.int
-    """and each so many tokens further; 0: they have no names"""
+    """tokens from one named beginning to the next; 0: beginnings have no names"""
     kv_region: _builtins.str
-    """that its KV stays in: it pairs only with instances of an equal one; empty: its group spans regions, or none is named"""
+    """in which its KV stays: it pairs only with instances that have the same one; empty: its group spans regions, or none is set"""
     supports_constraints: _builtins.bool
     """its engine draws what a Constraint allows"""
     max_adapters: _builtins.int

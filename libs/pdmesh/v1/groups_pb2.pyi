@@ -89,7 +89,7 @@ Global___Peer: _TypeAlias = Peer  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """What one instance shall be. Written by the leading master alone, to the registry's bucket of assignments."""
+    """What one instance is to be. Written only by the leading master, to the registry's bucket of assignments."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -130,7 +130,7 @@ class Assignment(_message.Message):
     SPANS_REGIONS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
-    """of the record it is meant for; any other ignores it"""
+    """of the record that it is for; other incarnations ignore it"""
     epoch: _builtins.int
     """of the leader that wrote it; an instance ignores one older than it has seen"""
     assignment_id: _builtins.int

@@ -209,7 +209,7 @@ class GenerationParams(_message.Message):
 
     @_builtins.property
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """with num_logprobs: told instead of the likeliest ones; at most 128"""
+        """with num_logprobs: reported instead of the likeliest ones; at most 128"""
 
     @_builtins.property
     def repetition_detection(self) -> Global___RepetitionDetection:
@@ -373,7 +373,7 @@ class StructuredOutput(_message.Message):
     json_object: _builtins.bool
     """any JSON object"""
     json_schema: _builtins.str
-    """JSON that is valid by this schema"""
+    """JSON that is valid under this schema"""
     regex: _builtins.str
     """all of the text matches"""
     grammar: _builtins.str
@@ -478,7 +478,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     scenario: _builtins.str
     chat_id: _builtins.str
-    """requests with the same one share KV where they can"""
+    """requests with the same id share KV where possible"""
     cache_salt: _builtins.str
     """prompts share cached prefixes only under an equal one"""
     n: _builtins.int
@@ -923,7 +923,7 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class FunctionDefinition(_message.Message):
-    """What the model is told of a function. JSON as text keeps the order of keys, and 1 apart from 1.0."""
+    """How a function is described to the model. JSON as text keeps the order of keys, and the difference of 1 and 1.0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -936,7 +936,7 @@ class FunctionDefinition(_message.Message):
     parameters: _builtins.str
     """a JSON schema, as JSON"""
     strict: _builtins.bool
-    """the arguments have to be valid by it"""
+    """the arguments must be valid under it"""
     def __init__(
         self,
         *,
@@ -966,7 +966,7 @@ Global___FunctionDefinition: _TypeAlias = FunctionDefinition  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
-    """Which tools the model may call, or has to."""
+    """Which tools the model may or must call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1253,7 +1253,7 @@ Global___ChatStreamResponse: _TypeAlias = ChatStreamResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
-    """Asked by clients."""
+    """Sent by clients."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InstanceServiceStub:
-    """Served by each instance, whatever its role.
+    """Served by every instance.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class InstanceServiceStub:
 
 
 class InstanceServiceServicer:
-    """Served by each instance, whatever its role.
+    """Served by every instance.
     """
 
     def Session(self, request_iterator, context):
@@ -74,7 +74,7 @@ class InstanceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """What the instance is doing now. For operators; nothing decides on it.
+        """What the instance is doing now. For operators; no decision depends on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ class InstanceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelText(self, request, context):
-        """The files of its model that turn text into tokens and back, in bounded pieces. Asked by a gateway that has not got them.
+        """The files of its model that turn text into tokens and back, in bounded pieces. Called by a gateway that does not have them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_InstanceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InstanceService:
-    """Served by each instance, whatever its role.
+    """Served by every instance.
     """
 
     @staticmethod

@@ -64,8 +64,8 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PlanStream(self, request_iterator, context):
-        """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
-        One is under way at a time; the queries that gather meanwhile go together in the next.
+        """The same on one stream for as long as a gateway lives, at a third of the cost of calls. Answers come in order.
+        One request is under way at a time; the queries that gather meanwhile go together in the next one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
