@@ -170,7 +170,7 @@ class DayOnMesh:
             "all groups whole at the end": self._is_whole,
             (
                 f"an open loop: {len(late)} requests left up to {max(late, default=0):.1f} s "
-                "late, for want of CPU"
+                "late, because the machine lacked CPU"
             ): not late,
         }
         return (what for what, is_so in came_about.items() if not is_so)
@@ -234,7 +234,7 @@ def main() -> None:
         print(f"{clock(action.at_s)}  {action.kind:12} {action.text}")
     print(f"{SCENARIO}: {day.num_requests} requests, {day.num_failed} failed, {day.num_late} late")
     for each in day.missed:
-        print(f"did not come about: {each}")
+        print(f"did not happen: {each}")
     if options.out:
         day.write(options.out)
     sys.exit(1 if day.missed else 0)

@@ -95,7 +95,7 @@ def markdown(day: Day) -> str:
             "instance died."
         ),
         "",
-        *(f"**Did not come about: {each}.**" for each in day.missed),
+        *(f"**Did not happen: {each}.**" for each in day.missed),
         *([""] if day.missed else []),
         "| time | what | scenario | |",
         "|---|---|---|---|",

@@ -365,7 +365,7 @@ class Mesh:
             for chore in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
                 try:
                     await chore()
-                except Exception as exc:  # noqa: BLE001  # the mesh goes on, and this does
+                except Exception as exc:  # noqa: BLE001  # the mesh still runs, so this loop must
                     self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)

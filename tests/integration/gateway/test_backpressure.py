@@ -1,5 +1,5 @@
 """Queue lengths go to the master and back, and a gateway itself refuses a request that would wait
-in vain (S97).
+for nothing (S97).
 """
 
 from __future__ import annotations

@@ -481,7 +481,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.checking.add((pull_id, index))
             case rx.DeliverPart(_, index):
                 assert not pull.outcome
-                assert not pull.has_left, "told nobody"
+                assert not pull.has_left, "delivered after the pull was given up"
                 assert index == pull.num_delivered, "out of order"
                 pull.num_delivered += 1
             case rx.SendAck(_, is_taken):
@@ -511,8 +511,8 @@ class TransferMachine(RuleBasedStateMachine):
                 assert not pull.outcome
                 self.end(pull, pull_id, "complete")
             case rx.FailPull():
-                assert not pull.outcome, "told twice"
-                assert not pull.has_left, "told nobody"
+                assert not pull.outcome, "reported twice"
+                assert not pull.has_left, "reported after the pull was given up"
                 pull.outcome = "failed"
             case rx.FreeLanding():
                 assert pull.outcome == "failed" or pull.has_left, "freed while the caller uses it"

@@ -74,4 +74,4 @@ def test_the_changes_of_plans_are_reported_once() -> None:
 
 def test_a_record_lists_the_events_that_did_not_happen() -> None:
     day = Day("on a mesh", "make bench NAME=day", 288.0, 10, 1, missed=["the upgrade"])
-    assert "**Did not come about: the upgrade.**" in markdown(day)
+    assert "**Did not happen: the upgrade.**" in markdown(day)

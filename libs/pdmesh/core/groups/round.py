@@ -142,7 +142,7 @@ class Round:
         return counts[racks]
 
     def _all_blanks(self) -> _Blanks:
-        """Cached until one of them is given a role: thousands of groups may ask in vain."""
+        """Cached until one of them is given a role: thousands of groups may ask and get none."""
         if self._blanks is None or self._blanks.num_planned != len(self.plan):
             self._blanks = _Blanks(len(self.plan), self._find_blanks())
         return self._blanks

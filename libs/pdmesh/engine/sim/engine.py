@@ -423,7 +423,7 @@ class SimEngine:
         if reason is None and job.staging is not None:
             ticket = self._stager.complete(job, blocks)
         elif job.staging is not None:
-            self._stager.release(job.ticket_id)  # it was opened in vain
+            self._stager.release(job.ticket_id)  # token 1 ended the answer, so no decode pulls
         self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
         if reason is None and ticket is None:
             running = Running(

@@ -288,8 +288,8 @@ class FileStore:
     def _evict_of_what_is_there(self, size: int) -> bool:
         """The disk is full, whatever the quota says: evict. Returns whether anything was evicted.
 
-        After that, it evicts nothing until a block has been written. Otherwise, if others took the
-        room each time, the store would be emptied in vain.
+        After that, it evicts nothing until a block has been written. Otherwise, if other programs
+        took the room each time, the store would be emptied for nothing.
         """
         if self._evicted_in_vain:
             return False

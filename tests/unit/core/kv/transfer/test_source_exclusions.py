@@ -82,8 +82,8 @@ def test_a_source_is_avoided_after_three_pulls_in_a_row_that_took_longer_than_co
     ("waited_s", "compute_s"),
     [
         pytest.param(1.9, 1.0, id="computing costs other requests, too"),
-        pytest.param(0.9, 0.01, id="nobody notices"),
-        pytest.param(60.0, 0.0, id="not known what computing takes"),
+        pytest.param(0.9, 0.01, id="too short to matter"),
+        pytest.param(60.0, 0.0, id="the time of computing is unknown"),
     ],
 )
 def test_a_pull_that_proves_nothing_about_its_source_neither_strikes_nor_clears(
