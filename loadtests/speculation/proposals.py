@@ -152,14 +152,14 @@ class Measured:
     later_us: float
 
 
-def proposers(num_tokens: int) -> dict[str, Proposer]:
-    found: dict[str, Proposer] = {
-        OURS: _Ours(num_tokens),
-        "vLLM's ngram, 2 to 4 tokens": _Ngram(num_tokens, 2, 4),
-        "vLLM's ngram, 5 tokens (its default)": _Ngram(num_tokens, 5, 5),
+def proposers(num_tokens: int) -> dict[str, Callable[[], Proposer]]:
+    found: dict[str, Callable[[], Proposer]] = {
+        OURS: lambda: _Ours(num_tokens),
+        "vLLM's ngram, 2 to 4 tokens": lambda: _Ngram(num_tokens, 2, 4),
+        "vLLM's ngram, 5 tokens (its default)": lambda: _Ngram(num_tokens, 5, 5),
     }
     if find_spec("arctic_inference"):
-        found["vLLM's suffix decoding"] = _Suffix(num_tokens)
+        found["vLLM's suffix decoding"] = lambda: _Suffix(num_tokens)
     return found
 
 
@@ -219,11 +219,15 @@ def verdict(rounds: Sequence[Measured]) -> str:
         if name.startswith("vLLM's ngram") and length >= _BAR_TOKENS
     )
     accepted = {key: found[0].followed.accepted_per_step for key, found in groups.items()}
-    more = all(accepted[key] < accepted[key[0], OURS] for key in accepted if key[1] != OURS)
+    more = all(
+        accepted[key] < accepted[key[0], OURS]
+        for key in accepted
+        if key[1].startswith("vLLM's ngram")
+    )
     bars = {
         f"from {_BAR_TOKENS:,} tokens on, no proposal of ours takes longer than vLLM's ngram "
         f"(it takes {worst:.1f} times as long as ours, at least)": worst >= _BAR,
-        "with the cursor, more tokens are accepted per step than by each other proposer": more,
+        "with the cursor, more tokens are accepted per step than with vLLM's ngram": more,
     }
     return "\n".join(f"- {bar}: {'met' if ok else '**not met**'}" for bar, ok in bars.items())
 
@@ -249,10 +253,11 @@ def main() -> None:
     rounds: list[Measured] = []
     for length in map(int, options.tokens.split(",")):
         todo = tasks(lines, lambda text: list(tokenizer.encode(text).ids), length, options.tasks)
-        for proposer in compared.values():
-            measured("", proposer, todo[:1])  # it compiles and imports
+        for make in compared.values():
+            measured("", make(), todo[:1])  # it compiles and imports
         for _ in range(options.rounds):
-            rounds += [measured(name, each, todo) for name, each in compared.items()]
+            # New ones in each round: suffix decoding remembers the answers of other requests.
+            rounds += [measured(name, make(), todo) for name, make in compared.items()]
         print(f"{length:,} tokens: done", flush=True)
     text = f"{table(rounds)}\n\n{verdict(rounds)}"
     print(text)
