@@ -78,6 +78,12 @@ BENCHES = {
         needs_vllm=True,
         record=True,
     ),
+    "speculation-batches": Bench(
+        "speculation.batches",
+        "whether speculation slows any batch on vLLM (S118)",
+        needs_vllm=True,
+        record=True,
+    ),
     "recovery": Bench("faults.recovery", "how long each step of replacing an instance takes"),
     "plan": Bench("placement.plan", "the cost of one placement decision, by the number of workers"),
     "index": Bench("placement.index", "match time and memory of the index, by blocks and workers"),

@@ -42,10 +42,6 @@ REASONS: Final[Mapping[str, str]] = {
         "measured: `make bench NAME=ratio` (decisions with 10,000 instances), `make bench "
         "NAME=plan` and `make bench NAME=staleness` (1,000 instances)"
     ),
-    "S67": (
-        "not implemented: a decode looks its proposals up in the prompt (S118), so there is no "
-        "draft model whose state could be handed over"
-    ),
     "S75": (
         "not implemented: an instance is one data-parallel rank; its host admits, counts and "
         "reports (S40, S92)"
@@ -63,12 +59,10 @@ REASONS: Final[Mapping[str, str]] = {
         "in part: an unchanged Hugging Face folder is loaded (`pdmesh up --model`); slow storage "
         "was not tried"
     ),
-    "S109-S115": "left to vLLM: of its proposers, only prompt lookup is used (S118)",
-    "S116": (
-        "in part: vLLM's prompt lookup is used and changes no output (S118); the steps that it "
-        "saves on a copy task are not measured"
+    "S114": (
+        "refused at the start: no model with such layers is small enough to prove here that their "
+        "state is handed over, as that of an EAGLE head is (S115)"
     ),
-    "S117": "not implemented: vLLM searches the prompt again at each step",
     "S120-S122": (
         "not implemented: instances have only tensor-parallel ranks; pipeline, data and expert "
         "parallelism are not passed on to vLLM"

@@ -32,6 +32,11 @@ class Method(StrEnum):
     EAGLE = "eagle"  # a head that reads the model's hidden states
     MTP = "mtp"  # layers of the model itself
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether it has KV of its own for each prompt token, which prefill must compute."""
+        return self in (Method.DRAFT_MODEL, Method.EAGLE, Method.MTP)
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -46,6 +51,15 @@ class Speculation:
     method: Method = Method.PROMPT_LOOKUP
     model: str = ""  # folder of the draft model or the head
     is_fixed: bool = False
+
+    def at_prefill(self) -> Speculation:
+        """A prefill computes the draft's KV of the prompt, if there is any, in one pass.
+
+        Nobody checks the token that it proposes: its requests end with token 1.
+        """
+        if not self.max_tokens or not self.method.has_kv:
+            return NO_SPECULATION
+        return replace(self, max_tokens=1, is_fixed=True)
 
     def tokens_per_step(self, num_proposed: int) -> float:
         """Tokens of one sequence that a step is expected to yield."""

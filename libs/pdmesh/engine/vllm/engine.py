@@ -75,8 +75,8 @@ from pdmesh.engine.vllm.messages import (
     Working,
 )
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
-from pdmesh.engine.vllm.model.fingerprint import computation_digest
-from pdmesh.engine.vllm.model.model_files import read_model
+from pdmesh.engine.vllm.model.fingerprint import computation_digest, digest
+from pdmesh.engine.vllm.model.model_files import ModelFiles, read_model
 from pdmesh.engine.vllm.speculation.methods import check_speculation
 from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, ImageUnusable, MeshError
 from pdmesh.kv.tiers.peers import FindHolders
@@ -136,6 +136,11 @@ class VllmEngine:
             await self.stop()
             raise
 
+    def _read_draft(self) -> ModelFiles | None:
+        """The draft's KV travels in the same blocks, so its files decide their names, too."""
+        folder = self._config.speculation.model
+        return read_model(Path(folder), self._digests) if folder else None
+
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
         check_processor(config)
@@ -143,17 +148,21 @@ class VllmEngine:
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
         )
-        check_memory(config)
+        draft = await asyncio.to_thread(self._read_draft)
+        check_memory(config, draft.folder if draft is not None else None)
         os.environ.update(environment(config, os.environ))
         self._private_dir = make_private_dir()
         self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
         await self._control.listen(control_path(self._private_dir))
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
-        computation = computation_digest(files.digest, config.effective_dtype, version)
+        models = digest((files.digest, draft.digest)) if draft is not None else files.digest
+        computation = computation_digest(models, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
         llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
-        await asyncio.to_thread(files.check_unchanged, self._digests)
+        for each in (files, draft):
+            if each is not None:
+                await asyncio.to_thread(each.check_unchanged, self._digests)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         endpoint = endpoint_of(config, llm.vllm_config.cache_config.block_size, hellos)
         images = await asyncio.to_thread(find_facts, llm) if config.has_vision else None

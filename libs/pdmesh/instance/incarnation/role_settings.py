@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pdmesh.core.instance.admission import Capacity, Work
 from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.core.model import Role, RoleSpec
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed
@@ -115,7 +115,11 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        speculation=speculation_of(settings) if Work.DECODE in works else NO_SPECULATION,
+        speculation=(
+            speculation_of(settings)
+            if Work.DECODE in works
+            else speculation_of(settings).at_prefill()
+        ),
         async_scheduling=settings.async_scheduling,
         max_adapters=settings.max_loras if settings.enable_lora else 0,
         is_pooling=role is Role.POOLING,

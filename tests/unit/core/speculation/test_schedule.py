@@ -5,6 +5,7 @@ draw.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from pdmesh.core.speculation.schedule import (
     LEAST_GAIN,
+    NO_SPECULATION,
     PROBE_EVERY,
     AdaptiveSpeculation,
+    Method,
     Speculation,
 )
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU, Law
@@ -190,6 +193,17 @@ def test_noise_around_a_boundary_does_not_change_the_schedule_back_and_forth() -
     assert sum(a != b for a, b in pairwise(exact)) > 150, "the control: it would change each step"
     adaptive.acceptance = boundary + 0.1
     assert adaptive.counts()[16] > followed[0]
+
+
+@pytest.mark.req("S67")
+def test_a_prefill_computes_the_kv_of_a_draft_that_has_its_own() -> None:
+    """One pass over the prompt is enough, because its requests end with token 1."""
+    lookup = Speculation(4, 0.6, 0.01)
+    assert lookup.at_prefill() == replace(lookup, method=Method.SUFFIX).at_prefill()
+    assert lookup.at_prefill() == NO_SPECULATION
+    draft = replace(lookup, method=Method.DRAFT_MODEL, model="/models/small")
+    assert draft.at_prefill() == replace(draft, max_tokens=1, is_fixed=True)
+    assert replace(draft, max_tokens=0).at_prefill() == NO_SPECULATION
 
 
 @pytest.mark.req("S118")

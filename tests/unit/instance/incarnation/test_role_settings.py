@@ -60,6 +60,14 @@ def test_a_prefill_does_not_speculate() -> None:
     assert assigned(text, Role.FUSION).max_tokens == 4
 
 
+@pytest.mark.req("S67", "S113")
+def test_a_prefill_computes_the_draft_models_kv() -> None:
+    text = '{"method": "draft_model", "model": "/models/small"}'
+    prefill, decode = (assigned(text, role) for role in (Role.PREFILL, Role.DECODE))
+    assert (prefill.method, prefill.model) == (decode.method, decode.model)
+    assert (prefill.max_tokens, decode.max_tokens) == (1, 4)
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [

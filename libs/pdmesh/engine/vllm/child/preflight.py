@@ -38,15 +38,19 @@ def available_bytes(meminfo: str) -> int | None:
     return None
 
 
-def check_memory(config: Placed) -> None:
-    """Raises EngineFailed if a CPU worker cannot fit. vLLM itself checks a GPU's memory."""
+def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
+    """Raises EngineFailed if a CPU worker cannot fit, with its draft model.
+
+    vLLM itself checks a GPU's memory.
+    """
     if config.device != "cpu":
         return
     try:
         available = available_bytes(Path("/proc/meminfo").read_text())
     except OSError:
         return  # not Linux
-    needed = needed_bytes(config, weight_bytes(config.model_dir))
+    weights = sum(weight_bytes(each) for each in (config.model_dir, draft_dir) if each is not None)
+    needed = needed_bytes(config, weights)
     if available is not None and available < needed:
         raise EngineFailed(
             f"not enough memory for {config.instance_id}: it needs about {needed >> 20} MiB and "

@@ -23,11 +23,10 @@ def check_speculation(speculation: Speculation) -> None:
             raise _unusable("method", "suffix needs the package arctic-inference, which is missing")
         case Method.SUFFIX if not speculation.is_fixed:
             raise _unusable("schedule", "the method suffix needs the schedule fixed")
-        case Method.DRAFT_MODEL | Method.EAGLE | Method.MTP as method:
+        case Method.MTP:
             raise _unusable(
                 "method",
-                f"{method} has KV of its own, which is not handed over from prefill to decode; "
-                "choose prompt_lookup",
+                "mtp is not proved across the hand-over from prefill to decode; choose another",
             )
 
 
@@ -47,4 +46,6 @@ def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, An
         told["num_speculative_tokens_per_batch_size"] = speculation.schedule(max_batch)
     if speculation.method is Method.SUFFIX:
         return {"method": "suffix", **told}
+    if speculation.method in (Method.DRAFT_MODEL, Method.EAGLE):
+        return {"method": speculation.method.value, "model": speculation.model, **told}
     return {"method": "custom_class", "model": PROMPT_LOOKUP_CLASS, **told}

@@ -32,13 +32,34 @@ def test_prompt_lookup_and_none_are_possible() -> None:
     check_speculation(replace(LOOKUP, is_fixed=True))
 
 
-@pytest.mark.req("S67")
-@pytest.mark.parametrize("method", [Method.DRAFT_MODEL, Method.EAGLE, Method.MTP])
-def test_a_draft_with_kv_of_its_own_is_refused(method: Method) -> None:
-    """A decode would propose from KV that nobody has computed."""
-    error = refused(replace(LOOKUP, method=method))
+def test_layers_whose_hand_over_is_not_proved_are_refused() -> None:
+    error = refused(replace(LOOKUP, method=Method.MTP))
     assert error.field == "speculation.method"
-    assert method in error.message
+    assert "mtp" in error.message
+
+
+@pytest.mark.req("S67", "S113", "S115")
+@pytest.mark.parametrize("method", [Method.DRAFT_MODEL, Method.EAGLE])
+def test_a_draft_or_a_head_is_named_by_its_folder(method: Method) -> None:
+    draft = replace(LOOKUP, method=method, model="/models/small", is_fixed=True)
+    check_speculation(draft)
+    assert speculative_config(draft, 8) == {
+        "method": method.value,
+        "model": "/models/small",
+        "num_speculative_tokens": 4,
+    }
+
+
+@pytest.mark.req("S113")
+def test_a_draft_that_is_not_there_ends_the_start_at_once(tmp_path: Path) -> None:
+    """Its folder is read before vLLM is imported, as the model's is."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    draft = replace(LOOKUP, method=Method.DRAFT_MODEL, model=str(tmp_path / "nothing"))
+    config = VllmConfig("decode-0", 1, tmp_path, "m", speculation=draft)
+    with pytest.raises(EngineFailed, match="nothing") as failed:
+        asyncio.run(VllmEngine(config).start())
+    assert failed.value.reason == "MODEL_MISSING"
 
 
 @pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="the package is there")

@@ -10,7 +10,7 @@ import pytest
 
 from loadtests.speculation.edits import Followed, Task, edited, follow, source_lines, tasks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 class Perfect:
