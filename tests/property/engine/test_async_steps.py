@@ -8,6 +8,7 @@ beforehand, and a placeholder or a token at the wrong place cannot hide. The eng
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -84,11 +85,13 @@ class Engine:
         self.saved: list[tuple[str, int, bytes]] = []  # blocks and their names in the host's pool
         self.reused: list[tuple[str, str, set[int]]] = []  # blocks that another step still writes
 
-    def add(self, key: str, num_prompt_tokens: int, max_tokens: int) -> None:
+    def add(
+        self, key: str, num_prompt_tokens: int, max_tokens: int, text_of: str | None = None
+    ) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        prompt = [token(key, position) for position in range(num_prompt_tokens)]
+        prompt = [token(text_of or key, position) for position in range(num_prompt_tokens)]
         params = SamplingParams(
             max_tokens=max_tokens, stop_token_ids=[STOP], ignore_eos=True, detokenize=False
         )
@@ -240,6 +243,29 @@ def run(
         elif engine.can_process:
             engine.process()
     return aborted
+
+
+@pytest.mark.req("S116", "S141")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_that_begins_to_decode_is_given_no_placeholders_as_proposals(
+    config: Callable[[], Any], is_async: bool
+) -> None:
+    """As after a hand-over: only the prompt's last token is left to compute. The rank's kernel on
+    a CPU would read -1 as an index.
+    """
+    from vllm.config import SpeculativeConfig
+
+    made = copy.copy(config())
+    made.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    engine = Engine(made, 40, is_async=is_async)
+    engine.add("cached", 2 * BLOCK_SIZE + 1, 1)
+    while not engine.is_idle:
+        engine.schedule() if engine.can_schedule else engine.process()
+    engine.add("later", 2 * BLOCK_SIZE + 1, 5, text_of="cached")
+    step = engine.scheduler.schedule()
+    assert step.num_scheduled_tokens == {"later": 1}
+    assert not step.scheduled_spec_decode_tokens
+    assert step.num_spec_tokens_to_schedule == 4
 
 
 @pytest.mark.req("S141", "S142", "S148")

@@ -57,11 +57,7 @@ class CopyCursor:
         for token in tokens:
             self._follow(token)
             self._index.extend([token])
-        oldest = self._index.num_forgotten
-        if self._cursor is not None and self._cursor < oldest:
-            self._cursor = None
-        if self._left is not None and self._left < oldest:
-            self._left = None
+            self._forget(self._index.num_forgotten)
 
     def propose(self, num_tokens: int) -> list[int]:
         """At most so many; none if nothing in the text says what comes next."""
@@ -87,6 +83,13 @@ class CopyCursor:
         if self._num_copied >= SURE:
             self._left, self._num_since = self._cursor, 1
         self._cursor, self._num_copied = None, 0
+
+    def _forget(self, oldest: int) -> None:
+        """Text before `oldest` is gone."""
+        if self._cursor is not None and self._cursor < oldest:
+            self._cursor = None
+        if self._left is not None and self._left < oldest:
+            self._left = None
 
     def _seek(self) -> None:
         if self._cursor is not None or not len(self._index):

@@ -203,3 +203,19 @@ def test_the_work_for_a_token_does_not_grow_with_the_prompt() -> None:
         per_token.append((proposer.num_steps - before) / num_drawn)
     assert per_token[-1] < 2 * per_token[0], per_token
     assert max(per_token) < 20
+
+
+@pytest.mark.req("S116")
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cursor_whose_text_is_forgotten_in_mid_answer_is_lost(seed: int) -> None:
+    """Many tokens come at once, as after steps without proposals."""
+    rng = random.Random(seed)
+    size = rng.choice((1, 4, 16, 64))
+    text = rng.choices(range(3), k=4 * size)
+    proposer = CopyCursor(text, rng.randrange(len(text)), size)
+    for _ in range(20):
+        proposed = proposer.propose(5)
+        assert set(proposed) <= set(text)
+        text += (news := [*proposed, *rng.choices(range(3), k=rng.choice((1, 3, 10 * size)))])
+        proposer.extend(news)
+        assert len(proposer) == len(text)

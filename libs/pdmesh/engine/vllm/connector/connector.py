@@ -34,6 +34,7 @@ from pdmesh.engine.vllm.connector.worker.step_clock import StepClock, time_steps
 from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
+from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
 from pdmesh.engine.vllm.speculation.cpu_sampling import expand_on_cpu
 
 if TYPE_CHECKING:
@@ -84,8 +85,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 keep_placeholders()
             parallel = vllm_config.parallel_config
             told = self._kv_transfer_config.kv_connector_extra_config
-            if vllm_config.speculative_config is not None and told["device"] == "cpu":
-                expand_on_cpu()
+            if vllm_config.speculative_config is not None:
+                count_proposed_tokens()
+                if told["device"] == "cpu":
+                    expand_on_cpu()
             self._worker = HandoffWorker(
                 told,
                 rank=parallel.rank,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.engine.base import FinishReason, PromptLogprobs, Sampling, TokenLogprob
 from pdmesh.engine.vllm.host.job_facts import Drawn
+from pdmesh.engine.vllm.sampling_extras import NUM_DRAWN
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs, Logprob
 
 # In `extra_args`: how many tokens of the answer were drawn before this request.
-NUM_DRAWN: Final = "pdmesh_num_drawn"
 # Also there: the token ids after which the constraint begins.
 BEGINS_AFTER: Final = "pdmesh_begins_after"
 # Also there: how many tokens may be reasoning, and the ids of its begin and end marks.
@@ -75,14 +75,8 @@ def sampling_params(
     return params
 
 
-def num_drawn_before(params: Any) -> int:
-    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
-    extra = params.extra_args if params is not None else None
-    return extra.get(NUM_DRAWN, 0) if extra else 0
-
-
 def thinking_budget_of(params: Any) -> ThinkingBudget | None:
-    """`params`: as in `num_drawn_before`."""
+    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
     extra = params.extra_args if params is not None else None
     if not extra or THINKING not in extra:
         return None

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.core.speculation.copy_cursor import CopyCursor
+from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
 # Tokens drawn without a proposal, after which a cursor is made anew, by numpy.
 MAX_BEHIND: Final = 1024
@@ -59,9 +60,19 @@ class PromptLookup:
         proposals: list[list[int]] = []
         for row, tokens in enumerate(drawn):
             end = int(num_tokens[row])
-            num = min(self._num_tokens, self._max_model_len - 1 - end) if tokens else 0
+            num = min(self._num_tokens, self._room(row, end)) if tokens else 0
             proposals.append(self._cursor(row, texts[row, :end]).propose(num) if num > 0 else [])
         return proposals
+
+    def _room(self, row: int, end: int) -> int:
+        """How many proposed tokens the answer can take, beside the one that the step draws.
+
+        More would need blocks that no admission has counted (S49).
+        """
+        state = self._requests[self._request_ids[row]]
+        params = state.sampling_params
+        num_left = params.max_tokens + num_drawn_before(params) - len(state.output_token_ids)
+        return min(self._max_model_len - end, int(num_left)) - 1
 
     def _cursor(self, row: int, text: NDArray[np.int32]) -> CopyCursor:
         """The request's cursor, at the end of its text."""

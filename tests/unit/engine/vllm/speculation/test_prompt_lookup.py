@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pdmesh.engine.vllm.sampling_extras import NUM_DRAWN
 from pdmesh.engine.vllm.speculation.prompt_lookup import MAX_BEHIND, PromptLookup
 
 LENGTH = 4096
@@ -22,9 +23,19 @@ class Runner:
         self.texts: dict[str, list[int]] = {}
         self.requests: dict[str, SimpleNamespace] = {}
 
-    def begin(self, request_id: str, prompt: Sequence[int], drawn: Sequence[int] = ()) -> None:
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        drawn: Sequence[int] = (),
+        max_tokens: int = LENGTH,
+    ) -> None:
+        """`max_tokens`: without those that were drawn before."""
         self.texts[request_id] = [*prompt, *drawn]
-        self.requests[request_id] = SimpleNamespace(output_token_ids=list(drawn))
+        params = SimpleNamespace(max_tokens=max_tokens, extra_args={NUM_DRAWN: len(drawn)})
+        self.requests[request_id] = SimpleNamespace(
+            output_token_ids=list(drawn), sampling_params=params
+        )
 
     def forget(self, request_id: str) -> None:
         del self.texts[request_id], self.requests[request_id]
@@ -62,6 +73,18 @@ def test_a_row_keeps_its_cursor_when_the_batch_changes() -> None:
     runner.forget("a")
     got = runner.step({"c": [311, 312], "b": [211, 212, 213, 214, 215]})
     assert got == {"c": [313, 314, 315, 316], "b": [216, 217, 218, 219]}
+
+
+@pytest.mark.req("S49")
+@pytest.mark.parametrize("drawn", [[], [110, 111, 112]])
+def test_nothing_is_proposed_beyond_the_end_of_the_answer(drawn: list[int]) -> None:
+    """The step after this one draws one token more than it was proposed."""
+    runner = Runner()
+    runner.begin("a", text(100), drawn, max_tokens=5)
+    first = drawn[-1] + 1 if drawn else 110
+    assert runner.step({"a": [first]}) == {"a": [first + 1, first + 2, first + 3]}
+    assert runner.step({"a": [first + 1]}) == {"a": [first + 2, first + 3]}
+    assert runner.step({"a": [first + 2, first + 3]}) == {"a": []}
 
 
 @pytest.mark.req("S116")

@@ -20,7 +20,8 @@ from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.guide import Guide
 from pdmesh.engine.grammars.vocabulary import load_vocabulary
-from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, num_drawn_before
+from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER
+from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
 _THREADS: Final = 2  # that compile
 

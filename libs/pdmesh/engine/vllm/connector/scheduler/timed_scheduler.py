@@ -21,9 +21,16 @@ from pdmesh.engine.vllm.host.stats import STEP_TOTALS
 class TimedScheduler(Scheduler):
     """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
 
+    dynamic_sd_lookup: list[int] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._times: Final = StepTimes()
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            # Without a table, vLLM gives a request that begins to decode proposals of -1. Its CPU
+            # kernel would read them as indices, and could accept them.
+            size = self.scheduler_config.max_num_seqs + 1
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * size
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()

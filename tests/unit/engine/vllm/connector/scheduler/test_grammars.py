@@ -14,7 +14,8 @@ from pdmesh.engine.grammars.vocabulary import load_vocabulary
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of, has_failed
-from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER, NUM_DRAWN
+from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER
+from pdmesh.engine.vllm.sampling_extras import NUM_DRAWN
 
 pytest.importorskip("xgrammar")  # comes with vLLM
 torch = pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pdmesh.engine.vllm.host.sampling import num_drawn_before
+from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
 
 def count_drawn_as_output() -> None:

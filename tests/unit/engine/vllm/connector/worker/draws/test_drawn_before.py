@@ -11,7 +11,7 @@ from pdmesh.engine.vllm.connector.worker.draws.drawn_before import (
     count_as_scheduler_does_not,
     move_drawn_to_output,
 )
-from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
+from pdmesh.engine.vllm.sampling_extras import NUM_DRAWN
 
 
 class Params(SimpleNamespace):

@@ -1,0 +1,16 @@
+"""What the sampling parameters of a request carry besides vLLM's own fields."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+NUM_DRAWN: Final = "pdmesh_num_drawn"
+
+
+def num_drawn_before(params: Any) -> int:
+    """How many tokens of the answer other engines have drawn.
+
+    `params`: vLLM's SamplingParams, or None for a request that draws nothing.
+    """
+    extra = params.extra_args if params is not None else None
+    return extra.get(NUM_DRAWN, 0) if extra else 0
