@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.sampling.logit_shaping import LogitShaping
 from pdmesh.core.speculation.schedule import PROBE_EVERY, Method, Speculation
 from pdmesh.engine.base import KvReceived, Sampling, Tokens
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
@@ -28,6 +30,7 @@ pytestmark = [
 ]
 FIXED = Speculation(4, 0.6, 0.05, is_fixed=True)
 MAX_LEN = 256  # of the fusion engine: answers reach its last position
+NUM_DRAWS = 300
 
 
 def copies() -> list[Case]:
@@ -273,6 +276,47 @@ async def test_fusion_draws_the_same_up_to_the_models_last_position(
         assert to_the_end[: len(tokens[0])] == tokens[0]
         again = await locally(fusion, *((cases[1].prompt, cases[1].sampling())))
         assert again == tokens[1], "the engine goes on"
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S111")
+async def test_draws_with_proposals_have_the_same_distribution(
+    pair: Pair, speculating: Pair
+) -> None:
+    """Two samples of the third token, by the chi-squared test. The control is another
+    temperature.
+    """
+    prompt = tuple(random.Random(9).choices(VOCABULARY, k=6) * 6)
+
+    async def sample(run: Pair, temperature: float, first_seed: int) -> Counter[int]:
+        shaping = LogitShaping(top_k=6)
+        cases = [
+            Case(prompt, 4, temperature, first_seed + n, shaping=shaping) for n in range(NUM_DRAWS)
+        ]
+        return Counter(answer[2] for answer in await generate_all(run.generate, cases, 8))
+
+    before = num_accepted(speculating.decode)
+    plain = await sample(pair, 2.0, 1_000)
+    proposed = await sample(speculating, 2.0, 5_000)
+    assert num_accepted(speculating.decode) - before > NUM_DRAWS / 10
+    assert not differ(plain, proposed)
+    assert differ(plain, await sample(pair, 0.5, 9_000))
+
+
+def differ(a: Counter[int], b: Counter[int]) -> bool:
+    """Whether two samples of equal size differ at the level of 1 %."""
+    frequent = [token for token, count in (a + b).most_common(8) if count >= 20]
+    rows = [(a[token], b[token]) for token in frequent]
+    rest = (a.total() - sum(x for x, _ in rows), b.total() - sum(y for _, y in rows))
+    rows += [rest] if sum(rest) >= 20 else []
+    return chi_squared(rows) > CRITICAL[len(rows) - 1]
+
+
+CRITICAL = (0.0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09)  # of 1 %, by freedom
+
+
+def chi_squared(rows: Sequence[tuple[int, int]]) -> float:
+    return sum((x - y) ** 2 / (x + y) for x, y in rows)
 
 
 @pytest.mark.nightly
