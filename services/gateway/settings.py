@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
-from pdmesh.core.images.source import ImageRules
+from pdmesh.core.images.source import MAX_PIXELS, ImageRules
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -150,7 +150,7 @@ class Settings(ServiceSettings):
         "max_body_bytes too",
     )
     max_image_pixels: int = Field(
-        16 << 20, ge=1024, le=256 << 20, description="Most pixels of an image"
+        16 << 20, ge=1024, le=MAX_PIXELS, description="Most pixels of an image"
     )
     max_held_image_bytes: int = Field(
         256 << 20,

@@ -26,6 +26,7 @@ from pdmesh.services.gateway.images.fetching import Fetcher
 
 _INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
 _MAX_THREADS: Final = 2
+_MAX_SUM: Final = 4  # images of the most pixels whose pixels a request may have
 MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
 
 
@@ -83,22 +84,27 @@ class Images:
         found: list[bytes] = []
         digests: list[bytes] = []
         num_left = self._max_request_bytes
+        max_pixels = num_pixels_left = _MAX_SUM * self._rules.max_pixels
         for each in asked:
             try:
-                data, digest = await self._one(each)
+                data, digest, num_pixels = await self._one(each)
             except ImageRefused as exc:
                 raise InvalidRequest(f"{each.field}: {exc}", field=each.field) from None
             num_left -= len(data)
             if num_left < 0:
                 text = f"{each.field}: the images have more than {self._max_request_bytes} bytes"
                 raise InvalidRequest(text, field=each.field)
+            num_pixels_left -= num_pixels
+            if num_pixels_left < 0:
+                text = f"{each.field}: the images have more than {max_pixels} pixels together"
+                raise InvalidRequest(text, field=each.field)
             self._hold(held, len(data))
             found.append(data)
             digests.append(digest)
         return LoadedImages(tuple(found), tuple(digests), held)
 
-    async def _one(self, asked: AskedImage) -> tuple[bytes, bytes]:
-        """Raises ImageRefused."""
+    async def _one(self, asked: AskedImage) -> tuple[bytes, bytes, int]:
+        """An image's bytes, digest and number of pixels. Raises ImageRefused."""
         if asked.url and not is_data(asked.url):
             data = await self._fetcher.fetch(asked.url)
             asked = AskedImage(asked.field, data=data)
@@ -107,13 +113,13 @@ class Images:
         async with self._threads:
             return await asyncio.to_thread(self._read, asked)
 
-    def _read(self, asked: AskedImage) -> tuple[bytes, bytes]:
+    def _read(self, asked: AskedImage) -> tuple[bytes, bytes, int]:
         if asked.url:
             data = data_of(asked.url, self._rules)
         else:
             data = decoded(asked.base64, self._rules) if asked.base64 else asked.data
-        check_image(data, self._rules)
-        return data, digest_of(data)
+        num_pixels = check_image(data, self._rules).num_pixels
+        return data, digest_of(data), num_pixels
 
     def _hold(self, held: Held, num_bytes: int) -> None:
         if self.num_held_bytes + num_bytes > self._max_held_bytes:

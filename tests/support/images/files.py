@@ -15,21 +15,30 @@ def png(seed: int = 0, width: int = 8, height: int = 8) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
 
 
+def two_headers(width: int, height: int) -> bytes:
+    """A PNG picture of this size whose first header says that it has one pixel."""
+    whole = png(1, width, height)
+    return whole[:8] + png(1, 1, 1)[8:33] + whole[8:]
+
+
 def bomb() -> bytes:
     """A small file that says it has 10 billion pixels."""
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", b"")
 
 
-def gif(width: int = 5, height: int = 7) -> bytes:
-    return b"GIF89a" + struct.pack("<HH", width, height) + bytes(8)
+def gif(width: int = 5, height: int = 7, frame: tuple[int, int, int, int] = (0, 0, 5, 7)) -> bytes:
+    """As far as the place of its first frame, after a colour table and a comment."""
+    table, comment = bytes(12), b"\x21\xfe\x02hi\x01!\x00"
+    screen = struct.pack("<HHBBB", width, height, 0x81, 0, 0)
+    return b"GIF89a" + screen + table + comment + b"," + struct.pack("<HHHH", *frame)
 
 
-def jpeg(width: int = 5, height: int = 7) -> bytes:
-    """As far as its size, after a comment."""
+def jpeg(width: int = 5, height: int = 7, frames: int = 1) -> bytes:
+    """As far as its pixels, after a comment."""
     comment = b"\xff\xfe" + struct.pack(">H", 6) + b"\xff\xd9hi"
     frame = b"\xff\xff\xc2" + struct.pack(">HBHHB", 11, 8, height, width, 1) + bytes(3)
-    return b"\xff\xd8" + comment + frame
+    return b"\xff\xd8" + comment + frames * frame + b"\xff\xda"
 
 
 def webp(kind: str = "VP8 ", width: int = 5, height: int = 7) -> bytes:

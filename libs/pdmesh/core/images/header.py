@@ -1,7 +1,8 @@
 """What an image file says of itself in its first bytes: its format and its size in pixels.
 
 Nothing is decoded. So an image that would fill the memory when it is decoded is refused while it is
-a few kilobytes.
+a few kilobytes. A file that says its size twice is refused, because a decoder may take the other
+size.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
-_MAX_SEGMENTS: Final = 4096  # of a JPEG before its size
+_MAX_SEGMENTS: Final = 4096  # before the pixels
 # JPEG's markers of a frame, which hold the size. C4, C8 and CC mean something else.
 _FRAMES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG's markers without a segment
@@ -41,7 +42,7 @@ def read_header(data: bytes) -> ImageHeader:
         elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             found = _webp(data)
         elif data[:6] in (b"GIF87a", b"GIF89a"):
-            found = ImageHeader("gif", _little(data, 6, 2), _little(data, 8, 2))
+            found = _gif(data)
         else:
             raise NotAnImage("the data are no PNG, JPEG, WebP or GIF image")
     except IndexError:
@@ -52,29 +53,68 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _png(data: bytes) -> ImageHeader:
+    """Walk over the chunks to the pixels: decoders take the last size before these."""
     if data[12:16] != b"IHDR":
         raise NotAnImage("the PNG image does not begin with its header")
-    return ImageHeader("png", _big(data, 16, 4), _big(data, 20, 4))
+    at = len(_PNG)
+    for _ in range(_MAX_SEGMENTS):
+        at += 12 + _big(data, at, 4)
+        kind = _bytes(data, at + 4, 4)
+        if kind == b"IHDR":
+            raise NotAnImage("the PNG image has two headers")
+        if kind == b"IDAT":
+            return ImageHeader("png", _big(data, 16, 4), _big(data, 20, 4))
+    raise NotAnImage("the PNG image has too many parts before its pixels")
+
+
+def _gif(data: bytes) -> ImageHeader:
+    """Walk over the extensions to the first frame: decoders enlarge the screen for it."""
+    header = ImageHeader("gif", _little(data, 6, 2), _little(data, 8, 2))
+    flags = _little(data, 10, 1)
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    is_in_extension = False
+    for _ in range(_MAX_SEGMENTS):
+        kind = _little(data, at, 1)
+        if is_in_extension:  # `kind` is the length of a part of it; the last part is empty
+            at += 1 + kind
+            is_in_extension = kind != 0
+        elif kind == 0x21:
+            at += 2
+            is_in_extension = True
+        elif kind == 0x2C:
+            left, top, width, height = (_little(data, at + 1 + 2 * i, 2) for i in range(4))
+            if left + width > header.width or top + height > header.height:
+                raise NotAnImage("the GIF image's first frame is larger than its screen")
+            return header
+        else:
+            break
+    raise NotAnImage("the GIF image is damaged before its first frame")
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    """Walk over the segments to the first frame."""
-    at = 2
+    """Walk over the segments to the pixels: decoders take the last size before these."""
+    at, found = 2, None
     for _ in range(_MAX_SEGMENTS):
-        if data[at] != 0xFF:
-            raise NotAnImage("the JPEG image is damaged before its size")
-        marker = data[at + 1]
+        if _little(data, at, 1) != 0xFF:
+            raise NotAnImage("the JPEG image is damaged before its pixels")
+        marker = _little(data, at + 1, 1)
         if marker == 0xFF:  # fill bytes may stand before a marker
             at += 1
         elif marker in _ALONE:
             at += 2
-        elif marker in _FRAMES:
-            return ImageHeader("jpeg", _big(data, at + 7, 2), _big(data, at + 5, 2))
         elif marker == 0xD9 or marker == 0xDA:
             break
         else:
+            if marker in _FRAMES:
+                if found is not None:
+                    raise NotAnImage("the JPEG image says its size twice")
+                found = ImageHeader("jpeg", _big(data, at + 7, 2), _big(data, at + 5, 2))
             at += 2 + max(2, _big(data, at + 2, 2))
-    raise NotAnImage("the JPEG image does not say its size")
+    else:
+        raise NotAnImage("the JPEG image has too many parts before its pixels")
+    if found is None:
+        raise NotAnImage("the JPEG image does not say its size")
+    return found
 
 
 def _webp(data: bytes) -> ImageHeader:

@@ -17,12 +17,16 @@ from urllib.parse import urlsplit
 
 from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
 
+# Models enlarge the shorter side of an image to a length of theirs, and the longer side with it.
+MAX_RATIO: Final = 200  # of the sides of an image
+MAX_PIXELS: Final = 128 << 20  # the most that may be allowed; Pillow refuses little more
 MAX_URL_CHARS: Final = 2048  # of an address; the data of an image have a bound of their own
 _DATA_URI: Final = re.compile(r"data:([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?")
-# What a request line may hold: no space, no control character, nothing beyond ASCII.
-_PATH: Final = re.compile(r"/[!-~]*")
+# What a request line may hold: no space, no control character, nothing beyond ASCII. The whole
+# address is checked, because the parser removes tabs, newlines and leading control characters.
+_PRINTABLE: Final = re.compile(r"[!-~]*")
 
 
 class ImageRefused(Exception):
@@ -82,10 +86,19 @@ def check_image(data: bytes, rules: ImageRules) -> ImageHeader:
         header = read_header(data)
     except NotAnImage as exc:
         raise ImageRefused(str(exc)) from None
-    if header.num_pixels > rules.max_pixels:
-        size = f"{header.width} x {header.height}"
-        raise ImageRefused(f"the image has {size} pixels, and may have {rules.max_pixels}")
+    if why := misfit_of(header, rules.max_pixels):
+        raise ImageRefused(why)
     return header
+
+
+def misfit_of(header: ImageHeader, max_pixels: int) -> str:
+    """Why an image of this size is refused; empty if it is not."""
+    size = f"{header.width} x {header.height}"
+    if header.num_pixels > max_pixels:
+        return f"the image has {size} pixels, and may have {max_pixels}"
+    if max(header.width, header.height) > MAX_RATIO * min(header.width, header.height):
+        return f"the image has {size} pixels; one side may be {MAX_RATIO} times the other"
+    return ""
 
 
 def too_large(rules: ImageRules) -> ImageRefused:
@@ -97,8 +110,11 @@ def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
 
     There is one parser: what it finds is what is checked and what is asked.
     """
-    if len(url) > MAX_URL_CHARS or not url.isascii():
-        raise ImageRefused(f"an address must have at most {MAX_URL_CHARS} ASCII characters")
+    if len(url) > MAX_URL_CHARS or not _PRINTABLE.fullmatch(url):
+        raise ImageRefused(
+            f"an address must have at most {MAX_URL_CHARS} characters, all of them printable "
+            "ASCII and no spaces"
+        )
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -110,7 +126,7 @@ def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
         raise ImageRefused("an address must not have a user or a backslash")
     host = (parts.hostname or "").lower()
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    if not _HOST.fullmatch(host) or not _PATH.fullmatch(path):
+    if not _HOST.fullmatch(host) or not path.startswith("/"):
         raise ImageRefused("this is not a valid address")
     address = ImageAddress(parts.scheme, host, port or _PORTS[parts.scheme], path)
     if address.authority not in hosts:
@@ -129,12 +145,19 @@ def is_public(ip: str) -> bool:
         return False
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-        if found in _NAT64 or found in _LOCAL_NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
-    return found.is_global and not found.is_multicast
+        if found not in _GLOBAL_UNICAST:
+            return False
+    return found.is_global and not found.is_multicast and found != _AZURE
 
 
+# The only part of IPv6 from which public addresses are given. Python calls others global, too.
+_GLOBAL_UNICAST: Final = ipaddress.ip_network("2000::/3")
+# An IPv4 address in IPv6: DNS64 answers with it. Networks' own prefixes for that are refused,
+# because the place of the IPv4 address in them is not known.
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-_LOCAL_NAT64: Final = ipaddress.ip_network("64:ff9b:1::/48")
+# Azure's host answers its own machines here, with their settings. The address looks public.
+_AZURE: Final = ipaddress.ip_address("168.63.129.16")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
-from tests.support.images.files import bomb, gif, jpeg, png, webp
+from tests.support.images.files import bomb, gif, jpeg, png, two_headers, webp
 
 FILES = [
     (png(1, 5, 7), "png"), (gif(), "gif"), (jpeg(), "jpeg"),
@@ -30,6 +30,17 @@ def test_a_file_that_ends_within_its_header_is_no_image(data: bytes, form: str) 
     assert read_header(data + b"more") == ImageHeader(form, 5, 7)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [two_headers(50, 50), jpeg(frames=2), gif(4, 7), gif(5, 6), gif(5, 7, (1, 0, 5, 7)),
+     gif(1, 1, (0, 0, 60_000, 60_000))],
+)  # fmt: skip
+def test_a_file_with_two_sizes_is_refused(data: bytes) -> None:
+    """A decoder may take another one than the check."""
+    with pytest.raises(NotAnImage, match=r"two headers|twice|larger than its screen"):
+        read_header(data)
+
+
 def test_a_bomb_tells_its_pixels_without_being_decoded() -> None:
     assert read_header(bomb()).num_pixels == 10**10
 
@@ -44,11 +55,21 @@ def test_anything_else_is_refused(data: bytes) -> None:
         read_header(data)
 
 
-def test_the_search_in_a_jpeg_is_bounded() -> None:
-    """Segments without content cost four bytes each."""
-    many = b"\xff\xd8" + b"\xff\xfe\x00\x02" * 1_000_000 + jpeg()[2:]
-    with pytest.raises(NotAnImage):
-        read_header(many)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xd8" + b"\xff\xfe\x00\x02" * 1_000_000 + jpeg()[2:],
+        jpeg()[:-2] + b"\xff\xfe\x00\x02" * 1_000_000 + b"\xff\xda",
+        png()[:33] + (bytes(4) + b"tEXt" + bytes(4)) * 500_000 + png()[33:],
+        gif()[:25] + b"\x21\xfe" + b"\x01x" * 1_000_000 + b"\x00" + gif()[25:],
+        gif()[:25] + b"\x21\xfe\x00" * 1_000_000 + gif()[25:],
+    ],
+    ids=["jpeg", "jpeg after its size", "png", "gif", "gif of many"],
+)
+def test_the_search_is_bounded(data: bytes) -> None:
+    """Parts without content cost few bytes each."""
+    with pytest.raises(NotAnImage, match=r"too many parts|damaged before"):
+        read_header(data)
 
 
 @given(

@@ -43,7 +43,10 @@ def test_an_allowed_address_is_parsed_once(url: str, expected: ImageAddress) -> 
         "file:///etc/passwd", "//example.org/", "example.org/a", "https://", "https://[::1]/",
         "https://example.org:99999/", "https://example.org:x/", "https://example.org/a b",
         "https://example.org/\r\nHost: x", "https://ex\u00e4mple.org/", "https://127.0.0.1/",
-        "https://example.org/" + "a" * 3000, "gopher://example.org/", "https://example.org%00.net/",
+        "https://exam\tple.org/", "https://example.org/a\nb", "https://example.org/a\r",
+        "\x00https://example.org/", " https://example.org/", "https://example.org/\x00",
+        "https://example.org/\x7f", "https://example.org/" + "a" * 3000, "gopher://example.org/",
+        "https://example.org%00.net/",
     ],
 )  # fmt: skip
 def test_any_other_address_is_refused(url: str) -> None:
@@ -69,7 +72,9 @@ def test_public_addresses_may_be_reached(ip: str) -> None:
         "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "192.0.2.1", "::1", "::",
         "fe80::1", "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
         "2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "fe80::1%eth0", "x", "",
-        "0177.0.0.1", "2130706433",
+        "0177.0.0.1", "2130706433", "168.63.129.16", "::ffff:168.63.129.16", "64:ff9b::a83f:8110",
+        "::127.0.0.1", "::93.184.216.34", "fec0::1", "5f00::1", "4000::1", "100:0:0:1::1",
+        "64:ff9b:1:7f00:0:100:5db8:d822", "64:ff9b:1::5db8:d822",
     ],
 )  # fmt: skip
 def test_no_other_address_may_be_reached(ip: str) -> None:
@@ -107,3 +112,10 @@ def test_too_many_pixels_are_refused() -> None:
     for data in (png(1, 8, 9), bomb()):
         with pytest.raises(ImageRefused, match="pixels, and may have 64"):
             check_image(data, ImageRules(max_pixels=64))
+
+
+@pytest.mark.parametrize(("width", "height"), [(5000, 1), (1, 201), (201, 1)])
+def test_a_thin_image_is_refused_however_few_pixels_it_has(width: int, height: int) -> None:
+    with pytest.raises(ImageRefused, match="one side may be 200 times the other"):
+        check_image(png(1, width, height), ImageRules())
+    assert check_image(png(1, min(width, 200), min(height, 200)), ImageRules())

@@ -13,7 +13,7 @@ from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.gateway.images.fetching import Fetcher
 from pdmesh.services.gateway.images.loading import AskedImage, Images
-from tests.support.images.files import data_uri, png
+from tests.support.images.files import data_uri, png, two_headers
 
 SMALL, LARGE = png(1), png(2) + bytes(70_000)
 
@@ -82,6 +82,26 @@ async def test_a_request_with_a_bad_image_holds_none() -> None:
             await shared.load([AskedImage("a", data=LARGE), second])
     gc.collect()
     assert shared.num_held_bytes == 0
+
+
+async def test_the_pixels_of_a_requests_images_are_bounded_together() -> None:
+    """Each is a small file within the bound of one."""
+    shared = Images(
+        ImageRules(max_pixels=64), OneImage(), max_count=8, max_request_bytes=200_000,
+        max_held_bytes=300_000,
+    )  # fmt: skip
+    asked = [AskedImage(str(at), data=SMALL) for at in range(4)]
+    assert len((await shared.load(asked)).data) == 4
+    with pytest.raises(InvalidRequest, match=r"fifth: .* more than 256 pixels") as refused:
+        await shared.load([*asked, AskedImage("fifth", data=png(1, 1, 1))])
+    assert refused.value.field == "fifth"
+
+
+@pytest.mark.parametrize("data", [png(1, 5000, 1), two_headers(300, 300)])
+async def test_an_image_that_would_fill_the_memory_later_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await images().load([AskedImage("messages[0].content[1]", data=data)])
+    assert refused.value.field == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize(("max_images", "most"), [(2, 2), (9, 3)])
