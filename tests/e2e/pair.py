@@ -291,6 +291,8 @@ class Pair:
         self.last_received = received
         tokens: list[int] = []
         while not isinstance(output := await self.decode.next_output(leg), Finished):
+            if isinstance(output, Failed):
+                raise LegFailed(output)
             assert isinstance(output, Tokens), output
             tokens += output.token_ids
         del self.decode.legs[leg]

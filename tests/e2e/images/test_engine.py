@@ -236,3 +236,33 @@ async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
     with pytest.raises(LegFailed, match="other tokens"):
         await locally(pair.prefill, array("I", [1, *prompt]), images, sampling)
     assert await locally(pair.prefill, prompt, images, sampling)
+
+
+@pytest.mark.req("S128")
+async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
+    model: Path, pair: Pair, wanted: Wanted
+) -> None:
+    """Its cache is too small for all answers, so vLLM preempts some. Those without an image are
+    computed again there; those with one are not, because the tokens alone mean something else.
+    """
+    tiers = TierConfig(host_pool_bytes=64 << 20, timeout_s=30.0)
+    config = replace(decode_config(model), instance_id="decode-1", max_model_len=512, tiers=tiers)
+    sampling = Sampling(220)
+    (data,) = {images[0].data for _, images, _ in wanted.asked()[:1]}
+    asked = []
+    for seed in range(10, 14):
+        tokens = array("I", (*text(10, seed), IMAGE, *text(20, seed)))
+        prompt, (at,) = expanded(tokens, FACTS, 1)
+        asked.append((prompt, (PromptImage(at, NUM_IMAGE_TOKENS, digest_of(data), data),)))
+    expected = [await locally(pair.decode, *each, sampling) for each in asked]
+    block_bytes = pair.decode.info.kv_bytes_per_token * 64
+    async with running(replace(config, kv_cache_bytes=9 * block_bytes)) as small:
+        each = replace(pair, decode=small, salt="preempted")
+        work = [replace(each, images=i).generate(prompt, sampling) for prompt, i in asked]
+        got = await asyncio.gather(*work, return_exceptions=True)
+        failed = [answer for answer in got if isinstance(answer, BaseException)]
+        assert failed
+        assert all(isinstance(answer, LegFailed) for answer in failed)
+        for right, answer in zip(expected, got, strict=True):
+            assert answer in failed or answer[:NUM_TOKENS] == right[:NUM_TOKENS]
+        await small.until_idle()

@@ -21,7 +21,7 @@ CHAT_TEMPLATE: Final = (
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
     "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
