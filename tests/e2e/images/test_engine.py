@@ -260,9 +260,10 @@ async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
         each = replace(pair, decode=small, salt="preempted")
         work = [replace(each, images=i).generate(prompt, sampling) for prompt, i in asked]
         got = await asyncio.gather(*work, return_exceptions=True)
-        failed = [answer for answer in got if isinstance(answer, BaseException)]
-        assert failed
-        assert all(isinstance(answer, LegFailed) for answer in failed)
+        assert any(isinstance(answer, LegFailed) for answer in got)
         for right, answer in zip(expected, got, strict=True):
-            assert answer in failed or answer[:NUM_TOKENS] == right[:NUM_TOKENS]
+            if isinstance(answer, BaseException):
+                assert isinstance(answer, LegFailed)
+            else:
+                assert answer[:NUM_TOKENS] == right[:NUM_TOKENS]
         await small.until_idle()
