@@ -184,6 +184,12 @@ class ImageUnusable(MeshError):
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "IMAGE_UNUSABLE"
 
 
+class ImageMisfit(MeshError):
+    """A prompt has other tokens for an image than this instance's model; another one may fit."""
+
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "IMAGE_MISFIT"
+
+
 class AdapterUnusable(MeshError):
     """A LoRA adapter cannot be loaded: its files, or the model, are not what they should be."""
 

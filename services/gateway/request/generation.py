@@ -216,7 +216,7 @@ class Generation:
         """
         constraint = self._spec.sampling.constraint
         if isinstance(outcome, Fail) and isinstance(outcome.error, ImageUnusable):
-            message = "an image of the messages cannot be decoded: its data are damaged"
+            message = "an image of the messages cannot be decoded or processed: is it damaged?"
             return Fail(ImageUnusable(message, field=self._spec.field_of_prompt))
         if constraint is None or not isinstance(outcome, Fail):
             return outcome

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -67,15 +66,3 @@ def expanded(
         prompt.extend(facts.expansion)
         done = at + 1
     return prompt + tokens[done:], positions
-
-
-def collapsed(prompt: Sequence[int], images: Iterable[PromptImage], placeholder: int) -> list[int]:
-    """The prompt with one placeholder for each image, as the template wrote it."""
-    tokens: list[int] = []
-    done = 0
-    for image in images:
-        tokens += prompt[done : image.position]
-        tokens.append(placeholder)
-        done = image.position + image.num_tokens
-    tokens += prompt[done:]
-    return tokens

@@ -38,6 +38,7 @@ from pdmesh.engine.base import (
 from pdmesh.errors import (
     AdapterUnusable,
     ConstraintUnsatisfiable,
+    ImageMisfit,
     ImageUnusable,
     InvalidRequest,
     KvTransferFailed,
@@ -375,14 +376,16 @@ class LegLife:
 
 # Failures that any instance would have with this request.
 _OF_REQUEST: Final = (ConstraintUnsatisfiable.default_reason, ImageUnusable.default_reason)
+# Failures that another instance may not have, though this one is well.
+_OF_MODEL: Final = (AdapterUnusable.default_reason, ImageMisfit.default_reason)
 
 
 def _is_of_instance(failure: Failed) -> bool:
     """Whether a failure is a sign of a bad instance.
 
-    Clients can cause the other failures at will, because those occur on every instance.
+    Clients can cause the other failures at will.
     """
-    return failure.is_retryable and failure.reason != AdapterUnusable.default_reason
+    return failure.is_retryable and failure.reason not in _OF_MODEL
 
 
 def _source_of(m: Prefill | Start) -> KvSource | None:

@@ -172,6 +172,8 @@ def test_a_tickets_secret_is_an_argument_so_that_a_run_can_be_repeated() -> None
         (Failed(1, "ENGINE_FAILED", "it broke"), 1, ["ENGINE_FAILED"]),
         (constraint_failed(1), 0, []),
         (Failed(1, "ADAPTER_UNUSABLE", "no such folder"), 0, ["ADAPTER_UNUSABLE"]),
+        (Failed(1, "IMAGE_MISFIT", "other tokens"), 0, ["IMAGE_MISFIT"]),
+        (Failed(1, "IMAGE_UNUSABLE", "damaged", is_retryable=False), 0, []),
     ],
 )
 async def test_failures_that_clients_can_cause_do_not_count_against_the_instance(

@@ -22,7 +22,7 @@ from pdmesh.engine.vllm.host.images import VllmImages
 from pdmesh.engine.vllm.host.job_facts import Drawn
 from pdmesh.engine.vllm.host.sampling import drawn, num_told, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
-from pdmesh.errors import AdapterUnusable, EngineFailed, ImageUnusable, MeshError
+from pdmesh.errors import AdapterUnusable, EngineFailed, ImageMisfit, ImageUnusable, MeshError
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net.tasks import watched
 
@@ -182,7 +182,9 @@ class Requests:
         name = f"{self._instance_id}-{leg}"
         try:
             if reader.images:
-                request = await self.images.input_of(prompt, reader.images, cache_salt)
+                request = await self.images.input_of(
+                    prompt, reader.images, cache_salt, lambda: reader.is_cancelled
+                )
             else:
                 request = tokens_input(prompt, cache_salt=cache_salt or None)
             lora = self._lora_request(reader.adapter)
@@ -196,7 +198,11 @@ class Requests:
                 is_finished = output.finished
                 failpoints.hit("decode.token")
                 self._events.drawn(drawn(leg, output, reader.num_top))
-        except (ImageUnusable, EngineFailed) as error:  # vLLM has not taken the request
+        except (
+            ImageUnusable,
+            ImageMisfit,
+            EngineFailed,
+        ) as error:  # vLLM has not taken the request
             self._refused(leg, error)
         except EngineDeadError:
             self._events.die("vLLM's engine process died; see its log")

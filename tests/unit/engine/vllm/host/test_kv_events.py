@@ -146,7 +146,7 @@ def test_images_are_part_of_the_names_as_gateways_make_them() -> None:
     one, two = bytes(32), b"x" * 32
     expected = block_hashes(ROOT, TOKENS, 4, images=[(1, one), (2, two)])
     first, later = stored(0, 1), stored(1, 3)
-    first.extra_keys = [[[one.hex(), 1], [f"adapter:{two.hex()}", 2], ROOT.hex()]]
+    first.extra_keys = [[[one.hex(), 1], [f"adapter:owner:{two.hex()}", 2], ROOT.hex()]]
     later.extra_keys = [[[two.hex(), -2]], None]
     view = names()
     assert view.handle(0, [first]) == BlocksChanged((expected[0],))

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from pdmesh.core.adapters.adapter import Adapter
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.host import requests
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
+from pdmesh.engine.vllm.host.images import VllmImages
 from pdmesh.engine.vllm.host.requests import RequestEvents, Requests
 from pdmesh.errors import MeshError
 from tests.fakes.lora_adapters import safetensors, write_adapter
@@ -63,7 +65,9 @@ def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.inputs": {"tokens_input": lambda tokens, cache_salt: tokens},
+        "vllm.inputs": {"tokens_input": lambda tokens, cache_salt: tokens, "mm_input": None},
+        "vllm.multimodal": {},
+        "vllm.multimodal.inputs": {"PlaceholderRange": lambda offset, length: (offset, length)},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": lora},
         "vllm.v1": {},
@@ -183,3 +187,18 @@ async def test_a_request_given_up_while_its_adapter_loads_ends_at_once(tmp_path:
     assert site.adapters.host.is_idle
     assert ("load", f"adapter-{b.digest}") not in site.llm.heard
     assert site.errors == []
+
+
+async def test_a_request_given_up_before_its_images_are_decoded_never_is(tmp_path: Path) -> None:
+    """Otherwise a client that sends and cancels would fill the room of decoders."""
+    site = Site(tmp_path)
+    llm: Any = site.llm
+    site.requests.images = VllmImages(llm, ImageFacts(1, (1,), 8))
+    image = PromptImage(0, 1, bytes(32), b"neither an image nor looked at")
+    site.requests.submit(1, [1, 2], Sampling(1), 1, "", None, images=[image])
+    site.requests.cancel(1)
+    await until(lambda: site.ended == [1])
+    ((leg, error),) = site.refused
+    assert (leg, error.message) == (1, "it was given up")
+    assert site.llm.heard == []
+    assert site.requests.is_idle

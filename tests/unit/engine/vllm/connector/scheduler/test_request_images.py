@@ -21,7 +21,7 @@ def request(*images: tuple[int, int, bytes, object]) -> Any:
 
 def test_images_are_found_by_their_digests() -> None:
     asked = request((3, 5, b"a" * 32, None), (9, 5, b"b" * 32, None))
-    asked.mm_features[1].identifier = f"adapter:{asked.mm_features[1].identifier}"
+    asked.mm_features[1].identifier = f"adapter:owner:{asked.mm_features[1].identifier}"
     assert images_at(asked) == [(3, b"a" * 32), (9, b"b" * 32)]
     assert images_at(request()) == []
 
