@@ -31,6 +31,7 @@ from pdmesh.services.gateway.http.answers import (
     Readiness,
     Tokenized,
 )
+from pdmesh.services.gateway.http.errors import OPENAI_ERRORS
 from pdmesh.services.gateway.http.exchange import (
     HttpExchange,
     Receive,
@@ -203,16 +204,17 @@ class HttpApp:
         try:
             handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
             await handler(exchange)
-        except ClientDisconnected:
-            pass
+        except ClientDisconnected as exc:
+            exc.with_traceback(None)
         except MeshError as exc:
-            # The frames of the traceback would keep the body in memory.
+            # The frames of the traceback would keep the body and the images in memory.
             await self._fail(exchange, exc.with_traceback(None))
         except Exception:
             log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
         finally:
             del self._writing[exchange]
+            exchange.errors = OPENAI_ERRORS  # a stream's own would keep its call in memory
 
     async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
         """Send an error response; if the stream has begun, one error event and no [DONE]."""

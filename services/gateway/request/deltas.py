@@ -47,6 +47,8 @@ class AnswerStream:
         return shown
 
     def close(self) -> None:
+        """Forget the failure too, whose traceback has the frames that hold this stream."""
+        self.failure = None
         if self._parser is not None:
             self._parser.close()
 

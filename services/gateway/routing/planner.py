@@ -134,10 +134,14 @@ class Planner:
     async def run(self) -> None:
         while True:
             await self._has_asks.wait()
-            asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
-            if not self._asks:
-                self._has_asks.clear()
-            await self._answer(asks)
+            await self._answer(self._next_asks())
+
+    def _next_asks(self) -> list[_Ask]:
+        """No name in `run` holds them, because `run` would keep the last ones and their images."""
+        asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
+        if not self._asks:
+            self._has_asks.clear()
+        return asks
 
     async def close(self) -> None:
         streams, self._streams = list(self._streams.values()), {}

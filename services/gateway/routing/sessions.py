@@ -162,11 +162,15 @@ class InstanceSession:
             while True:
                 await self._has_commands.wait()
                 self._has_commands.clear()
-                commands, self._outbox = self._outbox, []
-                for some in messages(commands):
-                    await call.write(SessionRequest(commands=some))
+                await self._write_all(call)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader sees the end of the stream and logs the reason
+
+    async def _write_all(self, call: Any) -> None:
+        """Apart from `_write`, which would keep the last commands, and their images, in memory."""
+        commands, self._outbox = self._outbox, []
+        for some in messages(commands):
+            await call.write(SessionRequest(commands=some))
 
     async def _read(self, call: Any) -> None:
         while True:

@@ -306,7 +306,7 @@ async def test_no_image_is_held_when_its_request_is_over(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
     await asked(client, chat(part(png(41))))
-    await until(lambda: fleet.counted(mesh, ["gateway-0"], "pdmesh_gateway_images_held") == 0)
+    await until(lambda: fleet.counted(mesh, ["gateway-0"], "pdmesh_gateway_images_held_bytes") == 0)
 
 
 @pytest.mark.req("S48", "S128")

@@ -24,12 +24,19 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 from tests.support.sim_reference import sim_reference
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
+# The metrics of this mesh, as a page of Prometheus calls them, without unit and kind.
+_METRICS = tuple(
+    value.replace(".", "_")
+    for value in vars(names).values()
+    if isinstance(value, str) and value.startswith(("pdmesh.", "gen_ai."))
+)
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 # One instance of each role has room for all streams, so that a test sees only the fault and no
@@ -194,12 +201,17 @@ _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[
 
 
 def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) -> float:
-    """The sum of a counter over processes and labels."""
+    """The sum of a metric over processes and labels; 0 for one that no process has counted yet.
+
+    It fails for a name that no process can export, because that would always be 0.
+    """
+    assert metric.startswith(_METRICS), f"no metric is called {metric}"
+    found = [sample for process in processes for sample in samples(mesh, process)]
+    if not any(name == metric for name, _, _ in found):
+        longer = {name for name, _, _ in found if name.startswith(f"{metric}_")}
+        assert not longer, f"{metric} is exported as {longer}"
     return sum(
-        value
-        for process in processes
-        for name, found, value in samples(mesh, process)
-        if name == metric and labels.items() <= found.items()
+        value for name, has, value in found if name == metric and labels.items() <= has.items()
     )
 
 

@@ -251,9 +251,13 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
     """End the call with the status of this error."""
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
+    raised = exc
     if not isinstance(exc, MeshError):
         log.error("rpc.bug", exc_info=exc)
         exc = MeshError("internal error; the server's log has the cause")
+    # gRPC keeps the error of `abort`. The frames of its cause would keep the request in memory.
+    raised.with_traceback(None).__context__ = None
+    raised.__cause__ = None
     status = to_status(exc)
     context.set_trailing_metadata(((_STATUS_DETAILS, status.SerializeToString()),))
     await context.abort(grpc.StatusCode[exc.grpc_code], exc.message)

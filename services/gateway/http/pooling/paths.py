@@ -203,7 +203,8 @@ class PoolingPaths:
                 exchange.connection.watch,
             ) as answer:
                 yield answer
-        except CallerGone:
+        except CallerGone as gone:
+            gone.with_traceback(None)  # its frames hold the inputs, and the call, which holds it
             raise ClientDisconnected from None
         finally:
             exchange.connection.unwatch()

@@ -99,7 +99,7 @@ class BackgroundResponses:
         try:
             return await job.writer.whole(await whole_text(job.call))
         except MeshError as exc:
-            error = exc
+            error = exc.with_traceback(None)  # its frames hold this call, which holds the error
             return job.writer.ended_badly("failed", exc)
         except ClientDisconnected:  # the response was cancelled
             return job.writer.ended_badly("cancelled")

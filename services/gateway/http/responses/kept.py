@@ -126,7 +126,10 @@ def _bare_part(part: ItemPart) -> ItemPart:
     annotations: list[Json] | None = (
         [] if part.type == "output_text" else None
     )  # clients expect the field
-    return ItemPart(type=part.type, text=part.text, refusal=part.refusal, annotations=annotations)
+    bare = ItemPart(type=part.type, text=part.text, refusal=part.refusal, annotations=annotations)
+    if part.type == "input_image":
+        bare.image_url, bare.detail = part.image_url, part.detail
+    return bare
 
 
 _PREFIXES: Final = {
