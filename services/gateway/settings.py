@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
@@ -18,6 +19,20 @@ from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WH
 
 TransferMode = Literal["whole", "per_layer"]
 _MODES: Final = {"whole": KV_TRANSFER_WHOLE, "per_layer": KV_TRANSFER_PER_LAYER}
+
+
+_IMAGE_HOST: Final = re.compile(
+    r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?", re.IGNORECASE
+)
+
+
+def _image_host(host: str) -> str:
+    if not _IMAGE_HOST.fullmatch(host):
+        raise ValueError("a host must have the form example.org or example.org:8443")
+    return host
+
+
+_ImageHost = Annotated[str, AfterValidator(_image_host)]
 
 
 class ScenarioSettings(BaseModel):
@@ -157,7 +172,7 @@ class Settings(ServiceSettings):
         ge=1024,
         description="Most bytes of the images of all open requests; further requests get 429",
     )
-    image_hosts: list[str] = Field(
+    image_hosts: list[_ImageHost] = Field(
         [],
         description="Hosts that image_url may name, as JSON: example.org or example.org:8443; with "
         "none, images come in the request only",

@@ -241,8 +241,8 @@ class HttpApp:
     async def _chat(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
         try:
-            body = await self._intake.body(exchange)
-            request = parse_chat(body, self._intake.ignored(exchange))
+            ignored = self._intake.ignored(exchange)
+            request = parse_chat(await self._intake.body(exchange), ignored)
             with exchange.watched():
                 spec = await chat_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)
@@ -252,8 +252,8 @@ class HttpApp:
     async def _completion(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
         try:
-            body = await self._intake.body(exchange)
-            request = parse_completion(body, self._intake.ignored(exchange))
+            ignored = self._intake.ignored(exchange)
+            request = parse_completion(await self._intake.body(exchange), ignored)
             with exchange.watched():
                 spec = await completion_spec(request, self._frontend, permit.tenant)
             await self._answer(exchange, request, spec, permit)

@@ -8,7 +8,6 @@ Proxies are not used, whatever the environment says.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 from collections.abc import Callable
@@ -27,6 +26,8 @@ from pdmesh.core.images.source import (
 
 _READ_BYTES: Final = 65_536
 _MAX_HEAD_BYTES: Final = 16_384  # of an answer
+_INTERIM: Final = (100, 102, 103)  # statuses that come before the answer
+_MAX_FRAMING_BYTES: Final = 65_536  # of an answer: its head, and what chunks have beside the image
 
 
 class Fetcher:
@@ -67,9 +68,8 @@ class Fetcher:
             writer.write(_request(address))
             return await self._read(reader)
         finally:
-            writer.close()
-            with contextlib.suppress(OSError, asyncio.CancelledError):
-                await asyncio.wait_for(writer.wait_closed(), 1.0)
+            # Nothing waits for the close: a wait would swallow this task's own cancellation.
+            writer.transport.abort()
 
     async def _resolved(self, address: ImageAddress) -> str:
         loop = asyncio.get_running_loop()
@@ -93,8 +93,9 @@ class Fetcher:
                 data = await reader.read(_READ_BYTES)
                 if not data:
                     break
-                answer.count(len(data))
                 parser.feed_data(data)
+                answer.count(len(data))
+                await asyncio.sleep(0)  # a read that finds bytes does not yield
         except httptools.HttpParserError as exc:
             # An error of the callbacks comes as the cause of the parser's.
             refused = exc.__context__
@@ -103,7 +104,7 @@ class Fetcher:
             raise ImageRefused("the host's answer is not valid HTTP") from None
         if not answer.is_complete and not answer.ends_with_connection:
             raise ImageRefused("the host's answer ends too early")
-        return b"".join(answer.parts)
+        return bytes(answer.body)
 
 
 class _Answer:
@@ -114,24 +115,33 @@ class _Answer:
         self._num_left = rules.max_bytes
         self._num_head_left = _MAX_HEAD_BYTES
         self._has_head = False
+        self._is_interim = False
         self.status_of: Callable[[], int] = lambda: 0
-        self.parts: list[bytes] = []
+        self._num_raw_left = rules.max_bytes + _MAX_FRAMING_BYTES
+        self.body = bytearray()
         self.is_complete = False
         self.ends_with_connection = False
 
     def count(self, num_bytes: int) -> None:
+        """Count a read that was parsed: only one without a whole head counts as head."""
         if not self._has_head:
             self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
             if self._num_head_left < 0:
                 raise ImageRefused("the head of the host's answer is too long")
+        self._num_raw_left -= num_bytes
+        if self._num_raw_left < 0 and not self.is_complete:
+            raise ImageRefused("the host's answer has too much beside the image")
 
     def on_message_begin(self) -> None:
         self.ends_with_connection = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         match name.lower():
+            case _ if self._has_head:
+                raise ImageRefused("the host's answer has trailers")
             case b"content-length":
                 self.ends_with_connection = False
+                value = value.strip()
                 if not value.isdigit() or int(value[:20]) > self._rules.max_bytes:
                     raise too_large(self._rules)
             case b"transfer-encoding":
@@ -140,18 +150,23 @@ class _Answer:
                 raise ImageRefused("the host compressed its answer, which was not asked for")
 
     def on_headers_complete(self) -> None:
+        status = self.status_of()
+        if status in _INTERIM:
+            self._is_interim = True
+            return
         self._has_head = True
-        if (status := self.status_of()) != 200:
+        if status != 200:
             raise ImageRefused(f"the host answered with status {status}, not with an image")
 
     def on_body(self, body: bytes) -> None:
         self._num_left -= len(body)
         if self._num_left < 0:
             raise too_large(self._rules)
-        self.parts.append(body)
+        self.body += body
 
     def on_message_complete(self) -> None:
-        self.is_complete = True
+        self.is_complete = not self._is_interim
+        self._is_interim = False
 
 
 def _request(address: ImageAddress) -> bytes:

@@ -72,8 +72,8 @@ class MessagesPaths:
     async def _create(self, exchange: HttpExchange) -> None:
         permit = await self._intake.admit(exchange)
         try:
-            body = await self._intake.body(exchange)
-            request = parse_messages(body, self._intake.ignored(exchange))
+            ignored = self._intake.ignored(exchange)
+            request = parse_messages(await self._intake.body(exchange), ignored)
             translated = await self._chat_of(request, permit.tenant)
             with translated.naming():
                 check_chat(translated.chat)

@@ -233,16 +233,19 @@ def _call(block: MessageBlock) -> ToolCall:
 
 def _image(block: MessageBlock, where: str) -> ContentPart:
     """Its media type is read from the image itself."""
-    source = block.source if isinstance(block.source, dict) else {}
+    if block.source is not None and not isinstance(block.source, dict):
+        raise InvalidRequest(f"{where} must be an object", field=where)
+    source = block.source or {}
     match source.get("type"):
         case "base64" if isinstance(data := source.get("data"), str) and data:
             return ImageFile("image_url", base64=data)
-        case "base64":
-            raise _missing(f"{where}.data")
+        case "base64" | "url" as kind:
+            field = f"{where}.{'data' if kind == 'base64' else 'url'}"
+            if source.get(field.rpartition(".")[2]) in (None, ""):
+                raise _missing(field)
+            raise InvalidRequest(f"{field} must be a string", field=field)
         case "url" if isinstance(url := source.get("url"), str) and url:
             return ContentPart("image_url", image_url=url)
-        case "url":
-            raise _missing(f"{where}.url")
         case _:
             message = f"{where}.type: the source of an image is base64 or url"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")

@@ -126,8 +126,8 @@ class ResponsesPaths:
         permit = await self._intake.admit(exchange)
         is_in_background = False
         try:
-            body = await self._intake.body(exchange)
-            request = parse_responses(body, self._intake.ignored(exchange))
+            ignored = self._intake.ignored(exchange)
+            request = parse_responses(await self._intake.body(exchange), ignored)
             if request.stream_options is not None and not request.stream:
                 raise InvalidRequest("stream_options needs stream", field="stream_options")
             previous = await self._previous(request, permit)

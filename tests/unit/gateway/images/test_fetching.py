@@ -61,14 +61,24 @@ async def fetched(
     return await fetcher.fetch(f"http://localhost:{port}{path}")
 
 
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKED = (
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    CHUNKED_HEAD
     + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (PNG[:10], PNG[10:]))
     + b"0\r\n\r\n"
 )
 
 
-@pytest.mark.parametrize("answer", [whole(), CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n" + PNG])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole(),
+        CHUNKED,
+        b"HTTP/1.1 200 OK\r\n\r\n" + PNG,
+        b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + whole(),
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 2 + whole(),
+    ],
+)
 async def test_an_image_is_fetched_with_one_plain_request(
     answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +110,9 @@ async def test_an_image_is_fetched_with_one_plain_request(
         (b"HTTP/1.1 200 OK\r\nA: " + b"a" * 100_000, "head"),
         (b"SSH-2.0-OpenSSH\r\n", "HTTP"),
         (b"", "too early"),
+        (CHUNKED_HEAD + b"1\r\na\r\n" * 20_000, "beside the image|10000 bytes"),
+        (CHUNKED_HEAD + b"1;" + b"x" * 200_000, "beside the image|HTTP"),
+        (CHUNKED_HEAD + b"0\r\nA: b\r\n\r\n", "trailers"),
     ],
 )
 async def test_any_other_answer_is_refused(answer: bytes, says_: str) -> None:
@@ -172,3 +185,29 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
     with pytest.raises(ImageRefused, match="ConnectionRefusedError"):
         await fetcher.fetch("https://example.org/a.png")
     assert connected == [("93.184.216.34", 443, "example.org")]
+
+
+async def test_a_head_that_comes_in_pieces_counts_only_its_own_bytes() -> None:
+    """The read that ends the head may have much of the image too."""
+    large = PNG + bytes(60_000)
+    answer = whole(large, "200 OK", "Content-Type: image/png ")
+
+    async def pieces(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer[:20])
+        await writer.drain()
+        await asyncio.sleep(0)
+        writer.write(answer[20:])
+
+    async with host(pieces) as (_, port):
+        assert await fetched(port, 100_000) == large
+
+
+async def test_nothing_waits_for_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that came during the wait would be lost."""
+
+    async def wait(_: asyncio.StreamWriter) -> None:
+        raise AssertionError("nothing may wait")
+
+    async with host(says(whole())) as (_, port):
+        monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", wait)
+        assert await fetched(port) == PNG

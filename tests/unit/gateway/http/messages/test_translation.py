@@ -211,3 +211,19 @@ def test_the_refusal_without_a_key_names_both_headers() -> None:
     assert told["type"] == "authentication_error"
     assert "Authorization" in told["message"]
     assert "x-api-key" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "says"),
+    [
+        ({"type": "url", "url": 4}, "source.url", "string"),
+        ({"type": "base64", "data": 4}, "source.data", "string"),
+        ({"type": "url"}, "source.url", "missing"),
+        ([1], "source", "object"),
+        ({"type": "file"}, "source.type", "base64 or url"),
+    ],
+)
+def test_a_wrong_source_of_an_image_is_named(source: Any, field: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        conversation(user([{"type": "image", "source": source}]))
+    assert refused.value.field == f"messages[0].content[0].{field}"
