@@ -23,6 +23,7 @@ from pdmesh.core.images.source import (
     is_public,
     too_large,
 )
+from pdmesh.errors import Overloaded
 
 _READ_BYTES: Final = 65_536
 _MAX_HEAD_BYTES: Final = 16_384  # of an answer
@@ -47,10 +48,22 @@ class Fetcher:
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, url: str) -> bytes:
-        """Raises ImageRefused."""
+        """Raises ImageRefused, Overloaded if no place becomes free in the time of a fetch."""
         address = address_of(url, self._rules.hosts)
         try:
-            async with asyncio.timeout(self._timeout_s), self._room:
+            async with asyncio.timeout(self._timeout_s):
+                await self._room.acquire()
+        except TimeoutError:
+            raise Overloaded("this gateway fetches too many images") from None
+        try:
+            return await self._fetched(address)
+        finally:
+            self._room.release()
+
+    async def _fetched(self, address: ImageAddress) -> bytes:
+        """Raises ImageRefused."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
                 return await self._get(address)
         except TimeoutError:
             message = f"the host did not send the image within {self._timeout_s:g} s"

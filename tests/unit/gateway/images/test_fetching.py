@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdmesh.core.images.source import ImageRefused, ImageRules
+from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.images.fetching import Fetcher
 from tests.support.images.files import png
 
@@ -211,3 +212,10 @@ async def test_nothing_waits_for_the_close(monkeypatch: pytest.MonkeyPatch) -> N
     async with host(says(whole())) as (_, port):
         monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", wait)
         assert await fetched(port) == PNG
+
+
+async def test_a_wait_for_a_place_is_not_the_fault_of_the_host() -> None:
+    rules = ImageRules(hosts=frozenset({"example.org"}))
+    fetcher = Fetcher(rules, 0.05, max_at_once=0)
+    with pytest.raises(Overloaded):
+        await fetcher.fetch("http://example.org/a.png")
