@@ -11,7 +11,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
 
 import httptools
 
@@ -26,13 +28,27 @@ from pdmesh.core.images.source import (
 from pdmesh.errors import Overloaded
 
 _READ_BYTES: Final = 65_536
+_NAME_THREADS: Final = 4
 _MAX_HEAD_BYTES: Final = 16_384  # of an answer
 _INTERIM: Final = (100, 102, 103)  # statuses that come before the answer
 _MAX_FRAMING_BYTES: Final = 65_536  # of an answer: its head, and what chunks have beside the image
 
 
+# Any: the families and addresses of `socket.getaddrinfo`.
+Resolve = Callable[[str, int], list[Any]]
+
+
+def resolve(host: str, port: int) -> list[Any]:
+    """Raises OSError."""
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
 class Fetcher:
-    """`may_reach` decides about an address that DNS gave."""
+    """`may_reach` decides about an address that DNS gave. `resolve` runs in a thread.
+
+    DNS that hangs keeps a thread, whatever the timeout. So names have threads of their own, and
+    nothing else waits for these.
+    """
 
     def __init__(
         self,
@@ -41,10 +57,12 @@ class Fetcher:
         max_at_once: int = 16,
         may_reach: Callable[[str], bool] = is_public,
         tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+        resolve: Resolve = resolve,
     ) -> None:
         self._rules, self._timeout_s, self._may_reach = rules, timeout_s, may_reach
         self._room = asyncio.Semaphore(max_at_once)
-        self._make_tls = tls
+        self._make_tls, self._resolve = tls, resolve
+        self._name_threads = ThreadPoolExecutor(_NAME_THREADS, "image-names")
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, url: str) -> bytes:
@@ -86,7 +104,8 @@ class Fetcher:
 
     async def _resolved(self, address: ImageAddress) -> str:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        look_up = partial(self._resolve, address.host, address.port)
+        found = await loop.run_in_executor(self._name_threads, look_up)
         ips = [str(info[4][0]) for info in found]
         if not ips or not all(map(self._may_reach, ips)):
             raise ImageRefused("the host's address is not a public one")

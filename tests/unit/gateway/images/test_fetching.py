@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -152,15 +154,14 @@ async def test_a_name_with_any_address_that_is_not_public_is_refused(
 ) -> None:
     """Whatever DNS says: nothing is connected."""
 
-    async def resolve(*_: Any, **__: Any) -> list[Any]:
+    def resolve(*_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ips]
 
     async def connect(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing may be connected")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0)
+    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
     with pytest.raises(ImageRefused, match="not a public one"):
         await fetcher.fetch("http://example.org/a.png")
 
@@ -172,7 +173,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
     answers = iter([["93.184.216.34"], ["127.0.0.1"]])
     connected: list[tuple[Any, ...]] = []
 
-    async def resolve(*_: Any, **__: Any) -> list[Any]:
+    def resolve(*_: Any) -> list[Any]:
         ips = next(answers)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ips]
 
@@ -180,12 +181,33 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
         connected.append((ip, port, tls["server_hostname"]))
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0)
+    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
     with pytest.raises(ImageRefused, match="ConnectionRefusedError"):
         await fetcher.fetch("https://example.org/a.png")
     assert connected == [("93.184.216.34", 443, "example.org")]
+
+
+@pytest.mark.fault("F30")
+async def test_names_that_hang_keep_no_thread_of_others() -> None:
+    """A timeout ends the wait for DNS, but not the thread that asks it."""
+    may_end = threading.Event()
+
+    def resolve(*_: Any) -> list[Any]:
+        may_end.wait()
+        return []
+
+    num_fetches = 2 * ((os.cpu_count() or 1) + 4)  # twice the threads that everybody shares
+    rules = ImageRules(hosts=frozenset({"example.org"}))
+    fetcher = Fetcher(rules, 0.05, max_at_once=num_fetches, resolve=resolve)
+    fetches = [fetcher.fetch("http://example.org/a.png") for _ in range(num_fetches)]
+    try:
+        for failure in await asyncio.gather(*fetches, return_exceptions=True):
+            assert isinstance(failure, ImageRefused)
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+    finally:
+        may_end.set()
 
 
 async def test_a_head_that_comes_in_pieces_counts_only_its_own_bytes() -> None:

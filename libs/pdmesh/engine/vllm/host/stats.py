@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pdmesh.core.instance.step_times import StepTotals
+
 STEP_TOTALS: Final = "pdmesh_step_totals"  # among a step's statistics of the connector
 
 
@@ -22,7 +24,7 @@ class SchedulerView:
         self.num_proposals = 0
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
-        self.step_totals: dict[str, float] = {}
+        self.step_totals = StepTotals().numbers()
 
     def numbers(self) -> dict[str, float]:
         return {
