@@ -178,7 +178,7 @@ class Settings(ServiceSettings):
         "none, images come in the request only",
     )
     image_fetch_timeout_s: float = Field(
-        5.0, gt=0, le=60, description="Longest time to fetch an image"
+        5.0, gt=0, le=60, description="Longest time to fetch all images of a request"
     )
     ttft_s: float = Field(
         10.0, gt=0, description="Longest wait for a slot; then the request gets 429"

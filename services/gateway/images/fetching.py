@@ -8,12 +8,14 @@ Proxies are not used, whatever the environment says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httptools
 
@@ -43,8 +45,33 @@ def resolve(host: str, port: int) -> list[Any]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
+class FetchTime:
+    """The time that the fetches of a request may still take together, and their waits for places.
+
+    The two are apart, because a wait is not the fault of the host.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._left_s = {"wait": timeout_s, "fetch": timeout_s}
+
+    @contextlib.asynccontextmanager
+    async def spent(self, kind: Literal["wait", "fetch"]) -> AsyncIterator[None]:
+        """Raises TimeoutError when the rest of the time is over."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            async with asyncio.timeout(self._left_s[kind]):
+                yield
+        finally:
+            self._left_s[kind] -= loop.time() - begun
+
+
 class Fetcher:
     """`may_reach` decides about an address that DNS gave. `resolve` runs in a thread.
+
+    At most `max_at_once` images are fetched at once, and `max_per_host` from one host, so that a
+    slow host leaves places to others.
 
     DNS that hangs keeps a thread, whatever the timeout. So names have threads of their own, and
     nothing else waits for these.
@@ -55,36 +82,52 @@ class Fetcher:
         rules: ImageRules,
         timeout_s: float,
         max_at_once: int = 16,
+        max_per_host: int = 6,
         may_reach: Callable[[str], bool] = is_public,
         tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         resolve: Resolve = resolve,
     ) -> None:
         self._rules, self._timeout_s, self._may_reach = rules, timeout_s, may_reach
         self._room = asyncio.Semaphore(max_at_once)
+        # The allowed hosts bound the number of these.
+        self._room_of_host: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(max_per_host)
+        )
         self._make_tls, self._resolve = tls, resolve
         self._name_threads = ThreadPoolExecutor(_NAME_THREADS, "image-names")
         self._tls: ssl.SSLContext | None = None
 
-    async def fetch(self, url: str) -> bytes:
-        """Raises ImageRefused, Overloaded if no place becomes free in the time of a fetch."""
-        address = address_of(url, self._rules.hosts)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._room.acquire()
-        except TimeoutError:
-            raise Overloaded("this gateway fetches too many images") from None
-        try:
-            return await self._fetched(address)
-        finally:
-            self._room.release()
+    def time_of_request(self) -> FetchTime:
+        return FetchTime(self._timeout_s)
 
-    async def _fetched(self, address: ImageAddress) -> bytes:
+    async def fetch(self, url: str, time: FetchTime) -> bytes:
+        """`time`: what is left to all images of the request.
+
+        Raises ImageRefused, Overloaded if no place becomes free in that time.
+        """
+        address = address_of(url, self._rules.hosts)
+        async with self._place(address, time):
+            return await self._fetched(address, time)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, address: ImageAddress, time: FetchTime) -> AsyncIterator[None]:
+        """The host's place comes first: a wait for that holds no place of other hosts."""
+        async with contextlib.AsyncExitStack() as places:
+            try:
+                async with time.spent("wait"):
+                    await places.enter_async_context(self._room_of_host[address.authority])
+                    await places.enter_async_context(self._room)
+            except TimeoutError:
+                raise Overloaded("this gateway fetches too many images") from None
+            yield
+
+    async def _fetched(self, address: ImageAddress, time: FetchTime) -> bytes:
         """Raises ImageRefused."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with time.spent("fetch"):
                 return await self._get(address)
         except TimeoutError:
-            message = f"the host did not send the image within {self._timeout_s:g} s"
+            message = f"the images of a request were not fetched within {time.timeout_s:g} s"
             raise ImageRefused(message) from None
         except OSError as exc:  # includes TLS and DNS
             raise ImageRefused(f"the host cannot be reached: {type(exc).__name__}") from None

@@ -22,7 +22,7 @@ from pdmesh.core.images.source import (
     is_data,
 )
 from pdmesh.errors import InvalidRequest, Overloaded
-from pdmesh.services.gateway.images.fetching import Fetcher
+from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 
 _INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
 _MAX_THREADS: Final = 2
@@ -85,9 +85,10 @@ class Images:
         digests: list[bytes] = []
         num_left = self._max_request_bytes
         max_pixels = num_pixels_left = _MAX_SUM * self._rules.max_pixels
+        time = self._fetcher.time_of_request()
         for each in asked:
             try:
-                data, digest, num_pixels = await self._one(each)
+                data, digest, num_pixels = await self._one(each, time)
             except ImageRefused as exc:
                 raise InvalidRequest(f"{each.field}: {exc}", field=each.field) from None
             num_left -= len(data)
@@ -103,10 +104,10 @@ class Images:
             digests.append(digest)
         return LoadedImages(tuple(found), tuple(digests), held)
 
-    async def _one(self, asked: AskedImage) -> tuple[bytes, bytes, int]:
+    async def _one(self, asked: AskedImage, time: FetchTime) -> tuple[bytes, bytes, int]:
         """An image's bytes, digest and number of pixels. Raises ImageRefused."""
         if asked.url and not is_data(asked.url):
-            data = await self._fetcher.fetch(asked.url)
+            data = await self._fetcher.fetch(asked.url, time)
             asked = AskedImage(asked.field, data=data)
         if len(asked.url) + len(asked.base64) + len(asked.data) <= _INLINE_BYTES:
             return self._read(asked)

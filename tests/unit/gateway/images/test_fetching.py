@@ -14,8 +14,9 @@ import pytest
 
 from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.images.fetching import Fetcher
+from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 from tests.support.images.files import png
+from tests.support.waiting import until
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 PNG = png(1)
@@ -61,7 +62,7 @@ async def fetched(
 ) -> bytes:
     rules = ImageRules(max_bytes=max_bytes, hosts=frozenset({f"localhost:{port}"}))
     fetcher = Fetcher(rules, timeout_s, may_reach=lambda ip: ip in ("127.0.0.1", "::1"))
-    return await fetcher.fetch(f"http://localhost:{port}{path}")
+    return await fetcher.fetch(f"http://localhost:{port}{path}", FetchTime(timeout_s))
 
 
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -163,7 +164,7 @@ async def test_a_name_with_any_address_that_is_not_public_is_refused(
     monkeypatch.setattr(asyncio, "open_connection", connect)
     fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
     with pytest.raises(ImageRefused, match="not a public one"):
-        await fetcher.fetch("http://example.org/a.png")
+        await fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
 
 
 async def test_the_connection_goes_to_the_address_that_was_checked(
@@ -184,7 +185,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch.setattr(asyncio, "open_connection", connect)
     fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
     with pytest.raises(ImageRefused, match="ConnectionRefusedError"):
-        await fetcher.fetch("https://example.org/a.png")
+        await fetcher.fetch("https://example.org/a.png", fetcher.time_of_request())
     assert connected == [("93.184.216.34", 443, "example.org")]
 
 
@@ -199,8 +200,13 @@ async def test_names_that_hang_keep_no_thread_of_others() -> None:
 
     num_fetches = 2 * ((os.cpu_count() or 1) + 4)  # twice the threads that everybody shares
     rules = ImageRules(hosts=frozenset({"example.org"}))
-    fetcher = Fetcher(rules, 0.05, max_at_once=num_fetches, resolve=resolve)
-    fetches = [fetcher.fetch("http://example.org/a.png") for _ in range(num_fetches)]
+    fetcher = Fetcher(
+        rules, 0.05, max_at_once=num_fetches, max_per_host=num_fetches, resolve=resolve
+    )
+    fetches = [
+        fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
+        for _ in range(num_fetches)
+    ]
     try:
         for failure in await asyncio.gather(*fetches, return_exceptions=True):
             assert isinstance(failure, ImageRefused)
@@ -240,4 +246,50 @@ async def test_a_wait_for_a_place_is_not_the_fault_of_the_host() -> None:
     rules = ImageRules(hosts=frozenset({"example.org"}))
     fetcher = Fetcher(rules, 0.05, max_at_once=0)
     with pytest.raises(Overloaded):
-        await fetcher.fetch("http://example.org/a.png")
+        await fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
+
+
+@pytest.mark.fault("F30")
+async def test_a_slow_host_leaves_places_to_others() -> None:
+    """Two places: the slow host fills its own, and the other host answers."""
+    may_end = asyncio.Event()
+
+    async def hangs(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_end.wait()
+        writer.write(whole())
+
+    async with host(hangs) as (slow, slow_port), host(says(whole())) as (_, port):
+        hosts = frozenset(f"localhost:{each}" for each in (slow_port, port))
+        fetcher = Fetcher(
+            ImageRules(hosts=hosts), 60.0, max_at_once=2, max_per_host=1, may_reach=lambda _: True
+        )
+
+        def fetch(port: int) -> asyncio.Task[bytes]:
+            url = f"http://localhost:{port}/a"
+            return asyncio.create_task(fetcher.fetch(url, fetcher.time_of_request()))
+
+        slow_ones = [fetch(slow_port) for _ in range(4)]
+        await until(lambda: slow.heads)
+        assert await fetch(port) == PNG
+        assert len(slow.heads) == 1
+        may_end.set()
+        assert await asyncio.gather(*slow_ones) == [PNG] * 4  # their places came back
+
+
+async def test_the_images_of_a_request_have_one_time_together() -> None:
+    """What a slow host has used is not there for the next image, but for the next request."""
+    never = asyncio.Event()
+
+    async def hangs(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+
+    async with host(hangs) as (_, slow_port), host(says(whole())) as (_, port):
+        hosts = frozenset(f"localhost:{each}" for each in (slow_port, port))
+        fetcher = Fetcher(ImageRules(hosts=hosts), 60.0, may_reach=lambda _: True)
+        time = FetchTime(0.1)
+        for each in (slow_port, port):
+            with pytest.raises(ImageRefused, match="images of a request"):
+                await fetcher.fetch(f"http://localhost:{each}/a", time)
+        url = f"http://localhost:{port}/a"
+        assert await fetcher.fetch(url, fetcher.time_of_request()) == PNG
+        never.set()

@@ -11,7 +11,7 @@ import pytest
 from pdmesh.core.images.prompt_image import digest_of
 from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import InvalidRequest, Overloaded
-from pdmesh.services.gateway.images.fetching import Fetcher
+from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 from pdmesh.services.gateway.images.loading import AskedImage, Images
 from tests.support.images.files import data_uri, png, two_headers
 
@@ -22,8 +22,10 @@ class OneImage(Fetcher):
     def __init__(self) -> None:
         super().__init__(ImageRules(), 1.0)
         self.urls: list[str] = []
+        self.times: list[FetchTime] = []
 
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, time: FetchTime) -> bytes:
+        self.times.append(time)
         self.urls.append(url)
         if url.endswith("bad"):
             raise ImageRefused("no")
@@ -49,6 +51,17 @@ async def test_each_kind_of_image_becomes_bytes_and_a_digest() -> None:
     assert loaded.data == (SMALL, LARGE, SMALL, LARGE)
     assert loaded.digests == tuple(map(digest_of, loaded.data))
     assert fetcher.urls == ["https://example.org/x"]
+
+
+async def test_the_images_of_a_request_share_one_time_to_be_fetched() -> None:
+    fetcher = OneImage()
+    shared = images(fetcher)
+    asked = [AskedImage(str(at), url="https://example.org/x") for at in range(2)]
+    for _ in range(2):
+        await shared.load(asked)
+    first, second, other, _ = fetcher.times
+    assert first is second
+    assert first is not other
 
 
 @pytest.mark.parametrize("url", ["https://example.org/bad", "data:,", data_uri(b"x" * 70_000)])
