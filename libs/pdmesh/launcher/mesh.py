@@ -32,7 +32,15 @@ from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
-from pdmesh.launcher.spec import MeshSpec, ProcessSpec, StopOrder, Wiring, asked_of, services
+from pdmesh.launcher.spec import (
+    MeshSpec,
+    ProcessSpec,
+    StopOrder,
+    Wiring,
+    asked_of,
+    services,
+    split_drafts,
+)
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
 
@@ -224,9 +232,12 @@ class Mesh:
         self._health = ProcessHealth(self._supervisor, self._servers, self._report)
         self._cleanup.push_async_callback(self._stop_processes)
         self._write_state()
+        processes = services(self.spec, self.wiring)
+        if problem := split_drafts(processes):
+            raise MeshFailed(problem)
         await self._check_external()
         await self._start_servers()
-        for process in services(self.spec, self.wiring):
+        for process in processes:
             self.supervisor.start(process)
         await self._apply_groups()
         await self.wait_ready(self._awaited())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, Literal
 
-from pdmesh.config import without_password
+from pdmesh.config import SHARED_PREFIX, without_password
+from pdmesh.core.speculation.drafts import SpeculationText, draft_split
 
 EngineKind = Literal["vllm", "sim"]
 
@@ -199,6 +200,24 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
         for region in places
         for name, service in named
     ]
+
+
+def split_drafts(processes: Iterable[ProcessSpec]) -> str:
+    """Why the prefills and the decodes would never exchange KV; empty: they would."""
+    told = {
+        process.service: _speculation_of(process)
+        for process in processes
+        if process.service in ("prefill", "decode")
+        and process.env.get("PDMESH_PREFILL_ROLE") != "fusion"
+    }
+    return draft_split(told["prefill"], told["decode"]) if len(told) == 2 else ""
+
+
+def _speculation_of(process: ProcessSpec) -> SpeculationText:
+    name = "SPECULATION"
+    variables = (f"{SHARED_PREFIX}{process.service.upper()}_{name}", f"{SHARED_PREFIX}{name}")
+    given = next((v for v in variables if process.env.get(v)), variables[0])
+    return SpeculationText(given, process.env.get(given, ""))
 
 
 def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:

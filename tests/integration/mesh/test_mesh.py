@@ -111,6 +111,18 @@ def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
     return pids(pdmesh.mesh())[name] not in (0, killed)
 
 
+@pytest.mark.req("S126")
+def test_status_names_a_prefill_and_a_decode_that_exchange_no_kv(pdmesh: Pdmesh) -> None:
+    """As after a hasty change of one role's settings. Requests are served all the same."""
+    pdmesh.environment["PDMESH_DECODE_SIM_SEED"] = "2"
+    pdmesh.until_ready(pdmesh.up())
+    assert pdmesh.chat().strip()
+    line = "group default: prefill-0 and decode-0 exchange no KV: prefill-0 runs another "
+    wait_until(lambda: line in pdmesh.run("status").stdout)
+    (warning,) = json.loads(pdmesh.run("status", "--json").stdout)["warnings"]
+    assert warning.startswith(line)
+
+
 @pytest.mark.req("S74")
 def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     launcher = pdmesh.up()
@@ -121,7 +133,9 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert pdmesh.chat().strip()
 
     status = pdmesh.run("status", "--json")
-    rows = {row["id"]: row for row in json.loads(status.stdout)["rows"]}
+    shown = json.loads(status.stdout)
+    assert shown["warnings"] == []
+    rows = {row["id"]: row for row in shown["rows"]}
     assert {"prefill-0", "decode-0", "gateway-0", "master-scheduler"} <= rows.keys()
     assert (rows["prefill-0"]["role"], rows["decode-0"]["role"]) == ("prefill", "decode")
     assert rows["decode-0"]["slots_used"] == 0

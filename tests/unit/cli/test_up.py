@@ -16,7 +16,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
-from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services, split_drafts
 
 
 async def test_the_same_port_for_http_and_grpc_is_refused(tmp_path: Path) -> None:
@@ -45,6 +45,33 @@ async def test_an_unreachable_external_server_is_named_before_anything_starts(
     with pytest.raises(MeshFailed, match=said):
         await mesh.__aenter__()
     assert mesh.names == []
+
+
+DRAFT = '{"method": "draft_model", "model": "/models/small"}'
+
+
+@pytest.mark.req("S67")
+async def test_a_draft_that_only_decodes_have_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    """The instances would be ready, and never hand a request on to each other."""
+    spec = MeshSpec(engine="sim", http_port=0, grpc_port=0)
+    own = {"decode": {"PDMESH_DECODE_SPECULATION": DRAFT}}
+    mesh = Mesh(replace(spec, service_env=own), tmp_path)
+    both = r"none \(PDMESH_PREFILL_SPECULATION\).*small \(PDMESH_DECODE_SPECULATION\)"
+    with pytest.raises(MeshFailed, match=both):
+        await mesh.__aenter__()
+    assert mesh.names == []
+
+
+def test_a_draft_of_all_roles_or_of_a_mesh_without_pairs_is_taken() -> None:
+    wiring = Wiring("", "", {"": Ports(0, 0)}, "", "", Path(), Path())
+    of_all = MeshSpec(env={"PDMESH_SPECULATION": DRAFT}, num_fusion=1)
+    assert split_drafts(services(of_all, wiring)) == ""
+    own = {"prefill": {"PDMESH_PREFILL_SPECULATION": DRAFT}}
+    alone = MeshSpec(num_prefill=0, num_fusion=1, service_env=own)
+    assert split_drafts(services(alone, wiring)) == ""
+    assert split_drafts(services(replace(alone, num_prefill=1), wiring))
 
 
 def test_a_path_without_a_model_is_refused_before_anything_starts(

@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.table import table
 from pdmesh.config import without_password
+from pdmesh.core.groups.unpaired import ReadyInstance, unpaired
+from pdmesh.core.model import Role as CoreRole
 from pdmesh.errors import MeshError
 from pdmesh.launcher import state
 from pdmesh.net.grpc import rpc
@@ -43,6 +45,7 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 _ASK_S: Final = 1.0
 _LEASE_S: Final = 3.0
 _INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
+_PAIRED: Final = {Role.ROLE_PREFILL: CoreRole.PREFILL, Role.ROLE_DECODE: CoreRole.DECODE}
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Status:
     leader_epoch: int | None = None
     rows: list[Row] = field(default_factory=list)
     groups: list[GroupRow] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,7 +131,26 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
     states = _states(groups)
     rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
     epoch = groups.epoch if groups else None
-    return Status(_shown(mesh) if mesh else None, "", epoch, rows, shown)
+    warnings = unpaired(_ready(records.values()))
+    return Status(_shown(mesh) if mesh else None, "", epoch, rows, shown, warnings)
+
+
+def _ready(records: Iterable[InstanceRecord]) -> dict[str, list[ReadyInstance]]:
+    """The prefills and decodes that get requests, by group."""
+    found: dict[str, list[ReadyInstance]] = {}
+    for record in records:
+        role = _PAIRED.get(record.role)
+        if role is not None and record.phase == InstancePhase.INSTANCE_PHASE_READY:
+            found.setdefault(record.group_id, []).append(
+                ReadyInstance(
+                    record.instance_id,
+                    role,
+                    record.model_fingerprint,
+                    record.revision,
+                    record.kv_region,
+                )
+            )
+    return found
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
@@ -270,6 +293,7 @@ def _text(status: Status) -> str:
         (row.id, row.service, str(row.pid), row.address) for row in status.rows if not row.role
     ]
     parts.append("\n" + table(("SERVICE", "KIND", "PID", "ADDRESS"), services))
+    parts += [f"\n{line}" for line in status.warnings]
     down = _down(status)
     if down:
         parts.append("\nnot running: " + ", ".join(down))

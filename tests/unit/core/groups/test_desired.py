@@ -271,3 +271,37 @@ def test_the_parts_of_an_option_are_plain_values(value: str) -> None:
         read(f"services:\n  a:\n    options:\n      speculation: {value}")
     assert (refused.value.field or "").startswith("services.a.options.speculation")
     assert "must be a plain value" in refused.value.message
+
+
+DRAFT = "speculation: {method: draft_model, model: /m/small}"
+
+
+@pytest.mark.req("S67")
+@pytest.mark.parametrize(
+    ("options", "of_prefill", "of_decode", "at"),
+    [
+        ("", "", DRAFT, "role_options.decode"),
+        (DRAFT, "", "speculation: {method: none}", "role_options.decode"),
+        (DRAFT, "speculation: {method: prompt_lookup}", "", "role_options.prefill"),
+        ("", DRAFT, DRAFT.replace("small", "other"), "role_options.decode"),
+    ],
+)
+def test_a_draft_that_only_one_role_has_is_refused(
+    options: str, of_prefill: str, of_decode: str, at: str
+) -> None:
+    """Their KV would differ, so each would compute whole requests alone."""
+    roles = f"{{prefill: {{{of_prefill}}}, decode: {{{of_decode}}}}}"
+    text = f"services:\n  a:\n    options: {{{options}}}\n    role_options: {roles}\n"
+    with pytest.raises(InvalidRequest) as refused:
+        read(text)
+    assert refused.value.field == f"services.a.{at}.speculation"
+    for role, own in (("prefill", of_prefill), ("decode", of_decode)):
+        assert f"services.a.{f'role_options.{role}' if own else 'options'}.speculation" in (
+            refused.value.message
+        )
+
+
+@pytest.mark.req("S67")
+def test_a_draft_that_both_roles_have_is_taken() -> None:
+    of_both = f"{{prefill: {{{DRAFT}}}, decode: {{{DRAFT}}}}}"
+    read(f"services:\n  a:\n    options: {{{DRAFT}}}\n  b:\n    role_options: {of_both}\n")

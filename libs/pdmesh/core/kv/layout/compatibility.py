@@ -88,7 +88,7 @@ def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this
     if (a.dtype, a.scales) != (b.dtype, b.scales):
         return f"{them} keeps its KV as {a.kv}, {us} as {b.kv}"
     if a.model != b.model:
-        return f"{them} runs another model, number format or engine version than {us}"
+        return f"{them} runs another model, draft, number format or engine version than {us}"
     if a.block_size != b.block_size:
         return f"{them} has blocks of {a.block_size} tokens, {us} of {b.block_size}"
     if (a.num_ranks, a.num_heads) != (b.num_ranks, b.num_heads):

@@ -1,0 +1,46 @@
+"""Prefills and decodes with different drafts are found before they start."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdmesh.core.speculation.drafts import SpeculationText, draft_split
+
+DRAFT = json.dumps({"method": "draft_model", "model": "/models/small", "k": "4"})
+HEAD = json.dumps({"method": "eagle", "model": "/models/small"})
+LOOKUP = json.dumps({"method": "prompt_lookup", "k": "4"})
+
+
+def split(prefill: str, decode: str) -> str:
+    return draft_split(SpeculationText("P", prefill), SpeculationText("D", decode))
+
+
+@pytest.mark.req("S67")
+@pytest.mark.parametrize("without", ["", LOOKUP, '{"method": "none"}'])
+def test_a_draft_at_one_role_only_is_a_split_that_names_both_settings(without: str) -> None:
+    line = split(without, DRAFT)
+    assert line.startswith(
+        "the draft of prefills is none (P), and that of decodes is draft_model /models/small (D): "
+    )
+    assert "\n" not in line
+    assert split(DRAFT, without)
+
+
+@pytest.mark.req("S67")
+def test_another_draft_or_method_is_a_split() -> None:
+    assert split(DRAFT, DRAFT.replace("small", "other"))
+    assert split(DRAFT, HEAD)
+    assert split('{"method": "mtp"}', "")
+
+
+@pytest.mark.req("S67")
+def test_what_does_not_change_kv_may_differ() -> None:
+    assert split(DRAFT, DRAFT.replace('"4"', '"2"').replace("small", "small/")) == ""
+    assert split("", LOOKUP) == ""
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "4", '{"method": ["eagle"]}', "[" * 100_000])
+def test_an_option_that_no_instance_takes_is_left_to_the_instance(text: str) -> None:
+    assert split(text, "") == ""
