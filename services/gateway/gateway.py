@@ -23,7 +23,7 @@ from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
 from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
-from pdmesh.services.gateway.images.fetching import Fetcher
+from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher
 from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.parsing.early_start import EarlyStart
@@ -227,7 +227,7 @@ def _images(settings: Settings) -> Images:
     rules = settings.image_rules
     return Images(
         rules,
-        Fetcher(rules, settings.image_fetch_timeout_s),
+        Fetcher(rules, FetchBounds(settings.image_fetch_timeout_s)),
         max_count=settings.max_images,
         max_request_bytes=settings.max_image_bytes,
         max_held_bytes=settings.max_held_image_bytes,

@@ -14,6 +14,7 @@ import ssl
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -67,11 +68,17 @@ class FetchTime:
             self._left_s[kind] -= loop.time() - begun
 
 
+@dataclass(frozen=True, slots=True)
+class FetchBounds:
+    """`timeout_s`: of a request's images together. `max_per_host`: a slow host leaves places."""
+
+    timeout_s: float
+    max_at_once: int = 16
+    max_per_host: int = 6
+
+
 class Fetcher:
     """`may_reach` decides about an address that DNS gave. `resolve` runs in a thread.
-
-    At most `max_at_once` images are fetched at once, and `max_per_host` from one host, so that a
-    slow host leaves places to others.
 
     DNS that hangs keeps a thread, whatever the timeout. So names have threads of their own, and
     nothing else waits for these.
@@ -80,25 +87,23 @@ class Fetcher:
     def __init__(
         self,
         rules: ImageRules,
-        timeout_s: float,
-        max_at_once: int = 16,
-        max_per_host: int = 6,
+        bounds: FetchBounds,
         may_reach: Callable[[str], bool] = is_public,
         tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         resolve: Resolve = resolve,
     ) -> None:
-        self._rules, self._timeout_s, self._may_reach = rules, timeout_s, may_reach
-        self._room = asyncio.Semaphore(max_at_once)
+        self._rules, self._bounds, self._may_reach = rules, bounds, may_reach
+        self._room = asyncio.Semaphore(bounds.max_at_once)
         # The allowed hosts bound the number of these.
         self._room_of_host: defaultdict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(max_per_host)
+            lambda: asyncio.Semaphore(bounds.max_per_host)
         )
         self._make_tls, self._resolve = tls, resolve
         self._name_threads = ThreadPoolExecutor(_NAME_THREADS, "image-names")
         self._tls: ssl.SSLContext | None = None
 
     def time_of_request(self) -> FetchTime:
-        return FetchTime(self._timeout_s)
+        return FetchTime(self._bounds.timeout_s)
 
     async def fetch(self, url: str, time: FetchTime) -> bytes:
         """`time`: what is left to all images of the request.

@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
+from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher, FetchTime
 from tests.support.images.files import png
 from tests.support.waiting import until
 
@@ -61,7 +61,9 @@ async def fetched(
     port: int, max_bytes: int = 10_000, timeout_s: float = 30.0, *, path: str = "/a"
 ) -> bytes:
     rules = ImageRules(max_bytes=max_bytes, hosts=frozenset({f"localhost:{port}"}))
-    fetcher = Fetcher(rules, timeout_s, may_reach=lambda ip: ip in ("127.0.0.1", "::1"))
+    fetcher = Fetcher(
+        rules, FetchBounds(timeout_s), may_reach=lambda ip: ip in ("127.0.0.1", "::1")
+    )
     return await fetcher.fetch(f"http://localhost:{port}{path}", FetchTime(timeout_s))
 
 
@@ -162,7 +164,9 @@ async def test_a_name_with_any_address_that_is_not_public_is_refused(
         raise AssertionError("nothing may be connected")
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
+    fetcher = Fetcher(
+        ImageRules(hosts=frozenset({"example.org"})), FetchBounds(5.0), resolve=resolve
+    )
     with pytest.raises(ImageRefused, match="not a public one"):
         await fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
 
@@ -183,7 +187,9 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
         raise ConnectionRefusedError
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    fetcher = Fetcher(ImageRules(hosts=frozenset({"example.org"})), 5.0, resolve=resolve)
+    fetcher = Fetcher(
+        ImageRules(hosts=frozenset({"example.org"})), FetchBounds(5.0), resolve=resolve
+    )
     with pytest.raises(ImageRefused, match="ConnectionRefusedError"):
         await fetcher.fetch("https://example.org/a.png", fetcher.time_of_request())
     assert connected == [("93.184.216.34", 443, "example.org")]
@@ -200,9 +206,7 @@ async def test_names_that_hang_keep_no_thread_of_others() -> None:
 
     num_fetches = 2 * ((os.cpu_count() or 1) + 4)  # twice the threads that everybody shares
     rules = ImageRules(hosts=frozenset({"example.org"}))
-    fetcher = Fetcher(
-        rules, 0.05, max_at_once=num_fetches, max_per_host=num_fetches, resolve=resolve
-    )
+    fetcher = Fetcher(rules, FetchBounds(0.05, num_fetches, num_fetches), resolve=resolve)
     fetches = [
         fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
         for _ in range(num_fetches)
@@ -244,7 +248,7 @@ async def test_nothing_waits_for_the_close(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_a_wait_for_a_place_is_not_the_fault_of_the_host() -> None:
     rules = ImageRules(hosts=frozenset({"example.org"}))
-    fetcher = Fetcher(rules, 0.05, max_at_once=0)
+    fetcher = Fetcher(rules, FetchBounds(0.05, max_at_once=0))
     with pytest.raises(Overloaded):
         await fetcher.fetch("http://example.org/a.png", fetcher.time_of_request())
 
@@ -261,7 +265,7 @@ async def test_a_slow_host_leaves_places_to_others() -> None:
     async with host(hangs) as (slow, slow_port), host(says(whole())) as (_, port):
         hosts = frozenset(f"localhost:{each}" for each in (slow_port, port))
         fetcher = Fetcher(
-            ImageRules(hosts=hosts), 60.0, max_at_once=2, max_per_host=1, may_reach=lambda _: True
+            ImageRules(hosts=hosts), FetchBounds(60.0, 2, 1), may_reach=lambda _: True
         )
 
         def fetch(port: int) -> asyncio.Task[bytes]:
@@ -285,7 +289,7 @@ async def test_the_images_of_a_request_have_one_time_together() -> None:
 
     async with host(hangs) as (_, slow_port), host(says(whole())) as (_, port):
         hosts = frozenset(f"localhost:{each}" for each in (slow_port, port))
-        fetcher = Fetcher(ImageRules(hosts=hosts), 60.0, may_reach=lambda _: True)
+        fetcher = Fetcher(ImageRules(hosts=hosts), FetchBounds(60.0), may_reach=lambda _: True)
         time = FetchTime(0.1)
         for each in (slow_port, port):
             with pytest.raises(ImageRefused, match="images of a request"):

@@ -11,7 +11,7 @@ import pytest
 from pdmesh.core.images.prompt_image import digest_of
 from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import InvalidRequest, Overloaded
-from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
+from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher, FetchTime
 from pdmesh.services.gateway.images.loading import AskedImage, Images
 from tests.support.images.files import data_uri, png, two_headers
 
@@ -20,7 +20,7 @@ SMALL, LARGE = png(1), png(2) + bytes(70_000)
 
 class OneImage(Fetcher):
     def __init__(self) -> None:
-        super().__init__(ImageRules(), 1.0)
+        super().__init__(ImageRules(), FetchBounds(1.0))
         self.urls: list[str] = []
         self.times: list[FetchTime] = []
 
