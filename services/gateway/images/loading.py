@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdmesh.core.images.header import ImageHeader
 from pdmesh.core.images.prompt_image import digest_of
 from pdmesh.core.images.source import (
     ImageRefused,
@@ -32,12 +33,17 @@ MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
 
 @dataclass(frozen=True, slots=True)
 class AskedImage:
-    """An image as a request gives it: by its address, as base64, or as its bytes."""
+    """An image as a request gives it: by its address, as base64, or as its bytes.
+
+    `format` is what it must have, as in `ImageHeader`; empty: any.
+    """
 
     field: str
     url: str = ""
     base64: str = ""
     data: bytes = b""
+    format: str = ""
+    format_field: str = ""
 
 
 class Held:
@@ -88,14 +94,15 @@ class Images:
         time = self._fetcher.time_of_request()
         for each in asked:
             try:
-                data, digest, num_pixels = await self._one(each, time)
+                data, digest, header = await self._one(each, time)
             except ImageRefused as exc:
                 raise InvalidRequest(f"{each.field}: {exc}", field=each.field) from None
+            _check_format(each, header)
             num_left -= len(data)
             if num_left < 0:
                 text = f"{each.field}: the images have more than {self._max_request_bytes} bytes"
                 raise InvalidRequest(text, field=each.field)
-            num_pixels_left -= num_pixels
+            num_pixels_left -= header.num_pixels
             if num_pixels_left < 0:
                 text = f"{each.field}: the images have more than {max_pixels} pixels together"
                 raise InvalidRequest(text, field=each.field)
@@ -104,8 +111,8 @@ class Images:
             digests.append(digest)
         return LoadedImages(tuple(found), tuple(digests), held)
 
-    async def _one(self, asked: AskedImage, time: FetchTime) -> tuple[bytes, bytes, int]:
-        """An image's bytes, digest and number of pixels. Raises ImageRefused."""
+    async def _one(self, asked: AskedImage, time: FetchTime) -> tuple[bytes, bytes, ImageHeader]:
+        """An image's bytes, digest and header. Raises ImageRefused."""
         if asked.url and not is_data(asked.url):
             data = await self._fetcher.fetch(asked.url, time)
             asked = AskedImage(asked.field, data=data)
@@ -114,13 +121,13 @@ class Images:
         async with self._threads:
             return await asyncio.to_thread(self._read, asked)
 
-    def _read(self, asked: AskedImage) -> tuple[bytes, bytes, int]:
+    def _read(self, asked: AskedImage) -> tuple[bytes, bytes, ImageHeader]:
         if asked.url:
             data = data_of(asked.url, self._rules)
         else:
             data = decoded(asked.base64, self._rules) if asked.base64 else asked.data
-        num_pixels = check_image(data, self._rules).num_pixels
-        return data, digest_of(data), num_pixels
+        header = check_image(data, self._rules)
+        return data, digest_of(data), header
 
     def _hold(self, held: Held, num_bytes: int) -> None:
         if self.num_held_bytes + num_bytes > self._max_held_bytes:
@@ -130,3 +137,11 @@ class Images:
 
     def _give_back(self, num_bytes: int) -> None:
         self.num_held_bytes -= num_bytes
+
+
+def _check_format(asked: AskedImage, header: ImageHeader) -> None:
+    """Raises InvalidRequest."""
+    if asked.format and asked.format != header.format:
+        field = asked.format_field
+        message = f"{field}: the image is a {header.format} image, not {asked.format}"
+        raise InvalidRequest(message, field=field)

@@ -63,7 +63,8 @@ def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[ContentPart,
 def _asked(part: ContentPart, where: str) -> AskedImage:
     field = f"{where}.image_url"
     if isinstance(part, ImageFile):
-        return AskedImage(field, base64=part.base64, data=part.data)
+        format_field = f"{where}.media_type"
+        return AskedImage(field, "", part.base64, part.data, part.format, format_field)
     given = part.image_url
     if isinstance(given, ImageUrl):
         given, field = given.url, f"{field}.url"

@@ -35,11 +35,14 @@ _BILLING_LINE: Final = "x-anthropic-billing-header"
 _Anything = Any
 
 
+ImageDetail = Literal["auto", "low", "high", "original"]
+
+
 class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
     """`detail` has no effect: the model decides how an image is read."""
 
     url: str
-    detail: _Anything = None
+    detail: ImageDetail | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,10 +60,14 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ImageFile(ContentPart):
-    """An image that another API gives without an address. No JSON becomes such a part."""
+    """An image that another API gives without an address. No JSON becomes such a part.
+
+    `format` is what it must have, as in `ImageHeader`; empty: any.
+    """
 
     base64: str = ""
     data: bytes = b""
+    format: str = ""
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,6 +107,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tools: _Anything = None
 
 
+_PART_FIELDS: Final = ("text", "image_url", "input_audio", "file", "refusal")
 _UNSUPPORTED: Final = ("refusal", "function_call", "audio", "annotations", "tools")
 _read_unsupported: Final = attrgetter(*_UNSUPPORTED)
 NESTED_IN_MESSAGES: Final[Nested] = {
@@ -264,6 +272,19 @@ def _check_parts(parts: Sequence[ContentPart], where: str, *, takes_images: bool
                 reason="UNSUPPORTED_FIELD",
                 field=f"{where}.content[{index}]",
             )
+        check_alone(part, part.type, _PART_FIELDS, f"{where}.content[{index}]")
+
+
+def check_alone(part: msgspec.Struct, own: str, fields: Sequence[str], where: str) -> None:
+    """Refuse content of another type, which would be left out. Raises InvalidRequest.
+
+    `fields`: those that have the content of parts of each type; `own`: that of this part.
+    """
+    for name in fields:
+        if name != own and getattr(part, name):
+            field = f"{where}.{name}"
+            message = f"{field} is not supported in a part that has {own}"
+            raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
 def _unsupported(field: str) -> InvalidRequest:

@@ -64,8 +64,12 @@ async def client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+def image_url(data: bytes) -> dict[str, Any]:
+    return {"image_url": {"url": data_uri(data), "detail": "auto"}}
+
+
 def part(data: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_uri(data), "detail": "auto"}}
+    return {"type": "image_url", **image_url(data)}
 
 
 def chat(*parts: object, max_tokens: int = NUM_TOKENS, **fields: object) -> dict[str, Any]:
@@ -198,6 +202,11 @@ BAD: list[tuple[list[object], str, str]] = [
      "messages[0].content[0].image_url.url", "base64"),
     ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}],
      "messages[0].content[0].image_url.url", "operator"),
+    ([part(png(1)) | {"text": "a"}], "messages[0].content[0].text", "not supported"),
+    ([{"type": "text", "text": "a", **image_url(png(1))}], "messages[0].content[0].image_url",
+     "not supported"),
+    ([{"type": "image_url", "image_url": {"url": data_uri(png(1)), "detail": "huge"}}],
+     "messages[0].content[0].image_url.detail", "huge"),
     ([{"type": "image_url", "image_url": 1}], "messages[0].content[0].image_url", "expected"),
     (["<|endoftext|>", part(png(1))], "messages", "places for them"),
 ]  # fmt: skip
@@ -222,6 +231,20 @@ async def test_unknown_fields_of_an_image_are_ignored_and_named(client: httpx.As
     assert response.status_code == 200
     named = response.headers["x-pdmesh-ignored"]
     assert named == "messages[0].content[0].image_url.size"
+
+
+@pytest.mark.req("S128")
+async def test_an_image_of_another_media_type_is_refused(client: httpx.AsyncClient) -> None:
+    """As by Anthropic's API."""
+    for said, status in (("png", 200), ("jpeg", 400)):
+        encoded = base64.b64encode(png(1)).decode()
+        source = {"type": "base64", "media_type": f"image/{said}", "data": encoded}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        body = {"model": "sim", "messages": messages, "max_tokens": 2}
+        response = await client.post("/v1/messages", json=body)
+        assert response.status_code == status, response.text
+    message = response.json()["error"]["message"]
+    assert message == "messages[0].content[0].source.media_type: the image is a png image, not jpeg"
 
 
 @pytest.mark.req("S128")

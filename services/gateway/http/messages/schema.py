@@ -21,6 +21,17 @@ from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 _Anything = Any
 
 
+class BlockSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Where an image comes from. Sources of other blocks, which are refused, have the last two."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: _Anything = None
+    content: _Anything = None
+
+
 class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A piece of a message's content, whose fields depend on its type."""
 
@@ -35,7 +46,7 @@ class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
-    source: _Anything = None
+    source: BlockSource | None = None
     citations: _Anything = None
     cache_control: _Anything = None  # prompts are cached anyway
 
@@ -140,7 +151,7 @@ _NESTED: Final[Nested] = {
     CountTokensRequest: _WITHIN,
     MessagesRequest: _WITHIN,
     InputMessage: {"content": MessageBlock},
-    MessageBlock: {"content": MessageBlock},
+    MessageBlock: {"content": MessageBlock, "source": BlockSource},
 }
 _messages_decoder: Final = msgspec.json.Decoder(MessagesRequest)
 _count_decoder: Final = msgspec.json.Decoder(CountTokensRequest)

@@ -9,6 +9,7 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.messages.schema import (
+    BlockSource,
     CountTokensRequest,
     InputMessage,
     MessageBlock,
@@ -23,6 +24,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
     ContentPart,
     ImageFile,
     ToolCall,
+    check_alone,
 )
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 from pdmesh.services.gateway.openai.tools import (
@@ -37,6 +39,9 @@ from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, Respon
 # A coding agent puts this line before its system prompt. It differs in each request, so no two
 # prompts would share a prefix.
 _BILLING: Final = "x-anthropic-billing-header"
+_BLOCK_CONTENT: Final = ("text", "source", "content", "input", "thinking")
+_SOURCE_CONTENT: Final = ("data", "url", "file_id", "content")
+_FORMATS: Final = {f"image/{name}": name for name in ("jpeg", "png", "gif", "webp")}
 
 
 def has_later_system(request: CountTokensRequest) -> bool:
@@ -179,7 +184,7 @@ class _Conversation:
                 self._add_result(block, place)
                 continue
             if block.type == "image":
-                parts.append(_image(block, f"{place}.source"))
+                parts.append(_image(block, place))
             elif text := _text_of(block, place):
                 parts.append(ContentPart("text", text))
             else:
@@ -194,6 +199,7 @@ class _Conversation:
                 source = "data" if isinstance(part, ImageFile) else "url"
                 self.names[known_part] = place
                 self.names[f"{known_part}.image_url"] = f"{place}.source.{source}"
+                self.names[f"{known_part}.media_type"] = f"{place}.source.media_type"
 
     def _add_result(self, block: MessageBlock, where: str) -> None:
         text = "\n".join(_texts(block.content or "", f"{where}.content"))
@@ -232,23 +238,34 @@ def _call(block: MessageBlock) -> ToolCall:
 
 
 def _image(block: MessageBlock, where: str) -> ContentPart:
-    """Its media type is read from the image itself."""
-    if block.source is not None and not isinstance(block.source, dict):
-        raise InvalidRequest(f"{where} must be an object", field=where)
-    source = block.source or {}
-    match source.get("type"):
-        case "base64" if isinstance(data := source.get("data"), str) and data:
-            return ImageFile("image_url", base64=data)
-        case "base64" | "url" as kind:
-            field = f"{where}.{'data' if kind == 'base64' else 'url'}"
-            if source.get(field.rpartition(".")[2]) in (None, ""):
-                raise _missing(field)
-            raise InvalidRequest(f"{field} must be a string", field=field)
-        case "url" if isinstance(url := source.get("url"), str) and url:
-            return ContentPart("image_url", image_url=url)
+    check_alone(block, "source", _BLOCK_CONTENT, where)
+    where, source = f"{where}.source", block.source
+    if source is None:
+        raise _missing(where)
+    match source.type:
+        case "base64":
+            check_alone(source, "data", _SOURCE_CONTENT, where)
+            if not source.data:
+                raise _missing(f"{where}.data")
+            return ImageFile("image_url", base64=source.data, format=_format_of(source, where))
+        case "url":
+            check_alone(source, "url", (*_SOURCE_CONTENT, "media_type"), where)
+            if not source.url:
+                raise _missing(f"{where}.url")
+            return ContentPart("image_url", image_url=source.url)
         case _:
             message = f"{where}.type: the source of an image is base64 or url"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")
+
+
+def _format_of(source: BlockSource, where: str) -> str:
+    """The format that the media type promises; empty without one."""
+    if source.media_type is None:
+        return ""
+    if (found := _FORMATS.get(source.media_type)) is None:
+        field = f"{where}.media_type"
+        raise InvalidRequest(f"{field} is one of {', '.join(_FORMATS)}", field=field)
+    return found
 
 
 def _content(parts: list[ContentPart]) -> str | list[ContentPart]:
@@ -271,6 +288,7 @@ def _text_of(block: MessageBlock, where: str) -> str:
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     if block.text is None:
         raise _missing(f"{where}.text")
+    check_alone(block, "text", _BLOCK_CONTENT, where)
     return block.text
 
 

@@ -6,7 +6,7 @@ Consecutive items may form one message: an assistant's reasoning, text and tool 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.responses.schema import (
@@ -21,7 +21,9 @@ from pdmesh.services.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
     ContentPart,
+    ImageDetail,
     ToolCall,
+    check_alone,
 )
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 from pdmesh.services.gateway.openai.tools import (
@@ -37,6 +39,10 @@ from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, Respon
 LOGPROBS: Final = "message.output_text.logprobs"
 PREVIOUS: Final = "previous_response_id"
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_PART_CONTENT: Final = (
+    "text", "refusal", "image_url", "file_id", "file_data", "file_url", "filename",
+)  # fmt: skip
+_DETAILS: Final = (None, *get_args(ImageDetail))
 # Fields that have the same meaning in both APIs.
 _SAME: Final = (
     "stream", "temperature", "top_p", "parallel_tool_calls", "presence_penalty",
@@ -204,8 +210,10 @@ class _Conversation:
             if not _is_image(part):
                 parts.append(ContentPart("text", _text_of(part, place)))
                 continue
-            if part.file_id:
-                raise unsupported(f"{place}.file_id")
+            check_alone(part, "image_url", _PART_CONTENT, place)
+            if part.detail not in _DETAILS:
+                field = f"{place}.detail"
+                raise InvalidRequest(f"{field} is one of {', '.join(_DETAILS[1:])}", field=field)
             if not isinstance(part.image_url, str):
                 field = f"{place}.image_url"
                 raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
@@ -261,4 +269,5 @@ def _text_of(part: ItemPart, where: str) -> str:
     if part.text is None:
         field = f"{where}.text"
         raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+    check_alone(part, "text", _PART_CONTENT, where)
     return part.text

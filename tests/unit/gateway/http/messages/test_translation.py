@@ -193,7 +193,7 @@ def test_the_refusal_of_a_deeply_nested_schema_names_its_field() -> None:
 
 
 def test_an_error_message_names_its_field_only_once() -> None:
-    image = {"type": "image", "source": {}}
+    image = {"type": "image", "source": {"type": "file"}}
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]
     for content, field, says in (
         ([image], "messages[0].content[0].source.type", "the source of an image is base64 or url"),
@@ -216,14 +216,50 @@ def test_the_refusal_without_a_key_names_both_headers() -> None:
 @pytest.mark.parametrize(
     ("source", "field", "says"),
     [
-        ({"type": "url", "url": 4}, "source.url", "string"),
-        ({"type": "base64", "data": 4}, "source.data", "string"),
+        ({"type": "url", "url": 4}, "source.url", "str"),
+        ({"type": "base64", "data": 4}, "source.data", "str"),
         ({"type": "url"}, "source.url", "missing"),
         ([1], "source", "object"),
         ({"type": "file"}, "source.type", "base64 or url"),
+        ({}, "source.type", "missing"),
+        ({"type": "base64", "data": "AA==", "url": "http://a"}, "source.url", "has data"),
+        ({"type": "url", "url": "http://a", "data": "AA=="}, "source.data", "has url"),
+        ({"type": "url", "url": "http://a", "media_type": "image/png"}, "source.media_type", "has"),
+        ({"type": "base64", "data": "AA==", "media_type": "text/html"}, "source.media_type",
+            "image/png"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_source_of_an_image_is_named(source: Any, field: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as refused:
         conversation(user([{"type": "image", "source": source}]))
     assert refused.value.field == f"messages[0].content[0].{field}"
+
+
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        (text("a") | {"source": {"type": "base64", "data": "AA=="}}, "source"),
+        (text("a") | {"content": "b"}, "content"),
+        ({"type": "image", "source": {"type": "url", "url": "http://a"}, "text": "b"}, "text"),
+    ],
+)
+def test_a_block_has_no_content_that_would_be_left_out(block: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        conversation(user([block]))
+    assert refused.value.field == f"messages[0].content[0].{field}"
+    assert refused.value.field in refused.value.message
+
+
+def test_unknown_fields_of_a_source_are_named() -> None:
+    source = {"type": "base64", "data": "AA==", "size": 1}
+    body = {
+        "model": "m",
+        "max_tokens": 5,
+        "messages": [user([{"type": "image", "source": source}])],
+    }
+    ignored: list[str] = []
+    assert chat_of(parse_messages(json.dumps(body).encode(), ignored)).chat.messages
+    assert ignored == ["messages[0].content[0].source.size"]
+    with pytest.raises(InvalidRequest) as refused:
+        parse_messages(json.dumps(body).encode())
+    assert (refused.value.field, refused.value.reason) == (ignored[0], "UNKNOWN_FIELD")

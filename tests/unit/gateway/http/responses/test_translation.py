@@ -190,3 +190,20 @@ def test_a_field_that_would_change_the_answer_is_refused(
     with pytest.raises(InvalidRequest) as caught:
         chat("x", **{field: value})
     assert (caught.value.field, caught.value.reason) == (field, "UNSUPPORTED_FIELD")
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "input_text", "text": "a", "image_url": "data:"}, "image_url"),
+        ({"type": "input_text", "text": "a", "file_id": "file-1"}, "file_id"),
+        ({"type": "input_image", "image_url": "data:", "text": "a"}, "text"),
+        ({"type": "input_image", "image_url": "data:", "file_id": "file-1"}, "file_id"),
+        ({"type": "input_image", "image_url": "data:", "detail": "huge"}, "detail"),
+    ],
+)
+def test_a_part_has_no_content_that_would_be_left_out(part: dict[str, str], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat([{"role": "user", "content": [part]}])
+    assert caught.value.field == f"input[0].content[0].{field}"
+    assert caught.value.field in caught.value.message
