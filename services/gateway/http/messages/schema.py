@@ -21,7 +21,7 @@ from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 _Anything = Any
 
 
-class BlockSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Where an image comes from. Sources of other blocks, which are refused, have the last two."""
 
     type: str
@@ -46,7 +46,7 @@ class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
-    source: BlockSource | None = None
+    source: ImageSource | None = None
     citations: _Anything = None
     cache_control: _Anything = None  # prompts are cached anyway
 
@@ -151,7 +151,7 @@ _NESTED: Final[Nested] = {
     CountTokensRequest: _WITHIN,
     MessagesRequest: _WITHIN,
     InputMessage: {"content": MessageBlock},
-    MessageBlock: {"content": MessageBlock, "source": BlockSource},
+    MessageBlock: {"content": MessageBlock, "source": ImageSource},
 }
 _messages_decoder: Final = msgspec.json.Decoder(MessagesRequest)
 _count_decoder: Final = msgspec.json.Decoder(CountTokensRequest)

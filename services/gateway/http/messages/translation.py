@@ -9,8 +9,8 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.messages.schema import (
-    BlockSource,
     CountTokensRequest,
+    ImageSource,
     InputMessage,
     MessageBlock,
     MessagesRequest,
@@ -258,7 +258,7 @@ def _image(block: MessageBlock, where: str) -> ContentPart:
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=f"{where}.type")
 
 
-def _format_of(source: BlockSource, where: str) -> str:
+def _format_of(source: ImageSource, where: str) -> str:
     """The format that the media type promises; empty without one."""
     if source.media_type is None:
         return ""
