@@ -7,6 +7,7 @@ and a file of the greatest length would keep a master from renewing its lease.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,7 @@ _DAY_S: Final = 86_400.0
 _MAX_DEFAULT_TEXT: Final = 4096  # characters
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
+_NESTED: Final = "engine_args"  # the option whose values may be mappings and lists
 _TRUE: Final = {"true": True, "false": False}
 _ROLES: Final = {role.value: role for role in SERVING_ROLES}
 
@@ -199,7 +201,7 @@ def _pool(parts: Mapping[str, _Reader], action: str) -> str:
 def _options(reader: _Reader | None) -> dict[str, str]:
     options: dict[str, str] = {}
     for name, each in reader.children(_OPTION) if reader else ():
-        options[name] = each.text_or_json()
+        options[name] = each.json() if name == _NESTED else each.text_or_json()
     return options
 
 
@@ -312,6 +314,20 @@ class _Reader:
         if isinstance(self.node, _Mapping):
             return json.dumps({name: each.text() for name, each in self.children(_OPTION)})
         return self.text()
+
+    def json(self) -> str:
+        """A mapping of whatever JSON can hold."""
+        return json.dumps({name: each.value() for name, each in self.children(_OPTION)})
+
+    def value(self) -> object:
+        if isinstance(self.node, _Mapping):
+            return {name: each.value() for name, each in self.children(_OPTION)}
+        if isinstance(self.node, _List):
+            return [each.value() for each in self.items()]
+        if self.node.is_plain:
+            with contextlib.suppress(ValueError):
+                return json.loads(self.node.value)
+        return self.node.value
 
     def name(self) -> str:
         text = self.text()

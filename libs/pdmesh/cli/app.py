@@ -204,6 +204,14 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format of the model")
+    add(
+        "--engine-arg",
+        type=values.assignment,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of vLLM's for every instance, e.g. quantization=awq; may be repeated",
+    )
     for kind, example in (("tool", "hermes"), ("reasoning", "qwen3")):
         add(
             f"--{kind}-parser",

@@ -10,6 +10,7 @@ from typing import Final
 
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
+from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -64,6 +65,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # vLLM
+    engine_args: EngineArgs = field(default_factory=dict)  # vLLM: more of its arguments
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
     max_adapter_rank: int = 16
     # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
@@ -245,7 +247,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
         block_size=settings.block_size,
-        kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
+        kv_cache_bytes=_kv_cache_bytes(settings),
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
         kv_host=settings.kv_host,
@@ -258,12 +260,19 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         tiers=settings.tiers,
         speculation=settings.speculation,
         async_scheduling=settings.async_scheduling,
+        engine_args=settings.engine_args,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
         file_digests=settings.file_digests,
         failpoints=settings.failpoint,
     )
     return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)
+
+
+def _kv_cache_bytes(settings: EngineSettings) -> int:
+    """The memory for KV. 0: as much as the share of memory that the operator gives vLLM leaves."""
+    share_decides = "gpu_memory_utilization" in settings.engine_args
+    return settings.kv_cache_bytes or (0 if share_decides else 512 << 20)
 
 
 def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
@@ -280,9 +289,10 @@ def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
         dtype=settings.dtype,
         convert=settings.pooling_convert,
         tensor_parallel_size=settings.tensor_parallel_size,
-        kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
+        kv_cache_bytes=_kv_cache_bytes(settings),
         max_model_len=settings.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        engine_args=settings.engine_args,
         file_digests=settings.file_digests,
         failpoints=settings.failpoint,
     )

@@ -17,6 +17,7 @@ from pdmesh.core.deadlines import (
     TRANSFER_TIMEOUT_S,
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
+from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
 
 Engine = Literal["sim", "vllm"]
@@ -69,6 +70,11 @@ class InstanceSettings(ServiceSettings):
         AsyncScheduling.AUTO,
         description="vLLM: schedule a step while the one before it is computed; auto: where it "
         "pays",
+    )
+    engine_args: EngineArgsOption = shared(
+        {},
+        description='vLLM: more of its arguments, by vLLM\'s names: {"quantization": "awq"}; those '
+        "that the mesh sets itself are refused",
     )
     enable_lora: bool = shared(
         False, description="Serve LoRA adapters (pdmesh adapters); costs memory for their slots"

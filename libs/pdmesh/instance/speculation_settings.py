@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+from pdmesh.instance.json_option import FROM_TEXT
 
-_MAX_CHARS = 8192
 _WITH_MODEL = ("draft_model", "eagle")
 
 
@@ -45,16 +44,4 @@ class SpeculationSettings(BaseModel):
         )
 
 
-def _from_text(value: object) -> object:
-    """An assignment's options are text, and so is an environment variable."""
-    if not isinstance(value, str):
-        return value
-    try:
-        if len(value) > _MAX_CHARS:
-            raise ValueError
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError("must be a JSON object") from None
-
-
-SpeculationOption = Annotated[SpeculationSettings | None, BeforeValidator(_from_text)]
+SpeculationOption = Annotated[SpeculationSettings | None, FROM_TEXT]

@@ -39,7 +39,7 @@ from pdmesh.launcher.spec import (
     Wiring,
     asked_of,
     services,
-    split_drafts,
+    unpaired,
 )
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
@@ -233,7 +233,7 @@ class Mesh:
         self._cleanup.push_async_callback(self._stop_processes)
         self._write_state()
         processes = services(self.spec, self.wiring)
-        if problem := split_drafts(processes):
+        if problem := unpaired(processes):
             raise MeshFailed(problem)
         await self._check_external()
         await self._start_servers()

@@ -6,6 +6,7 @@ order of the list and stop in reverse order, in tiers: gateways first, servers l
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pdmesh.config import SHARED_PREFIX, without_password
-from pdmesh.core.speculation.drafts import SpeculationText, draft_split
+from pdmesh.core.groups.kv_options import KV_OPTIONS, OptionText, kv_split
 
 EngineKind = Literal["vllm", "sim"]
 
@@ -66,6 +67,7 @@ class MeshSpec:
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
     model_name: str | None = None
     dtype: str | None = None
+    engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM's, of all instances
     tool_parser: str | None = None  # by vLLM's name; None: the gateway's own setting
     reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
@@ -97,6 +99,7 @@ _OPTIONS: Final = {
     "--grpc-port": "grpc_port",
     "--model": "model_dir",
     "--dtype": "dtype",
+    "--engine-arg": "engine_args",
     "--tool-parser": "tool_parser",
     "--reasoning-parser": "reasoning_parser",
     "--nats-url": "nats_url",
@@ -112,6 +115,8 @@ def asked_of(spec: MeshSpec) -> dict[str, str]:
     def text(value: object) -> str:
         if isinstance(value, tuple):
             return ",".join(value)
+        if isinstance(value, Mapping):
+            return ",".join(f"{name}={each}" for name, each in value.items())
         shown = value.absolute() if isinstance(value, Path) else value
         return "none" if shown is None else without_password(str(shown))
 
@@ -202,22 +207,28 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
     ]
 
 
-def split_drafts(processes: Iterable[ProcessSpec]) -> str:
+def unpaired(processes: Iterable[ProcessSpec]) -> str:
     """Why the prefills and the decodes would never exchange KV; empty: they would."""
-    told = {
-        process.service: _speculation_of(process)
+    by_role = {
+        process.service: process
         for process in processes
         if process.service in ("prefill", "decode")
         and process.env.get("PDMESH_PREFILL_ROLE") != "fusion"
     }
-    return draft_split(told["prefill"], told["decode"]) if len(told) == 2 else ""
+    if len(by_role) < 2:
+        return ""
+    splits = (
+        kv_split(name, _option_of(by_role["prefill"], name), _option_of(by_role["decode"], name))
+        for name in KV_OPTIONS
+    )
+    return next(filter(None, splits), "")
 
 
-def _speculation_of(process: ProcessSpec) -> SpeculationText:
-    name = "SPECULATION"
+def _option_of(process: ProcessSpec, option: str) -> OptionText:
+    name = option.upper()
     variables = (f"{SHARED_PREFIX}{process.service.upper()}_{name}", f"{SHARED_PREFIX}{name}")
     given = next((v for v in variables if process.env.get(v)), variables[0])
-    return SpeculationText(given, process.env.get(given, ""))
+    return OptionText(given, process.env.get(given, ""))
 
 
 def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
@@ -295,4 +306,6 @@ def _instance_settings(kind: str, spec: MeshSpec, wiring: Wiring) -> dict[str, s
         settings |= {"MODEL_DIR": str(folder)} if folder else {}
     if spec.dtype:
         settings["DTYPE"] = spec.dtype
+    if spec.engine_args and "MODEL_DIR" not in settings:  # for the common model
+        settings["ENGINE_ARGS"] = json.dumps(dict(spec.engine_args))
     return settings

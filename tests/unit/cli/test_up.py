@@ -16,7 +16,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
-from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services, split_drafts
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services, unpaired
 
 
 async def test_the_same_port_for_http_and_grpc_is_refused(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ async def test_a_draft_that_only_decodes_have_is_refused_before_anything_starts(
 def test_a_draft_of_all_roles_or_of_a_mesh_without_pairs_is_taken() -> None:
     wiring = Wiring("", "", {"": Ports(0, 0)}, "", "", Path(), Path())
     of_all = MeshSpec(env={"PDMESH_SPECULATION": DRAFT}, num_fusion=1)
-    assert split_drafts(services(of_all, wiring)) == ""
+    assert unpaired(services(of_all, wiring)) == ""
     own = {"prefill": {"PDMESH_PREFILL_SPECULATION": DRAFT}}
     alone = MeshSpec(num_prefill=0, num_fusion=1, service_env=own)
-    assert split_drafts(services(alone, wiring)) == ""
-    assert split_drafts(services(replace(alone, num_prefill=1), wiring))
+    assert unpaired(services(alone, wiring)) == ""
+    assert unpaired(services(replace(alone, num_prefill=1), wiring))
 
 
 def test_a_path_without_a_model_is_refused_before_anything_starts(

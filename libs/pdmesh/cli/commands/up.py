@@ -23,6 +23,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.texts import text_of
 from pdmesh.core.groups.desired import Desired
+from pdmesh.core.instance.engine_args import refusal
 from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
 from pdmesh.engine.vllm.child import cpu_features
@@ -114,6 +115,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         grpc_port=options.grpc_port,
         model_dir=_model_dir(options),
         dtype=options.dtype,
+        engine_args=_engine_args(options),
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,
         nats_url=options.nats_url,
@@ -157,6 +159,16 @@ def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
             raise CommandFailed(f"{where}: {missing}")
     if options.dtype and (slow := cpu_features.slow_for(options.dtype, flags)):
         _say(slow)
+
+
+def _engine_args(options: argparse.Namespace) -> dict[str, str]:
+    """vLLM's arguments, as far as they can be checked without vLLM."""
+    if options.engine_arg and options.engine != "vllm":
+        raise CommandFailed(f"--engine-arg: the engine {options.engine} takes none of vLLM's")
+    for name, _ in options.engine_arg:
+        if reason := refusal(name):
+            raise CommandFailed(f"--engine-arg {name}: {reason}")
+    return dict(options.engine_arg)
 
 
 def _keys_file(options: argparse.Namespace) -> Path | None:

@@ -14,16 +14,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Final
 
+from pdmesh.core.groups.kv_options import KV_OPTIONS, OptionText, kv_split
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
 from pdmesh.core.request.slo import ScenarioSlo
-from pdmesh.core.speculation.drafts import SpeculationText, draft_split
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING)
 CANARY_PREFIX: Final = "canary-"  # of the groups that an upgrade adds to a scenario
 _REVISION_HEX: Final = 12
-_SPECULATION: Final = "speculation"  # the option
 # Fields that a file writes in another way.
 _SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})
 
@@ -173,7 +172,7 @@ def problems(desired: Desired) -> Iterator[Problem]:
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
     for name, service in desired.services.items():
-        yield from _split_drafts(f"services.{name}", service)
+        yield from _split_kv(f"services.{name}", service)
     regions = frozenset(desired.regions)
     for name, group in desired.groups.items():
         yield from _problems_of_group(f"groups.{name}", group, desired, regions)
@@ -192,16 +191,17 @@ def problems(desired: Desired) -> Iterator[Problem]:
             yield Problem(f"schedules[{i}].scenario", message)
 
 
-def _split_drafts(path: str, service: Service) -> Iterator[Problem]:
-    told = {}
-    for role in (Role.PREFILL, Role.DECODE):
-        is_own = _SPECULATION in service.role_options.get(role, {})
-        where = f"role_options.{role.value}" if is_own else "options"
-        text = service.options_for(role).get(_SPECULATION, "")
-        told[role] = SpeculationText(f"{path}.{where}.{_SPECULATION}", text)
-    if problem := draft_split(told[Role.PREFILL], told[Role.DECODE]):
-        own = next(t for t in reversed(told.values()) if ".role_options." in t.setting)
-        yield Problem(own.setting, problem)
+def _split_kv(path: str, service: Service) -> Iterator[Problem]:
+    for option in KV_OPTIONS:
+        told = {}
+        for role in (Role.PREFILL, Role.DECODE):
+            is_own = option in service.role_options.get(role, {})
+            where = f"role_options.{role.value}" if is_own else "options"
+            text = service.options_for(role).get(option, "")
+            told[role] = OptionText(f"{path}.{where}.{option}", text)
+        if problem := kv_split(option, told[Role.PREFILL], told[Role.DECODE]):
+            own = next(t for t in reversed(told.values()) if ".role_options." in t.setting)
+            yield Problem(own.setting, problem)
 
 
 def _problems_of_group(

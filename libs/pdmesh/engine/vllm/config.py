@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
+from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
@@ -78,7 +79,7 @@ class VllmConfig:
     )
     kv_cache_dtype: str = "auto"  # of the stored K and V; auto: as computed. fp8 halves what moves
     block_size: int = 64  # tokens
-    kv_cache_bytes: int = 512 << 20
+    kv_cache_bytes: int = 512 << 20  # 0: what `gpu_memory_utilization` leaves
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
@@ -92,6 +93,7 @@ class VllmConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed
+    engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
@@ -210,7 +212,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
         "gpu_memory_utilization": MEMORY_SHARE,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or None,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "seed": engine_seed(config),

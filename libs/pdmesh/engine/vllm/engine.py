@@ -33,6 +33,7 @@ from pdmesh.engine.base import (
     PrefillJob,
     hands_on,
 )
+from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
 from pdmesh.engine.vllm.child.llm_process import LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.private_dir import make_private_dir
@@ -157,8 +158,11 @@ class VllmEngine:
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         models = digest((files.digest, draft.digest)) if draft is not None else files.digest
-        computation = computation_digest(models, config.effective_dtype, version)
-        arguments = engine_arguments(config, self._private_dir, computation)
+        extra = await asyncio.to_thread(extra_arguments, config.engine_args)
+        computation = computation_digest(
+            models, config.effective_dtype, version, config.engine_args
+        )
+        arguments = engine_arguments(config, self._private_dir, computation) | extra
         llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
         for each in (files, draft):
             if each is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import pytest
 from hypothesis import given
@@ -305,3 +306,21 @@ def test_a_draft_that_only_one_role_has_is_refused(
 def test_a_draft_that_both_roles_have_is_taken() -> None:
     of_both = f"{{prefill: {{{DRAFT}}}, decode: {{{DRAFT}}}}}"
     read(f"services:\n  a:\n    options: {{{DRAFT}}}\n  b:\n    role_options: {of_both}\n")
+
+
+def test_arguments_of_vllm_may_be_mappings_and_lists() -> None:
+    args = "{hf_overrides: {rope_theta: 1e6, names: [a, '7']}, enforce_eager: true, x: ''}"
+    options = f"services:\n  a:\n    options:\n      engine_args: {args}\n"
+    assert json.loads(read(options).services["a"].options["engine_args"]) == {
+        "hf_overrides": {"rope_theta": 1e6, "names": ["a", "7"]},
+        "enforce_eager": True,
+        "x": "",
+    }
+
+
+def test_arguments_of_vllm_that_change_kv_are_those_of_both_roles() -> None:
+    roles = "{decode: {engine_args: {quantization: awq}}}"
+    with pytest.raises(InvalidRequest) as refused:
+        read(f"services:\n  a:\n    role_options: {roles}\n")
+    assert refused.value.field == "services.a.role_options.decode.engine_args"
+    read(f"services:\n  a:\n    role_options: {roles.replace('quantization', 'log_level')}\n")

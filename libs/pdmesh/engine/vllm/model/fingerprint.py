@@ -13,6 +13,8 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
+from pdmesh.core.instance.engine_args import EngineArgs, kv_identity
+
 DIGEST_CHARS = 24
 COMPUTATION_CHARS = 16
 
@@ -26,12 +28,16 @@ def digest(parts: Iterable[str]) -> str:
     return state.hexdigest()[:DIGEST_CHARS]
 
 
-def computation_digest(model: str, dtype: str, vllm_version: str) -> str:
+def computation_digest(
+    model: str, dtype: str, vllm_version: str, engine_args: EngineArgs | None = None
+) -> str:
     """What the host knows about the KV's contents before the engine runs.
 
     `model` is `ModelFiles.digest`.
     """
-    return digest((model, dtype, vllm_version))[:COMPUTATION_CHARS]
+    extra = kv_identity(engine_args or {})
+    parts = (model, dtype, vllm_version, *((extra,) if extra else ()))
+    return digest(parts)[:COMPUTATION_CHARS]
 
 
 def cpu_kernels(cpuinfo: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
+from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, MEMORY_SHARE, installed_device
 
 
@@ -26,6 +27,7 @@ class VllmPoolingConfig:
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 512 << 20
     max_model_len: int = 4096
+    engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     max_num_batched_tokens: int = 0  # per step; 0: chosen by the device
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +68,7 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
         "dtype": config.effective_dtype,
         "enforce_eager": config.device == "cpu",  # a compiled start takes minutes there
         "gpu_memory_utilization": MEMORY_SHARE,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "kv_cache_memory_bytes": config.kv_cache_bytes or None,
         "tensor_parallel_size": config.tensor_parallel_size,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,

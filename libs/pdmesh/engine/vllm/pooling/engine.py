@@ -20,6 +20,7 @@ from pdmesh.core.pooling.facts import PoolingTask
 from pdmesh.core.pooling.step_patience import StepPatience
 from pdmesh.engine.base import EngineInfo, EngineStats, Failed, Output, Pooled, PoolJob
 from pdmesh.engine.no_kv import NoKv
+from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
 from pdmesh.engine.vllm.child.llm_process import LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
@@ -92,7 +93,9 @@ class VllmPoolingEngine(NoKv):
         model = llm.vllm_config.model_config
         facts = facts_of(model, await llm.get_supported_tasks())
         self._takes_types = takes_token_types(model)
-        fingerprint = computation_digest(files.digest, config.effective_dtype, version)
+        fingerprint = computation_digest(
+            files.digest, config.effective_dtype, version, config.engine_args
+        )
         log.info(
             "vllm.ready",
             seconds=round(time.monotonic() - started, 1),
@@ -247,7 +250,7 @@ def _patience(config: VllmPoolingConfig, arguments: dict[str, Any]) -> StepPatie
 def _fitted(config: VllmPoolingConfig) -> dict[str, Any]:
     """Blocks. Raises EngineFailed with vLLM's own cause."""
     try:
-        return fitted(config, pooling_arguments(config))
+        return fitted(config, pooling_arguments(config) | extra_arguments(config.engine_args))
     except (RuntimeError, ValueError, OSError, TypeError) as error:
         text = (str(error).strip().splitlines() or [""])[0]
         message = f"vLLM did not start ({error.__class__.__name__}: {text})"

@@ -1,4 +1,4 @@
-"""Prefills and decodes with different drafts are found before they start."""
+"""Prefills and decodes whose options let them exchange no KV are found before they start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pdmesh.core.speculation.drafts import SpeculationText, draft_split
+from pdmesh.core.groups.kv_options import OptionText, kv_split
 
 DRAFT = json.dumps({"method": "draft_model", "model": "/models/small", "k": "4"})
 HEAD = json.dumps({"method": "eagle", "model": "/models/small"})
@@ -14,7 +14,7 @@ LOOKUP = json.dumps({"method": "prompt_lookup", "k": "4"})
 
 
 def split(prefill: str, decode: str) -> str:
-    return draft_split(SpeculationText("P", prefill), SpeculationText("D", decode))
+    return kv_split("speculation", OptionText("P", prefill), OptionText("D", decode))
 
 
 @pytest.mark.req("S67")
@@ -44,3 +44,15 @@ def test_what_does_not_change_kv_may_differ() -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "4", '{"method": ["eagle"]}', "[" * 100_000])
 def test_an_option_that_no_instance_takes_is_left_to_the_instance(text: str) -> None:
     assert split(text, "") == ""
+
+
+def test_arguments_of_vllm_that_change_kv_must_be_equal() -> None:
+    def split_args(prefill: str, decode: str) -> str:
+        return kv_split("engine_args", OptionText("P", prefill), OptionText("D", decode))
+
+    awq = '{"quantization": "awq"}'
+    assert split_args(awq, "") == (
+        'what changes KV in engine_args of prefills is {"quantization":"awq"} (P), and that of '
+        "decodes is none (D): they exchange no KV; give both the same"
+    )
+    assert split_args(awq, '{"enforce_eager": "true", "quantization": "awq"}') == ""

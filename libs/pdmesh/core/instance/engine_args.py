@@ -1,0 +1,104 @@
+"""Decides which arguments of vLLM's an operator may set himself, and which of them change KV.
+
+`engine_args` reaches whatever vLLM can do and the mesh has no setting for. The mesh keeps to itself
+what it depends on: which model is served, how KV is laid out and moved, and who schedules. vLLM's
+own parser checks names and values (`engine/vllm/child/extra_arguments.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+EngineArgs = Mapping[str, object]
+"""vLLM's arguments by name. Values are as JSON has them; a number or a flag may be text."""
+
+_USE: Final = {  # another name for what a setting of the mesh decides
+    "model": "model_dir",
+    "served_model_name": "model",
+    "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "block_size": "block_size",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "num_slots",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "async_scheduling": "async_scheduling",
+    "speculative_config": "speculation",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_lora_rank": "max_lora_rank",
+    "max_cpu_loras": "max_loras",
+    "convert": "pooling_convert",
+    "tool_parser": "TOOL_PARSER of the gateways",
+    "reasoning_parser": "REASONING_PARSER of the gateways",
+}
+_OWNED: Final = frozenset(
+    {
+        "additional_config", "code_revision", "config", "disable_log_stats",
+        "distributed_executor_backend", "ec_manager_config", "ec_transfer_config",
+        "enable_log_requests", "enable_prefix_caching", "enable_prompt_embeds",
+        "generation_config", "help", "hf_token", "kv_events_config", "kv_offloading_backend",
+        "kv_offloading_size", "kv_sharing_fast_prefill", "kv_transfer_config",
+        "limit_mm_per_prompt", "master_addr", "master_port", "max_num_active_seqs",
+        "max_num_queued_reqs", "max_num_queued_tokens", "mm_encoder_only",
+        "mm_processor_cache_gb", "nnodes", "node_rank", "override_generation_config",
+        "pipeline_parallel_size", "prefix_caching_hash_algo", "reasoning_config",
+        "reasoning_parser_plugin", "revision", "runner", "scheduler_cls", "scheduling_policy",
+        "seed", "skip_tokenizer_init", "stream_interval", "structured_outputs_config",
+        "tokenizer", "tokenizer_revision", "weight_transfer_config", "worker_cls",
+        "worker_extension_cls",
+    }
+)  # fmt: skip
+_OWNED_PARTS: Final = ("data_parallel", "context_parallel", "elastic_ep", "spec_", "sleep_mode")
+# They change how fast or where a model is computed, not which KV a text has.
+_SAME_KV: Final = frozenset(
+    {
+        "aggregate_engine_logging", "all2all_backend", "collect_detailed_traces",
+        "compilation_config", "cpu_distributed_timeout_seconds", "cpu_offload_gb",
+        "cpu_offload_params", "cudagraph_capture_sizes", "cudagraph_metrics", "device_ids",
+        "disable_custom_all_reduce", "distributed_timeout_seconds", "download_dir",
+        "enforce_eager", "enable_chunked_prefill", "enable_mfu_metrics", "gpu_memory_utilization",
+        "jit_monitor_mode", "jit_monitor_verbose", "kv_cache_metrics", "kv_cache_metrics_sample",
+        "log_level", "logging_config", "logprobs_mode", "long_prefill_token_threshold",
+        "max_cudagraph_capture_size", "max_logprobs", "max_num_scheduled_tokens",
+        "max_parallel_loading_workers", "model_loader_extra_config", "num_gpu_blocks_override",
+        "numa_bind", "numa_bind_cpus", "numa_bind_nodes", "offload_backend", "offload_group_size",
+        "offload_num_in_group", "offload_params", "offload_prefetch_step", "optimization_level",
+        "otlp_traces_endpoint", "performance_mode", "profiler_config", "pt_load_map_location",
+        "safetensors_load_strategy", "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads", "show_hidden_metrics_for_version", "shutdown_timeout",
+        "tokenizer_mode", "trust_remote_code", "use_tqdm_on_load", "watermark",
+    }
+)  # fmt: skip
+
+
+def refusal(name: str) -> str | None:
+    """Why an operator may not set this argument; None if he may."""
+    if name in _USE:
+        return f"the mesh sets it: use {_USE[name]} instead"
+    if name in _OWNED or any(part in name for part in _OWNED_PARTS):
+        return "the mesh sets it, and depends on it"
+    return None
+
+
+def kv_identity(args: EngineArgs) -> str:
+    """The arguments that may change the KV of a text, in one form; empty if there are none.
+
+    Instances with different identities exchange no KV. An argument that is not known to leave KV
+    alone counts.
+    """
+    changing = {name: _plain(value) for name, value in args.items() if name not in _SAME_KV}
+    return json.dumps(changing, sort_keys=True, separators=(",", ":")) if changing else ""
+
+
+def _plain(value: object) -> object:
+    """The value that text stands for: `"0.5"` and 0.5 are one value to vLLM's parser."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
