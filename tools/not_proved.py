@@ -51,8 +51,11 @@ REASONS: Final[Mapping[str, str]] = {
         "NAME=retrieval` measures what a prompt costs the decodes beside it"
     ),
     "S83": (
-        "in part: the queue is ordered by priority, tenant and deadline (S44); no memory moves "
-        "between the roles of an instance, but whole instances change their role (S28)"
+        "in part: the waiting room is ordered by priority, tenant and deadline (S44), engines "
+        "serve by priority and arrival, and whole instances change their role with the load "
+        "(S28). The memory of one engine is not shared out anew: vLLM fixes the size of its KV "
+        "cache at the start, and a prefill and a decode are two processes. Within a fusion "
+        "instance, prompts and answers share one cache without a fixed fraction"
     ),
     "S84-S87": _LOADING,
     "S88": (

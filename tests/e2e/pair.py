@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.instance.arena import ArenaAllocator
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import (
@@ -195,6 +196,7 @@ class Pair:
     last_received: KvReceived | None = None
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()  # of every prompt
+    priority: int = DEFAULT_PRIORITY
 
     def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
         """The names of the prompt's full blocks."""
@@ -269,6 +271,7 @@ class Pair:
                 block_hashes=self.names(prompt),
                 adapter=self.adapter,
                 images=self.images,
+                priority=self.priority,
             )
         )
         return leg
@@ -332,6 +335,7 @@ class Pair:
                 self.root(),
                 adapter=self.adapter,
                 images=tuple(replace(image, data=b"") for image in self.images),
+                priority=self.priority,
             )
         )
         return leg

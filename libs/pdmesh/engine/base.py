@@ -22,6 +22,7 @@ from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
@@ -108,6 +109,7 @@ class PrefillJob:
     traceparent: str = ""
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
+    priority: int = DEFAULT_PRIORITY  # a lower number is more urgent
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class DecodeJob:
     stall_s: float = math.inf
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()  # without their data: their KV is pulled
+    priority: int = DEFAULT_PRIORITY  # as in PrefillJob
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -66,6 +67,7 @@ class EngineSettings:
     speculation: Speculation = NO_SPECULATION  # vLLM
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # vLLM
     engine_args: EngineArgs = field(default_factory=dict)  # vLLM: more of its arguments
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
     max_adapter_rank: int = 16
     # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
@@ -165,6 +167,7 @@ def build_sim(
         ticket_lease_s=settings.ticket_lease_s,
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
+        scheduling_policy=settings.scheduling_policy,
         partial_sampling=settings.partial_sampling,
         images=sim_images(settings.sim_image_tokens),
         fail_every=settings.sim_fail_every,
@@ -261,6 +264,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         speculation=settings.speculation,
         async_scheduling=settings.async_scheduling,
         engine_args=settings.engine_args,
+        scheduling_policy=settings.scheduling_policy,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
         file_digests=settings.file_digests,

@@ -17,6 +17,7 @@ from pdmesh.core.deadlines import (
     TRANSFER_TIMEOUT_S,
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
+from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
 
@@ -75,6 +76,11 @@ class InstanceSettings(ServiceSettings):
         {},
         description='vLLM: more of its arguments, by vLLM\'s names: {"quantization": "awq"}; those '
         "that the mesh sets itself are refused",
+    )
+    scheduling_policy: SchedulingPolicy = shared(
+        SchedulingPolicy.PRIORITY,
+        description="Which request the engine serves first: priority, by the tenants' priorities; "
+        "fcfs, by arrival alone",
     )
     enable_lora: bool = shared(
         False, description="Serve LoRA adapters (pdmesh adapters); costs memory for their slots"

@@ -234,6 +234,7 @@ class Prefill(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     key: _builtins.int
@@ -252,6 +253,8 @@ class Prefill(_message.Message):
     """a request: an Accepted without a ticket means WHOLE"""
     model: _builtins.str
     """whose tokens these are: an instance of another model rejects them; empty: not said"""
+    priority: _builtins.int
+    """of its tenant: a lower number is more urgent; absent: 1"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of the full blocks, 16 bytes each"""
@@ -281,14 +284,17 @@ class Prefill(_message.Message):
         cache_salt: _builtins.str = ...,
         kv_transfer: Global___KvTransfer.ValueType = ...,
         model: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
         adapter: _common_pb2.Adapter | None = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "priority", b"priority", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "images", b"images", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "images", b"images", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
 Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
@@ -347,6 +353,7 @@ class Start(_message.Message):
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     key: _builtins.int
@@ -363,6 +370,8 @@ class Start(_message.Message):
     prompt_compute_ms: _builtins.int
     """time that a prefill takes for the whole prompt, with nothing cached; 0: not known"""
     model: _builtins.str
+    """as in Prefill"""
+    priority: _builtins.int
     """as in Prefill"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
@@ -397,14 +406,17 @@ class Start(_message.Message):
         awaits_first_token: _builtins.bool = ...,
         prompt_compute_ms: _builtins.int = ...,
         model: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
         adapter: _common_pb2.Adapter | None = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "priority", b"priority", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "images", b"images", "key", b"key", "model", b"model", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "images", b"images", "key", b"key", "model", b"model", "priority", b"priority", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.instance.urgency import MAX_PRIORITY
 from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
@@ -110,6 +111,7 @@ class LegCommands:
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 kv_transfer=kv_transfer,
                 model=self._model,
+                priority=min(self._spec.tenant.priority, MAX_PRIORITY),
                 adapter=self._adapter,
                 images=images_to_proto(prompt.images, with_data=True),
             )
@@ -147,6 +149,7 @@ class LegCommands:
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
                 model=self._model,
+                priority=min(self._spec.tenant.priority, MAX_PRIORITY),
                 adapter=self._adapter,
                 images=images_to_proto(prompt.images, with_data=False),
             )

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
+
 _MAX_WAIT_S = 86400.0
 
 
@@ -39,7 +41,7 @@ class Tenant:
     name: str
     limits: TenantLimits = TenantLimits()
     weight: int = 1
-    priority: int = 1
+    priority: int = DEFAULT_PRIORITY
     models: frozenset[str] = frozenset()
     is_disabled: bool = False
 

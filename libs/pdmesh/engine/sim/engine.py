@@ -18,6 +18,7 @@ from typing import Final
 
 from pdmesh import failpoints
 from pdmesh.core.adapters.fit import AdapterFacts
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, SchedulingPolicy, Urgency
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
     BlocksChanged,
@@ -374,12 +375,17 @@ class SimEngine:
                 blocks.append(tail.block)
                 num_cached += tail.num_tokens
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
-            self._lane.add(PromptUnderWay(job, blocks, num_cached))
+            self._lane.add(PromptUnderWay(job, blocks, num_cached, self._urgency(job)))
         self._arrivals.clear()
         # A retrieved sequence takes the slot of a sequence that ended, in the next step (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
+
+    def _urgency(self, job: PrefillJob) -> Urgency:
+        is_fcfs = self._config.scheduling_policy is SchedulingPolicy.FCFS
+        now = asyncio.get_running_loop().time()
+        return Urgency(DEFAULT_PRIORITY if is_fcfs else job.priority, now)
 
     def _draw(self) -> None:
         failpoints.hit("decode.token")

@@ -1,9 +1,10 @@
-"""Prompts under way: chunks of a bounded number of tokens, shared in order of arrival."""
+"""Prompts under way: chunks of a bounded number of tokens, shared by urgency (S83)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdmesh.core.instance.urgency import Urgency
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.model import Words
 
@@ -15,6 +16,7 @@ class PromptUnderWay:
     job: PrefillJob
     blocks: list[int]
     num_cached: int
+    urgency: Urgency
     num_computed: int = 0  # of the other tokens
     num_in_chunk: int = 0
     states: Words | None = None  # of all its tokens, once needed
@@ -56,9 +58,9 @@ class PrefillLane:
         return self._prompts.pop(leg, None)
 
     def next_chunk(self) -> Chunk:
-        """Share the next step's tokens among the prompts, oldest first."""
+        """Share the next step's tokens among the prompts, by their turns."""
         budget, before, batch, longest = self.chunk_tokens, 0, 0, 0
-        for prompt in self._prompts.values():
+        for prompt in sorted(self._prompts.values(), key=lambda p: p.urgency.turn_at):
             prompt.num_in_chunk = min(budget, prompt.num_left)
             if prompt.num_in_chunk == 0:
                 break
@@ -73,7 +75,7 @@ class PrefillLane:
         done: list[PromptUnderWay] = []
         for prompt in self._prompts.values():
             if prompt.num_in_chunk == 0:
-                break
+                continue
             prompt.num_computed += prompt.num_in_chunk
             prompt.num_in_chunk = 0
             if prompt.num_left == 0:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
@@ -94,6 +95,7 @@ class VllmConfig:
     speculation: Speculation = NO_SPECULATION
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
+    scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
@@ -222,6 +224,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "generation_config": "vllm",  # the job says how to draw, not a file beside the model
         "disable_log_stats": True,
         "async_scheduling": config.scheduling.is_async,
+        "scheduling_policy": config.scheduling_policy.value,
         "scheduler_cls": scheduler_class(config),
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=True,

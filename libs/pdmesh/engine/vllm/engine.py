@@ -265,6 +265,7 @@ class VllmEngine:
             names,
             job.adapter,
             job.images,
+            job.priority,
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
@@ -304,6 +305,7 @@ class VllmEngine:
             params,
             adapter=job.adapter,
             images=job.images,
+            priority=job.priority,
         )
 
     def _open_ticket(self, job: PrefillJob, staging: ArenaRange) -> None:

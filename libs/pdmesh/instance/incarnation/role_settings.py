@@ -41,7 +41,8 @@ OPTIONS: Final = frozenset(
         "sim_token_bytes", "sim_seed",
         "sim_fail_every", "max_num_batched_tokens", "speculation", "speculative_tokens",
         "speculative_acceptance", "speculative_token_cost",
-        "async_scheduling", "engine_args", "enable_lora", "max_loras", "max_lora_rank",
+        "async_scheduling", "scheduling_policy", "engine_args", "enable_lora", "max_loras",
+        "max_lora_rank",
         "pooling_convert", "sim_pooling", "sim_dimensions", "sim_image_tokens",
     }
 )  # fmt: skip
@@ -122,6 +123,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         ),
         async_scheduling=settings.async_scheduling,
         engine_args=settings.engine_args,
+        scheduling_policy=settings.scheduling_policy,
         max_adapters=settings.max_loras if settings.enable_lora else 0,
         is_pooling=role is Role.POOLING,
         pooling_convert=settings.pooling_convert,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import DIGEST_BYTES, MAX_IMAGES, PromptImage
 from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, MAX_PRIORITY
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
@@ -119,6 +120,7 @@ class Parsed:
     block_hashes: tuple[bytes, ...]
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
+    priority: int = DEFAULT_PRIORITY
 
 
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
@@ -139,7 +141,17 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
         raise InvalidRequest(text, field="sampling.num_drawn")
     adapter = adapter_from_proto(m.adapter) if m.HasField("adapter") else None
     images = images_from_proto(m, len(prompt)) if m.images else ()
-    return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter, images)
+    priority = priority_from_proto(m)
+    return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter, images, priority)
+
+
+def priority_from_proto(m: Prefill | Start) -> int:
+    """Raises InvalidRequest. Gateways of before it was a field do not say it."""
+    if not m.HasField("priority"):
+        return DEFAULT_PRIORITY
+    if m.priority > MAX_PRIORITY:
+        raise InvalidRequest(f"must be at most {MAX_PRIORITY}", field="priority")
+    return m.priority
 
 
 def images_from_proto(m: Prefill | Start, num_tokens: int) -> tuple[PromptImage, ...]:

@@ -221,6 +221,7 @@ class LegLife:
             traceparent=m.traceparent,
             adapter=parsed.adapter,
             images=parsed.images,
+            priority=parsed.priority,
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)
@@ -260,6 +261,7 @@ class LegLife:
                 stall_s=self._limits.stall_s,
                 adapter=parsed.adapter,
                 images=parsed.images,
+                priority=parsed.priority,
             )
         )
 

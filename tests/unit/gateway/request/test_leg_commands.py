@@ -5,12 +5,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
+import pytest
+
 from pdmesh.core.adapters.adapter import Adapter
-from pdmesh.core.request.events import AskPlan, Candidate, SendPrefill
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, MAX_PRIORITY
+from pdmesh.core.request.events import AskPlan, Candidate, SendPrefill, SendStart, TicketHeld
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.core.tenancy.limits import Tenant
-from pdmesh.instance.legs.convert import shaping_from_proto
+from pdmesh.errors import InvalidRequest
+from pdmesh.instance.legs.convert import priority_from_proto, shaping_from_proto
 from pdmesh.services.gateway.request.leg_commands import (
     ChoiceIdentity,
     LegCommands,
@@ -19,7 +23,7 @@ from pdmesh.services.gateway.request.leg_commands import (
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
 from pdmesh.services.gateway.text.prompt import Prompt
-from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.common_pb2 import InstanceRecord, Ticket
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_WHOLE
 from tests.fakes.tokenizers import SIM_TOKENIZER
 
@@ -93,3 +97,25 @@ def test_a_request_for_an_adapter_names_the_model_and_the_content_everywhere() -
         sent[digest] = (bytes(query.block_hashes[0]), prefill.cache_salt)
     assert len({first for first, _ in sent.values()}) == 3
     assert len({salt for _, salt in sent.values()}) == 3
+
+
+@pytest.mark.req("S83")
+@pytest.mark.parametrize("priority", [0, 1, 7, 2**40])
+def test_both_roles_learn_how_urgent_the_tenant_is(priority: int) -> None:
+    tokens = array("I", range(130))
+    record = InstanceRecord(instance_id="p", incarnation=1, model_fingerprint="f", block_size=64)
+    tenant = Tenant("acme", priority=priority)
+    spec = CallSpec("chat", "m", (tokens,), SamplingSpec(), SIM_TOKENIZER, tenant=tenant)
+    commands = LegCommands(spec, Prompt(tokens, b"s", "acme", ""), ChoiceIdentity("r", 0), ())
+    ticket = TicketHeld("t", 1.0, Ticket())
+    send = SendPrefill(1, Candidate("p", 1), 1, 0, 5)
+    prefill = commands.prefill(send, record, (), KV_TRANSFER_WHOLE).prefill
+    start = commands.start(SendStart(2, Candidate("d", 1), 1, ticket, 1, 4), record, [5], 0.0).start
+    for message in (prefill, start):
+        assert priority_from_proto(message) == min(priority, MAX_PRIORITY)
+        message.ClearField("priority")
+        assert priority_from_proto(message) == DEFAULT_PRIORITY
+        message.priority = MAX_PRIORITY + 1
+        with pytest.raises(InvalidRequest) as refused:
+            priority_from_proto(message)
+        assert refused.value.field == "priority"

@@ -165,6 +165,16 @@ def test_a_tickets_secret_is_an_argument_so_that_a_run_can_be_repeated() -> None
     assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]
 
 
+@pytest.mark.req("S83")
+def test_the_engine_gets_each_prompt_with_its_tenants_priority() -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    commands = [prefill(key) for key in (1, 2, 3)]
+    commands[0].prefill.priority, commands[2].prefill.priority = 0, 7
+    host = make_host(engine)
+    host.apply(host.open("gateway-0"), commands)
+    assert [job.priority for job in engine.prefills] == [0, 1, 7]
+
+
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(
     ("end", "num_failed", "errors"),

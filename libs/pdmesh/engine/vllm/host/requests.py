@@ -7,8 +7,9 @@ request's task fails later, the engine ends, since the state of the request is u
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -16,6 +17,7 @@ import structlog
 from pdmesh import failpoints
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.images import VllmImages
@@ -41,6 +43,8 @@ class _Reader:
     num_top: int | None
     adapter: Adapter | None = None
     images: Sequence[PromptImage] = ()
+    priority: int = DEFAULT_PRIORITY
+    arrived_at: float = field(default_factory=time.time)
     request_id: str = ""
     is_cancelled: bool = False
     awaits_adapter: bool = False
@@ -97,9 +101,13 @@ class Requests:
         names: Sequence[bytes] = (),
         adapter: Adapter | None = None,
         images: Sequence[PromptImage] = (),
+        priority: int = DEFAULT_PRIORITY,
     ) -> None:
-        """`names`: the blocks that the tiers should provide if they can."""
-        reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter, images)
+        """`names`: the blocks that the tiers should provide if they can.
+
+        It has arrived now, however long its adapter and its blocks take to come.
+        """
+        reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter, images, priority)
         work = self._begin(
             reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
         )
@@ -188,7 +196,14 @@ class Requests:
             else:
                 request = tokens_input(prompt, cache_salt=cache_salt or None)
             lora = self._lora_request(reader.adapter)
-            queue = await self._llm.add_request(name, request, params, lora_request=lora)
+            queue = await self._llm.add_request(
+                name,
+                request,
+                params,
+                arrival_time=reader.arrived_at,
+                lora_request=lora,
+                priority=reader.priority,
+            )
             reader.request_id = queue.request_id
             if reader.is_cancelled:
                 await self._llm.abort(queue.request_id, internal=True)

@@ -32,6 +32,7 @@ class Llm:
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
         self.queues: dict[str, asyncio.Queue[Any]] = {}
+        self.asked: dict[str, tuple[int, float]] = {}  # priority, arrival
 
     async def add_lora(self, request: Any) -> None:
         self.heard.append(("load", request.name))
@@ -39,7 +40,17 @@ class Llm:
     async def remove_lora(self, number: int) -> None:
         self.heard.append(("unload", number))
 
-    async def add_request(self, name: str, _: Any, __: Any, *, lora_request: Any) -> Any:
+    async def add_request(
+        self,
+        name: str,
+        _: Any,
+        __: Any,
+        *,
+        arrival_time: float,
+        lora_request: Any,
+        priority: int,
+    ) -> Any:
+        self.asked[name] = (priority, arrival_time)
         self.heard.append(("add", lora_request.name if lora_request else None))
         queue = self.queues[name] = asyncio.Queue()
         return SimpleNamespace(
@@ -110,8 +121,10 @@ class Site:
         digest = write_adapter(self.folder / name, seed, rank=rank)
         return Adapter(name, digest, str(self.folder / name))
 
-    def submit(self, leg: int, adapter: Adapter | None) -> None:
-        self.requests.submit(leg, [1, 2], Sampling(1), 1, "", None, adapter=adapter)
+    def submit(self, leg: int, adapter: Adapter | None, priority: int = 1) -> None:
+        self.requests.submit(
+            leg, [1, 2], Sampling(1), 1, "", None, adapter=adapter, priority=priority
+        )
 
 
 async def test_a_request_begins_when_its_adapter_is_loaded_and_gives_it_back(
@@ -202,3 +215,24 @@ async def test_a_request_given_up_before_its_images_are_decoded_never_is(tmp_pat
     assert (leg, error.message) == (1, "it was given up")
     assert site.llm.heard == []
     assert site.requests.is_idle
+
+
+@pytest.mark.req("S83")
+async def test_vllm_gets_the_priority_and_the_order_of_arrival_whatever_a_request_waits_for(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    a, b = site.adapter("a", 1), site.adapter("b", 2)
+    site.submit(1, a)
+    site.submit(2, b, priority=4)  # one slot, and leg 1 uses it
+    site.submit(3, None, priority=0)
+    await until(lambda: len(site.llm.queues) == 2)
+    site.llm.finish("i-1")
+    await until(lambda: "i-2" in site.llm.queues)
+    asked = site.llm.asked
+    assert [asked[f"i-{leg}"][0] for leg in (1, 2, 3)] == [1, 4, 0]
+    assert list(asked)[-1] == "i-2", "it waited for its adapter"
+    assert asked["i-1"][1] <= asked["i-2"][1] <= asked["i-3"][1]
+    for leg in (2, 3):
+        site.llm.finish(f"i-{leg}")
+    await until(lambda: site.requests.is_idle)

@@ -11,14 +11,14 @@ import time
 from typing import Any, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from pdmesh.core.instance.step_times import StepTimes
 from pdmesh.engine.vllm.connector.scheduler.step_news import StepNews
+from pdmesh.engine.vllm.connector.scheduler.urgent_first import UrgentFirstScheduler
 from pdmesh.engine.vllm.host.stats import STEP_TOTALS
 
 
-class TimedScheduler(Scheduler):
+class TimedScheduler(UrgentFirstScheduler):
     """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
 
     dynamic_sd_lookup: list[int] | None

@@ -1,0 +1,82 @@
+"""vLLM's scheduler, where a prompt under way stands back for a more urgent one (S83).
+
+vLLM's policy `priority` orders the requests that wait, and preempts the least urgent one where
+blocks are lacking. But a prompt that has begun takes all tokens of each step until it is done,
+whatever waits. Here it has none of a step in which a more urgent one can begin. With `fcfs`, or if
+all requests have one priority, nothing differs from vLLM's scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from pdmesh.core.instance.urgency import has_several_classes
+from pdmesh.engine.vllm.connector.scheduler.urgency_queue import UrgencyQueue, urgency_of
+
+
+class UrgentFirstScheduler(Scheduler):
+    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_classes = self.policy is SchedulingPolicy.PRIORITY
+        if self._has_classes:
+            self.waiting = UrgencyQueue()
+            self.kv_holding_waiting = UrgencyQueue()
+        self._was_in_vain = False  # the last time that prompts stood back
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        urgent = None
+        if self._has_classes and self.running:
+            self._order_running()
+            urgent = None if self._was_in_vain else self._next_to_begin()
+            if urgent is not None:
+                self._stand_back_for(urgent)
+        step = super().schedule(*args, **kwargs)
+        # What else vLLM may lack for a request is not known here, so every other step is vLLM's.
+        self._was_in_vain = urgent is not None and urgent.status is not RequestStatus.RUNNING
+        return step
+
+    def _order_running(self) -> None:
+        """A step's tokens go first to answers, which take few, and then to prompts by urgency."""
+        if has_several_classes(request.priority for request in self.running):
+            self.running.sort(
+                key=lambda r: (r.is_prefill_chunk, urgency_of(r).turn_at * r.is_prefill_chunk)
+            )
+
+    def _next_to_begin(self) -> Request | None:
+        """The request that this step would begin, if no prompt under way took its tokens."""
+        if len(self.running) >= self.max_num_active_reqs:
+            return None
+        if all(not (r.is_prefill_chunk and r.priority) for r in self.running):
+            return None  # no prompt under way has anybody to stand back for
+        for queue in (self.kv_holding_waiting, self.waiting):
+            ready = next((request for request in queue if self._is_ready(request)), None)
+            if ready is not None:
+                return ready if self._has_room(ready) else None
+        return None
+
+    def _is_ready(self, request: Request) -> bool:
+        """False for one that waits for its KV, its grammar or its first token."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            has_kv: bool = request.request_id in self.finished_recving_kv_req_ids
+            return has_kv
+        return request not in self.deferred_waiting
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether its blocks are free. If not, only the prompts under way can free them."""
+        num_lacking: int = request.num_tokens - request.num_computed_tokens
+        block_size: int = self.block_size
+        num_free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return -(-num_lacking // block_size) <= num_free
+
+    def _stand_back_for(self, urgent: Request) -> None:
+        """vLLM leaves out of a step what is eligible only in a later one."""
+        waiting = urgency_of(urgent)
+        for request in self.running:
+            if request.is_prefill_chunk and urgency_of(request).stands_back_for(waiting):
+                request.next_decode_eligible_step = self.current_step + 2
