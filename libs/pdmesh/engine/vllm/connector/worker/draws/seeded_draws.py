@@ -11,6 +11,7 @@ its noise is a function of seed and position.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,15 @@ _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below this per token
 
 
 class SeededDraws(torch.Generator):
-    """One request's noise. `position` counts the draws since the seed."""
+    """One request's noise. `position` counts the draws since the seed.
+
+    A step that checks a proposal takes another amount of noise than one draw per token. From its
+    first such step on (`has_checked`), a request goes on with the noise that follows, so that none
+    of it is drawn twice.
+    """
 
     def begin(self, seed: int) -> None:
-        self.seed_asked, self.position = seed, 0
+        self.seed_asked, self.position, self.has_checked = seed, 0, False
         self.manual_seed(seed)
 
     def move_to(self, position: int, row: torch.Tensor, *, is_word: bool) -> None:
@@ -63,21 +69,21 @@ def draw_by_position() -> None:
         return
 
     @functools.wraps(sample)
-    def by_position(runner: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    def by_position(runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         if runner.input_batch.generators and logits is not None:
-            put_generators(runner, logits)
-        return sample(runner, logits, *args, **kwargs)
+            checked = spec_decode_metadata
+            put_generators(runner, logits, checked.num_draft_tokens if checked is not None else ())
+        return sample(runner, logits, spec_decode_metadata)
 
     by_position.is_by_position = True  # type: ignore[attr-defined]
     GPUModelRunner._sample = by_position
 
 
-def put_generators(runner: Any, logits: torch.Tensor) -> None:
+def put_generators(runner: Any, logits: torch.Tensor, num_proposed: Sequence[int] = ()) -> None:
     """Move each seeded request's generator to where its next token is drawn.
 
     `runner` is vLLM's own, of no stable type. Tokens drawn elsewhere are among the outputs
-    (`drawn_before`). With speculation, a step takes another amount of noise, so a generator is
-    moved only when its request begins.
+    (`drawn_before`). `num_proposed`: the tokens that this step checks, by row; empty: none.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel
@@ -90,6 +96,6 @@ def put_generators(runner: Any, logits: torch.Tensor) -> None:
             generator = SeededDraws(device=generator.device)
             generator.begin(params.seed)
             batch.generators[index] = state.generator = generator
-        elif runner.speculative_config is not None:
-            continue
-        generator.move_to(len(state.output_token_ids), row, is_word=is_word)
+        if not generator.has_checked:
+            generator.move_to(len(state.output_token_ids), row, is_word=is_word)
+            generator.has_checked = bool(num_proposed) and num_proposed[index] > 0

@@ -57,8 +57,8 @@ class Runner:
         self.input_batch = SimpleNamespace(generators={1: made}, req_ids=["other", "r"])
         self.speculative_config: object = None
 
-    def step(self, draw: Any, *, is_discarded: bool = False) -> Any:
-        put_generators(self, torch.zeros(2, VOCABULARY))
+    def step(self, draw: Any, *, is_discarded: bool = False, num_proposed: int = 0) -> Any:
+        put_generators(self, torch.zeros(2, VOCABULARY), (3, num_proposed))
         generator = self.input_batch.generators[1]
         drawn = draw(generator)
         if is_discarded:
@@ -103,12 +103,26 @@ def test_a_request_keeps_its_generator_when_it_leaves_the_batch_and_comes_back()
     assert runner.input_batch.generators[1] is runner.state.generator
 
 
-def test_with_speculation_a_generator_is_set_once_at_the_beginning_of_its_request() -> None:
+@pytest.mark.req("S37", "S111")
+def test_with_speculation_a_draw_that_is_discarded_is_drawn_again() -> None:
+    """So token 1 does not depend on the chunks of its prompt. A chunk has no proposal."""
+    expected, runner = uninterrupted(word), Runner()
+    runner.speculative_config = object()
+    for _ in range(3):
+        assert runner.step(word, is_discarded=True) == expected[0]
+    assert runner.step(word) == expected[0]
+
+
+@pytest.mark.req("S111")
+def test_no_noise_is_drawn_twice_once_a_proposal_was_checked() -> None:
+    """A check takes another amount of noise, and tokens are drawn in fewer steps."""
     expected, runner = uninterrupted(word), Runner(num_drawn=5)
     runner.speculative_config = object()
     assert runner.step(word) == expected[5]
+    assert runner.step(word, num_proposed=2) == expected[6], "the check itself is by position"
     runner.state.output_token_ids += [7, 7]  # proposed, and accepted
-    assert runner.step(word) == expected[6]
+    assert runner.step(word) == expected[7]
+    assert runner.step(word, num_proposed=1) == expected[8]
 
 
 def test_every_seed_is_one_that_vllm_honours() -> None:

@@ -1,0 +1,106 @@
+"""Proposals beside chunks of prompts and beside constraints, on vLLM with a tiny model.
+
+This is the short form, for CI: `tests/e2e/engine` has more, with a model that writes text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from pdmesh.core.speculation.schedule import Method, Speculation
+from tests.e2e.cases import Case, differences, generate_all
+from tests.e2e.conftest import engine_config
+from tests.e2e.engine.test_seeded_sampling import locally
+from tests.e2e.pair import Host, running
+from tests.e2e.tiny_llama import EOS, write_tiny_llama
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+CHUNK = 32  # tokens per step
+BYTES = range(256)
+FIXED = Speculation(4, 0.6, 0.05, is_fixed=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def plain(tiny: Path) -> AsyncIterator[Host]:
+    """It computes each prompt in one step, and proposes nothing."""
+    async with running(replace(engine_config("plain-0", 1, tiny), max_num_seqs=8)) as host:
+        yield host
+
+
+@pytest.mark.req("S37", "S111")
+async def test_a_seeded_token_1_does_not_depend_on_the_chunks_of_its_prompt_beside_a_draft(
+    plain: Host, tiny: Path
+) -> None:
+    """The engine is that of a prefill: it computes the draft's KV. The draw of each chunk but the
+    last is discarded, and uses no noise.
+    """
+    draft = Speculation(4, 0.6, 0.05, Method.DRAFT_MODEL, str(tiny)).at_prefill()
+    config = replace(
+        engine_config("chunked-0", 2, tiny),
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        speculation=draft,
+    )
+    rng = random.Random(4)
+    lengths = [CHUNK // 2, *(CHUNK * n + 5 for n in range(1, 8))]
+    cases = [Case(tuple(rng.choices(BYTES, k=n)), 1, 2.0, 90 + n) for n in lengths]
+    expected = await generate_all(lambda p, s: locally(plain, p, s), cases, 1)
+    async with running(config) as chunked:
+        for num_concurrent in (1, len(cases)):
+            got = await generate_all(lambda p, s: locally(chunked, p, s), cases, num_concurrent)
+            assert differences(expected, got) == []
+            await chunked.until_idle()
+    reseeded = [replace(case, seed=1000 + n) for n, case in enumerate(cases)]
+    others = await generate_all(lambda p, s: locally(plain, p, s), reseeded, 1)
+    assert len(differences(expected, others)) > len(cases) // 2, "the noise decides the token"
+
+
+FORMS = {
+    "regex": r"((abc){2}[de]){6}",
+    "choice": json.dumps(["no " * 20, "no, " * 16, "yes " * 16]),
+    "grammar": 'root ::= (word " "){10}\nword ::= "cat" | "car" | "cow"',
+}
+
+
+@pytest.mark.req("S116", "S118")
+async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, tiny: Path) -> None:
+    """The prompt shows an answer that is nearly right, so proposals are accepted up to a letter
+    that the form refuses. Greedy answers equal those of an engine that proposes nothing.
+    """
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    shown = ["abcabcd" * 3 + "abcabx", "no no no no, no" * 3, "cat car cow dog " * 4]
+    cases = [
+        Case(tuple(tokenizer.encode(text).ids), 64, stop_token_ids=(EOS,), form=form)
+        for form in FORMS.items()
+        for text in shown
+    ]
+    expected = await generate_all(lambda p, s: locally(plain, p, s), cases, 4)
+    config = replace(engine_config("fusion-s", 3, tiny), max_num_seqs=8, speculation=FIXED)
+    async with running(config) as host:
+        for num_concurrent in (1, len(cases)):
+            got = await generate_all(lambda p, s: locally(host, p, s), cases, num_concurrent)
+            assert differences(expected, got) == []
+        counted = host.engine.stats().extra
+        assert counted["num_accepted_tokens"] > 50
+        assert counted["num_proposed_tokens"] > counted["num_accepted_tokens"]
+    texts = [tokenizer.decode(tokens) for tokens in expected]
+    assert len(set(texts)) >= len(FORMS)
+    assert all(tokens[-1] == EOS for tokens in expected[:3]), "each such answer ends"
