@@ -46,17 +46,10 @@ class TimedScheduler(UrgentFirstScheduler):
         if isinstance(news, StepNews):
             for computed in news.computed:
                 self._times.computed(computed)
-        self._times.totals.num_tokens_past_end += sum(
-            count for key, count in step.num_scheduled_tokens.items() if self._has_ended(key)
-        )
         outputs = super().update_from_output(step, output)
         if step.total_num_scheduled_tokens:
             self._times.processed(begin, time.monotonic())
         return outputs
-
-    def _has_ended(self, key: str) -> bool:
-        request = self.requests.get(key)
-        return request is None or request.is_finished()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
@@ -66,4 +59,17 @@ class TimedScheduler(UrgentFirstScheduler):
 
 
 class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
-    """The same over vLLM's scheduler that is one step ahead."""
+    """The same over vLLM's scheduler that is one step ahead.
+
+    A request may end while a further step computes it. A synchronous scheduler has no such tokens.
+    """
+
+    def update_from_output(self, step: Any, output: Any) -> Any:
+        self._times.totals.num_tokens_past_end += sum(
+            count for key, count in step.num_scheduled_tokens.items() if self._has_ended(key)
+        )
+        return super().update_from_output(step, output)
+
+    def _has_ended(self, key: str) -> bool:
+        request = self.requests.get(key)
+        return request is None or request.is_finished()

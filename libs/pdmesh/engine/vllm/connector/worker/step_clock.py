@@ -51,9 +51,14 @@ class StepClock:
 
 
 def time_steps(clock: StepClock) -> None:
-    """Patch the model runner of this process; once per process."""
+    """Patch the model runner of this process, whose steps are timed by `clock` from now on.
+    Idempotent.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    GPUModelRunner.step_clock = clock
+    if hasattr(GPUModelRunner.execute_model, "is_timed"):
+        return
     # Any: vLLM's own types
     forward: Any = GPUModelRunner.execute_model
     draw: Any = GPUModelRunner.sample_tokens
@@ -62,11 +67,12 @@ def time_steps(clock: StepClock) -> None:
     def execute_model(runner: Any, scheduler_output: Any, *args: Any, **named: Any) -> Any:
         if not scheduler_output.total_num_scheduled_tokens:
             return forward(runner, scheduler_output, *args, **named)
-        return clock.forward(lambda: forward(runner, scheduler_output, *args, **named))
+        return runner.step_clock.forward(lambda: forward(runner, scheduler_output, *args, **named))
 
     @functools.wraps(draw)
     def sample_tokens(runner: Any, *args: Any, **named: Any) -> Any:
-        return clock.draw(lambda: draw(runner, *args, **named))
+        return runner.step_clock.draw(lambda: draw(runner, *args, **named))
 
+    execute_model.is_timed = True  # type: ignore[attr-defined]
     GPUModelRunner.execute_model = execute_model
     GPUModelRunner.sample_tokens = sample_tokens

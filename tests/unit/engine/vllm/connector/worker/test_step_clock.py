@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pdmesh.core.instance.step_times import ComputedStep
-from pdmesh.engine.vllm.connector.worker.step_clock import StepClock
+from pdmesh.engine.vllm.connector.worker.step_clock import StepClock, time_steps
 
 
 class Hands:
@@ -47,3 +51,33 @@ def test_steps_that_are_not_taken_are_bounded() -> None:
         clock.draw(lambda: now.move(1))
     assert len(taken := clock.take()) == 64
     assert taken[-1].end == 400
+
+
+def test_a_runner_that_is_timed_again_counts_each_step_once_and_by_the_new_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each engine of a process has its own clock."""
+    now = Hands()
+
+    class GPUModelRunner:
+        def execute_model(self, scheduler_output: Any) -> str:
+            return now.move(2)
+
+        def sample_tokens(self) -> str:
+            return now.move(1)
+
+    module: Any = ModuleType("vllm.v1.worker.gpu_model_runner")
+    module.GPUModelRunner = GPUModelRunner
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    clocks = [StepClock(now) for _ in range(3)]
+    time_steps(clocks[0])
+    patched = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
+    time_steps(clocks[1])
+    time_steps(clocks[2])
+    assert (GPUModelRunner.execute_model, GPUModelRunner.sample_tokens) == patched
+    runner = GPUModelRunner()
+    assert runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=3)) == "done"
+    assert runner.sample_tokens() == "done"
+    assert [clock.take() for clock in clocks] == [[], [], [ComputedStep(0, 3, 3)]]
