@@ -18,7 +18,16 @@ from types import NoneType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 from pydantic_settings import (
@@ -102,6 +111,20 @@ def _checked_url(url: str) -> str:
 
 
 ServerUrl = Annotated[str, AfterValidator(_checked_url)]
+
+
+class JsonObject(BaseModel):
+    """A JSON object in a setting or a file: it has the known fields, and none of them is a flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_no_flags(cls, value: object) -> object:
+        """Otherwise `true` would be the number 1."""
+        if isinstance(value, bool):
+            raise PydanticCustomError("flag", "must not be true or false")
+        return value
 
 
 class ServiceSettings(BaseSettings):

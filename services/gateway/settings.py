@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
-from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
+from pdmesh.config import JsonObject, ServerUrl, ServiceSettings, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
 from pdmesh.core.request.events import RequestLimits
@@ -35,20 +35,16 @@ def _image_host(host: str) -> str:
 _ImageHost = Annotated[str, AfterValidator(_image_host)]
 
 
-class ScenarioSettings(BaseModel):
+class ScenarioSettings(JsonObject):
     """What a scenario's clients may expect."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ttft_s: float = Field(10.0, gt=0)
     ttft_s_per_1k_tokens: float = Field(0.0, ge=0)
     default_text: str | None = Field(None, max_length=4096)
 
 
-class ScenarioRuleSettings(BaseModel):
+class ScenarioRuleSettings(JsonObject):
     """A scenario for requests that name none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     scenario: str = Field(min_length=1, max_length=256)
     min_prompt_tokens: int = Field(0, ge=0)

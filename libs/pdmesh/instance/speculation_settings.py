@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from pdmesh.config import JsonObject
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
 from pdmesh.instance.json_option import FROM_TEXT
 
 _WITH_MODEL = ("draft_model", "eagle")
 
 
-class SpeculationSettings(BaseModel):
+class SpeculationSettings(JsonObject):
     """`k`: the most tokens proposed per step. `schedule`: adaptive proposes fewer in larger batches
     and where fewer are right; fixed always proposes k.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["none", "prompt_lookup", "suffix", "draft_model", "eagle", "mtp"]
     model: str = Field("", max_length=4096)

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),
 ]
+Copied = tuple[list[Case], list[list[int]]]  # cases, and the tokens of plain vLLM
 FIXED = Speculation(4, 0.6, 0.05, is_fixed=True)
 MAX_LEN = 256  # of the fusion engine: answers reach its last position
 NUM_DRAWS = 300
@@ -45,9 +46,7 @@ def copies() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def copied(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[Case], list[list[int]]]:
+def copied(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Copied:
     """The copies, each cut at its first near-tie, and what plain vLLM draws for them."""
     with plain_vllm(model_dir, copies(), tmp_path_factory.mktemp("copies")) as plain:
         return plain.decided(copies())
@@ -83,9 +82,7 @@ async def with_draft(model_dir: Path, speculation: Speculation) -> AsyncIterator
 
 @pytest.mark.nightly
 @pytest.mark.req("S67", "S109", "S113")
-async def test_the_kv_of_a_draft_model_is_handed_over(
-    model_dir: Path, copied: tuple[list[Case], list[list[int]]]
-) -> None:
+async def test_the_kv_of_a_draft_model_is_handed_over(model_dir: Path, copied: Copied) -> None:
     """The draft is the model itself, so each of its proposals is right if its KV is."""
     cases, tokens = copied
     speculation = Speculation(4, 0.6, 0.001, Method.DRAFT_MODEL, str(model_dir))
@@ -130,7 +127,7 @@ def make_head(folder: Path, model_dir: Path) -> None:
 async def test_the_kv_of_an_eagle_head_is_handed_over(
     pair: Pair,
     model_dir: Path,
-    copied: tuple[list[Case], list[list[int]]],
+    copied: Copied,
     tmp_path: Path,
 ) -> None:
     """A random head is nearly always wrong, and the answers are the same. Its layer's KV is one
@@ -202,7 +199,7 @@ async def test_a_decode_without_a_schedule_proposes_tokens_for_repetitive_text(
 
 @pytest.mark.req("S110", "S116")
 async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
-    speculating: Pair, copied: tuple[list[Case], list[list[int]]]
+    speculating: Pair, copied: Copied
 ) -> None:
     """A step draws one token and those that it accepts, so the tokens tell the steps."""
     cases, tokens = copied
@@ -221,7 +218,7 @@ async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
 
 @pytest.mark.req("S67", "S37")
 async def test_an_answer_that_is_moved_amid_its_proposals_goes_on_as_it_was(
-    speculating: Pair, copied: tuple[list[Case], list[list[int]]]
+    speculating: Pair, copied: Copied
 ) -> None:
     """The decode ends after a step that drew several tokens. Its text is all that is brought."""
     cases, tokens = copied
@@ -256,7 +253,7 @@ async def begun(run: Pair, case: Case) -> list[int]:
 
 @pytest.mark.req("S116", "S72")
 async def test_fusion_draws_the_same_up_to_the_models_last_position(
-    model_dir: Path, copied: tuple[list[Case], list[list[int]]]
+    model_dir: Path, copied: Copied
 ) -> None:
     cases, tokens = copied
     config = replace(
@@ -321,9 +318,7 @@ def chi_squared(rows: Sequence[tuple[int, int]]) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.req("S109")
-async def test_suffix_decoding_draws_the_same(
-    pair: Pair, model_dir: Path, copied: tuple[list[Case], list[list[int]]]
-) -> None:
+async def test_suffix_decoding_draws_the_same(pair: Pair, model_dir: Path, copied: Copied) -> None:
     pytest.importorskip("arctic_inference")
     cases, tokens = copied
     config = replace(

@@ -1,9 +1,9 @@
 """Decides whether an engine schedules a step while it computes the one before (S139 to S150).
 
 With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
-for the CPU. In return, an answer that ends by surprise (a stop token, an abort) has one token more
-computed, which nobody sees. Where there is nothing to gain, or where vLLM cannot do it, the engine
-schedules between its steps, whatever the setting says.
+for the CPU. In return, if an answer ends unforeseen (by a stop token or an abort), the engine
+computes one more token and discards it. Where there is nothing to gain, or where vLLM cannot do it,
+the engine schedules between its steps, whatever the setting says.
 """
 
 from __future__ import annotations

@@ -139,8 +139,10 @@ class VllmEngine:
 
     def _read_draft(self) -> ModelFiles | None:
         """The draft's KV travels in the same blocks, so its files decide their names, too."""
-        folder = self._config.speculation.model
-        return read_model(Path(folder), self._digests) if folder else None
+        if not (folder := self._config.speculation.model):
+            return None
+        remedy = "the part `model` of the option `speculation` must name the draft's directory"
+        return read_model(Path(folder), self._digests, remedy=remedy)
 
     async def _start(self, started: float) -> EngineInfo:
         config = self._config

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pdmesh.atomic_file import write_atomically
+from pdmesh.config import JsonObject
 from pdmesh.core.model import Role
 from pdmesh.instance.incarnation.role_settings import OPTIONS, RoleRefused
 from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
@@ -35,17 +36,13 @@ _DECIDES_KV: Final = (
 )  # fmt: skip
 
 
-class FileEntry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class FileEntry(JsonObject):
     path: str = Field(min_length=1, max_length=512)  # below the folder of files, with slashes
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Manifest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Manifest(JsonObject):
     version: Literal[1] = 1
     role: Literal["prefill", "decode", "fusion", "pooling"]
     model: str = Field(min_length=1)  # the name clients use

@@ -100,7 +100,9 @@ def test_the_other_roles_artefact_is_refused(model_dir: Path, tmp_path: Path) ->
     [
         ({"role": "both"}, "role"),
         ({"version": 2}, "version"),
+        ({"version": True}, "version"),
         ({"files": [{"path": "a", "size": 1, "sha256": "ab"}]}, "files.0.sha256"),
+        ({"files": [{"path": "a", "size": True, "sha256": "0" * 64}]}, "files.0.size"),
         ({"files": [{"path": "../../etc/passwd", "size": 1, "sha256": "0" * 64}]}, None),
         ({"files": [{"path": "/etc/passwd", "size": 1, "sha256": "0" * 64}]}, None),
         ({"surprise": 1}, "surprise"),

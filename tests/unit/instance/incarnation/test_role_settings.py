@@ -75,6 +75,8 @@ def test_a_prefill_computes_the_draft_models_kv() -> None:
         ('{"k": 4}', "speculation.method"),
         ('{"method": "prompt_lookup", "k": 0}', "speculation.k"),
         ('{"method": "prompt_lookup", "k": "many"}', "speculation.k"),
+        ('{"method": "prompt_lookup", "k": true}', "speculation.k"),
+        ('{"method": true}', "speculation.method"),
         ('{"method": "prompt_lookup", "schedule": "x"}', "speculation.schedule"),
         ('{"method": "prompt_lookup", "tokens": 3}', "speculation.tokens"),
         ('{"method": "prompt_lookup", "model": "/m"}', "speculation"),

@@ -23,6 +23,7 @@ from pdmesh.engine.vllm.model.fingerprint import digest
 from pdmesh.errors import EngineFailed
 
 CONFIG: Final = "config.json"
+_REMEDY: Final = "prepare it with `make model`, or name a local Hugging Face directory with --model"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
 # JSON files that say nothing about how KV is computed: text to tokens, how to draw, and our own
 # notes about a download. What says how an image is read decides KV, too.
@@ -75,9 +76,13 @@ class ModelFiles:
 
 
 def read_model(
-    folder: Path, digests: FileDigests, known: Mapping[str, str] | None = None
+    folder: Path,
+    digests: FileDigests,
+    known: Mapping[str, str] | None = None,
+    remedy: str = _REMEDY,
 ) -> ModelFiles:
-    """`known`: the SHA-256 of files that were verified a moment ago.
+    """`known`: the SHA-256 of files that were verified a moment ago. `remedy`: what to do if there
+    is no model.
 
     Blocks while it hashes the other files. Raises EngineFailed if the folder does not hold a
     Hugging Face model.
@@ -94,7 +99,7 @@ def read_model(
     except (OSError, ValueError) as error:
         raise EngineFailed(
             f"no model in {folder}: {error.__class__.__name__} at {CONFIG} or a weight file; "
-            "prepare it with `make model`, or name a local Hugging Face directory with --model",
+            f"{remedy}",
             reason="MODEL_MISSING",
         ) from error
     if not any(PurePath(name).suffix in WEIGHTS for name in files):

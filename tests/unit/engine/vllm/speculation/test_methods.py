@@ -60,6 +60,8 @@ def test_a_draft_that_is_not_there_ends_the_start_at_once(tmp_path: Path) -> Non
     with pytest.raises(EngineFailed, match="nothing") as failed:
         asyncio.run(VllmEngine(config).start())
     assert failed.value.reason == "MODEL_MISSING"
+    assert "`model` of the option `speculation`" in failed.value.message
+    assert "--model" not in failed.value.message
 
 
 @pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="the package is there")
