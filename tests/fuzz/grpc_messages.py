@@ -93,7 +93,7 @@ def _generate(data: bytes) -> None:
 def _chat(data: bytes) -> None:
     request = _parsed(pb.ChatRequest, data)
     loop, frontend = _frontend()
-    _check(loop.run_until_complete(chat_spec(request, frontend, ANYONE)))
+    _check(loop.run_until_complete(chat_spec(request, frontend, ANYONES_PERMIT)))
 
 
 def _tokenize(data: bytes) -> None:

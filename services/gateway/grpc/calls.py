@@ -40,12 +40,12 @@ async def generate_spec(
     return _named(spec, names)
 
 
-async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
+async def chat_spec(request: pb.ChatRequest, frontend: Frontend, permit: Permit) -> CallSpec:
     """Raises MeshError."""
     translated = chat_of(request)
     with translated.naming():
         check_chat(translated.chat)
-        spec = await calls.chat_spec(translated.chat, frontend, tenant)
+        spec = await calls.chat_spec(translated.chat, frontend, permit)
     return _named(spec, translated.names)
 
 

@@ -96,7 +96,7 @@ class InferenceServicer:
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
         async with self._permit(context) as permit:
-            spec = await chat_spec(request, self._frontend, permit.tenant)
+            spec = await chat_spec(request, self._frontend, permit)
             async with self._opened(spec, permit, context, is_streamed=False) as call:
                 return chat_response(call, await whole_text(call))
 
@@ -104,7 +104,7 @@ class InferenceServicer:
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
         async with self._permit(context) as permit:
-            spec = await chat_spec(request.request, self._frontend, permit.tenant)
+            spec = await chat_spec(request.request, self._frontend, permit)
             async with self._opened(spec, permit, context, is_streamed=True) as call:
                 parts = ChatParts(call, counts_each=request.continuous_usage)
                 async for part in self._streamed(call, parts):

@@ -16,7 +16,6 @@ import structlog
 from pdmesh.errors import InvalidRequest, MeshError, NoInstance, shortened
 from pdmesh.services.gateway.access.access_control import (
     AccessControl,
-    Permit,
     check_model,
 )
 from pdmesh.services.gateway.http.answers import (
@@ -72,7 +71,6 @@ from pdmesh.services.gateway.openai.schema import (
 )
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
-from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.routing.fleet import KnownModel
 
 log = structlog.get_logger(__name__)
@@ -244,8 +242,10 @@ class HttpApp:
             ignored = self._intake.ignored(exchange)
             request = parse_chat(await self._intake.body(exchange), ignored)
             with exchange.watched():
-                spec = await chat_spec(request, self._frontend, permit.tenant)
-            await self._answer(exchange, request, spec, permit)
+                spec = await chat_spec(request, self._frontend, permit)
+            is_streamed, written = bool(request.stream), _format_of(request)
+            del request  # which has images as text
+            await answer(exchange, spec, permit, self._frontend, written, is_streamed=is_streamed)
         finally:
             permit.leave()
 
@@ -256,27 +256,10 @@ class HttpApp:
             request = parse_completion(await self._intake.body(exchange), ignored)
             with exchange.watched():
                 spec = await completion_spec(request, self._frontend, permit.tenant)
-            await self._answer(exchange, request, spec, permit)
+            is_streamed, written = bool(request.stream), _format_of(request)
+            await answer(exchange, spec, permit, self._frontend, written, is_streamed=is_streamed)
         finally:
             permit.leave()
-
-    async def _answer(
-        self,
-        exchange: HttpExchange,
-        request: ChatCompletionRequest | CompletionRequest,
-        spec: CallSpec,
-        permit: Permit,
-    ) -> None:
-        is_streamed = bool(request.stream)
-        options = request.stream_options
-        if options is not None and not is_streamed:
-            raise InvalidRequest("stream_options needs stream", field="stream_options")
-        include_usage = bool(options and options.include_usage)
-        written = OpenAiFormat(
-            include_usage=include_usage,
-            counts_each=include_usage and bool(options and options.continuous_usage_stats),
-        )
-        await answer(exchange, spec, permit, self._frontend, written, is_streamed=is_streamed)
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -302,7 +285,8 @@ class HttpApp:
         try:
             body = await self._intake.body(exchange)
             request = parse_tokenize(body, self._intake.ignored(exchange))
-            tokens, model = await tokenized(request, self._frontend, permit)
+            with exchange.watched():
+                tokens, model = await tokenized(request, self._frontend, permit)
             strings = await model.tokenizer.strings(tokens) if request.return_token_strs else None
         finally:
             permit.leave()
@@ -337,6 +321,16 @@ class HttpApp:
         missing = self._not_ready()
         body = {"status": "not ready" if missing else "ready", "waiting_for": missing}
         await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
+
+
+def _format_of(request: ChatCompletionRequest | CompletionRequest) -> OpenAiFormat:
+    """Raises InvalidRequest."""
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream", field="stream_options")
+    include_usage = bool(options and options.include_usage)
+    counts_each = include_usage and bool(options and options.continuous_usage_stats)
+    return OpenAiFormat(include_usage=include_usage, counts_each=counts_each)
 
 
 def _model_entry(model: KnownModel) -> ModelEntry:

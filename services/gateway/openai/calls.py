@@ -22,6 +22,7 @@ from pdmesh.services.gateway.openai.chat_images import (
     has_images,
     no_images,
     placed,
+    with_places,
 )
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
@@ -49,8 +50,9 @@ _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
 MAX_PROMPT_LOGPROBS: Final = 1 << 18  # of a call
 
 
-async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
+async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: Permit) -> CallSpec:
     """Raises MeshError."""
+    tenant = permit.tenant
     model = await frontend.served_model(request.model, tenant, request.scenario)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model.name, num_logprobs)
@@ -58,7 +60,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     max_tokens = request.max_completion_tokens or request.max_tokens
     has_special = bool(request.add_special_tokens)
     tokens, images, held = await chat_prompt(
-        request, model, frontend, add_special_tokens=has_special
+        request, model, frontend, permit, add_special_tokens=has_special
     )
     check_sent(images, request.n or 1)
     sampling = await sampling_of(request, max_tokens, num_logprobs, model, frontend, tenant)
@@ -103,10 +105,15 @@ async def chat_prompt(
     request: ChatCompletionRequest | TokenizeRequest,
     model: ServedModel,
     frontend: Frontend,
+    permit: Permit,
     *,
     add_special_tokens: bool = False,
 ) -> tuple[array[int], tuple[PromptImage, ...], Held | None]:
-    """The tokens of a conversation, and its images. Raises MeshError."""
+    """The tokens of a conversation, and its images. Raises MeshError.
+
+    The prompt is charged while its images are read, so that no work on images is done for a tenant
+    that has no tokens left. Nothing remains charged.
+    """
     messages = request.messages or []
     facts = frontend.images_of(model) if has_images(messages) else None
     if facts is None:
@@ -120,12 +127,16 @@ async def chat_prompt(
         raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="truncate_prompt_tokens")
     asked, shared = asked_images(messages), frontend.shared.images
     shared.check_count(asked, facts.max_images)
-    loaded = await shared.load(asked)
     (mark,) = await model.tokenizer.strings((facts.placeholder,))
     conversation = conversation_of(request, mark)
     tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
-    prompt, images = placed(tokens, facts, loaded)
-    return prompt, images, loaded.held
+    prompt, positions = with_places(tokens, facts, len(asked))
+    await charged(permit, lambda: permit.charge(len(prompt)))
+    try:
+        loaded = await shared.load(asked)
+    finally:
+        permit.settle(0)
+    return prompt, placed(positions, facts, loaded), loaded.held
 
 
 async def _parsed_sampling(
@@ -224,7 +235,7 @@ async def tokenized(
         tokens = await text_tokens(request.prompt or "", model, add_special_tokens=has_special)
     else:
         tokens, _, _ = await chat_prompt(
-            request, model, frontend, add_special_tokens=bool(has_special)
+            request, model, frontend, permit, add_special_tokens=bool(has_special)
         )
     await charged(permit, lambda: permit.charge(len(tokens)))
     permit.settle(len(tokens))

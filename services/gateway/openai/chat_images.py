@@ -32,17 +32,22 @@ def no_images(messages: Sequence[ChatMessage], model: str) -> InvalidRequest:
     return InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
-def placed(
-    tokens: array[int], facts: ImageFacts, loaded: LoadedImages
-) -> tuple[array[int], tuple[PromptImage, ...]]:
-    """The prompt with each image's tokens, and the images. Raises InvalidRequest."""
+def with_places(
+    tokens: array[int], facts: ImageFacts, num_images: int
+) -> tuple[array[int], list[int]]:
+    """The prompt with each image's tokens, and where each begins. Raises InvalidRequest."""
     try:
-        prompt, positions = expanded(tokens, facts, len(loaded.data))
+        return expanded(tokens, facts, num_images)
     except InvalidRequest as exc:
         raise InvalidRequest(exc.message, field="messages") from None
+
+
+def placed(
+    positions: Sequence[int], facts: ImageFacts, loaded: LoadedImages
+) -> tuple[PromptImage, ...]:
     size = len(facts.expansion)
     found = zip(positions, loaded.digests, loaded.data, strict=True)
-    return prompt, tuple(PromptImage(at, size, digest, data) for at, digest, data in found)
+    return tuple(PromptImage(at, size, digest, data) for at, digest, data in found)
 
 
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,12 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.v1 import inference_service_pb2 as pb
-from pdmesh.v1.common_pb2 import ImageFacts
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.gateway_mesh import GatewayMesh
+from tests.integration.images.image_mesh import image_mesh
 from tests.support.images.files import data_uri, png
 from tests.support.waiting import until
 
-TEMPLATE = (
-    "{% for m in messages %}{% for p in m.content %}{{ p.text or eos_token }}{% endfor %}"
-    "{% endfor %}"
-)
 DATA = png(1) + bytes(100_000)
 NUM_CLIENTS = 12
 DOORS = ["chat", "messages", "responses"]
@@ -36,16 +33,9 @@ MANY = 3000  # tokens: more than a client waits for
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
-    async with gateway_mesh(tmp_path, template=TEMPLATE, ttft_s=60.0) as mesh:
-        placeholder = mesh.tokenizer.eos_token_id
-        assert placeholder is not None
+    async with image_mesh(tmp_path, ttft_s=60.0) as mesh:
         for instance in mesh.instances.values():
             instance.step_s = 0.005
-            record = instance.record()
-            record.images.CopyFrom(
-                ImageFacts(placeholder=placeholder, expansion=[placeholder] * 4, max_images=2)
-            )
-            mesh.register(record)
         yield mesh
 
 
@@ -192,3 +182,30 @@ async def _read_all(stream: Any) -> None:
     """Any: grpc-stubs cannot type a call made by a generated stub for asyncio."""
     while await stream.read() is not _EOF:
         pass
+
+
+@pytest.mark.req("S128")
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("door", DOORS)
+async def test_an_open_answer_keeps_an_image_and_not_its_text(mesh: GatewayMesh, door: str) -> None:
+    """An image is a third longer as base64, and no bound of images counts that."""
+    path, body = asked(door, stream=True, **({"store": False} if door == "responses" else {}))
+    tracemalloc.start()
+    try:
+        async with (
+            httpx.AsyncClient(base_url=mesh.url, timeout=60) as client,
+            client.stream("POST", path, json=body) as response,
+        ):
+            async for _ in response.aiter_lines():
+                break
+            held = tracemalloc.take_snapshot().traces
+    finally:
+        tracemalloc.stop()
+    assert any(len(DATA) <= trace.size < len(DATA) + 100 for trace in held)
+    texts = [t for t in held if t.size >= len(data_uri(DATA)) - 100 and _is_ours(t.traceback)]
+    assert not texts
+
+
+def _is_ours(traceback: tracemalloc.Traceback) -> bool:
+    """The client of this test keeps its request."""
+    return "/services/gateway/" in traceback[0].filename

@@ -10,15 +10,10 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.services.gateway.http.responses import store
-from pdmesh.v1.common_pb2 import ImageFacts
-from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.gateway_mesh import GatewayMesh
+from tests.integration.images.image_mesh import image_mesh
 from tests.support.images.files import data_uri, png
 from tests.support.sites import servers
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ p.text or eos_token }}{% endfor %}{% endif %}{% endfor %}"
-)
 
 
 @pytest_asyncio.fixture
@@ -26,15 +21,7 @@ async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(store, "TIMEOUT_S", 60.0)  # a busy machine is no outage of Redis
     server = servers.valkey(tmp_path)
     await server.start()
-    async with gateway_mesh(tmp_path, template=TEMPLATE, redis_url=server.url) as mesh:
-        placeholder = mesh.tokenizer.eos_token_id
-        assert placeholder is not None
-        for instance in mesh.instances.values():
-            record = instance.record()
-            record.images.CopyFrom(
-                ImageFacts(placeholder=placeholder, expansion=[placeholder] * 4, max_images=2)
-            )
-            mesh.register(record)
+    async with image_mesh(tmp_path, redis_url=server.url) as mesh:
         yield mesh
     server.close()
 

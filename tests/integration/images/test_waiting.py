@@ -11,29 +11,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from pdmesh.v1.common_pb2 import ImageFacts
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
-from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.gateway_mesh import GatewayMesh
+from tests.integration.images.image_mesh import image_mesh
 from tests.support.images.files import data_uri, png
 from tests.support.waiting import until
-
-TEMPLATE = (
-    "{% for m in messages %}{% for p in m.content %}{{ p.text or eos_token }}{% endfor %}"
-    "{% endfor %}"
-)
 
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
-    async with gateway_mesh(tmp_path, template=TEMPLATE, ttft_s=60.0, retry_s=0.02) as mesh:
-        placeholder = mesh.tokenizer.eos_token_id
-        assert placeholder is not None
-        for instance in mesh.instances.values():
-            record = instance.record()
-            record.images.CopyFrom(
-                ImageFacts(placeholder=placeholder, expansion=[placeholder] * 4, max_images=2)
-            )
-            mesh.register(record)
+    async with image_mesh(tmp_path, ttft_s=60.0, retry_s=0.02) as mesh:
         yield mesh
 
 

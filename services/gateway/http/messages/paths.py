@@ -78,14 +78,11 @@ class MessagesPaths:
             with translated.naming():
                 check_chat(translated.chat)
                 with exchange.watched():
-                    spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
+                    spec = await chat_spec(translated.chat, self._frontend, permit)
+                written, is_streamed = MessagesFormat(), bool(request.stream)
+                del request, translated  # which have images as text
                 await answer(
-                    exchange,
-                    spec,
-                    permit,
-                    self._frontend,
-                    MessagesFormat(),
-                    is_streamed=bool(request.stream),
+                    exchange, spec, permit, self._frontend, written, is_streamed=is_streamed
                 )
         finally:
             permit.leave()
@@ -107,7 +104,8 @@ class MessagesPaths:
             with translated.naming():
                 check_chat(translated.chat)
                 model = await self._frontend.served_model(translated.chat.model, permit.tenant)
-                tokens, _, _ = await chat_prompt(translated.chat, model, self._frontend)
+                with exchange.watched():
+                    tokens, _, _ = await chat_prompt(translated.chat, model, self._frontend, permit)
             await charged(permit, lambda: permit.charge(len(tokens)))
             permit.settle(len(tokens))
         finally:

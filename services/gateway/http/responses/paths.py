@@ -135,9 +135,11 @@ class ResponsesPaths:
             with translated.naming():
                 check_chat(translated.chat)
                 with exchange.watched():
-                    spec = await chat_spec(translated.chat, self._frontend, permit.tenant)
+                    spec = await chat_spec(translated.chat, self._frontend, permit)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
+                request.input = ""  # has images as text; `keep` has all that it needs
+                del previous, translated
                 if request.background:
                     body = await self._begin(exchange, spec, permit, written)
                     is_in_background = True
