@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import base64
+import random
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
@@ -119,3 +124,46 @@ def test_a_thin_image_is_refused_however_few_pixels_it_has(width: int, height: i
     with pytest.raises(ImageRefused, match="one side may be 200 times the other"):
         check_image(png(1, width, height), ImageRules())
     assert check_image(png(1, min(width, 200), min(height, 200)), ImageRules())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 49_151, 49_152, 49_153, 98_304, 200_000])
+def test_long_base64_is_decoded_as_a_whole(num_bytes: int) -> None:
+    data = random.Random(num_bytes).randbytes(num_bytes)
+    assert decoded(base64.b64encode(data).decode(), ImageRules()) == data
+
+
+@pytest.mark.parametrize("at", [3, 65_534, 65_535, 65_536, 131_071, 131_072, 199_996])
+@pytest.mark.parametrize("wrong", ["=", "==", "-", " ", "\n", "\0", "é"])
+def test_wrong_base64_is_refused_wherever_it_is(at: int, wrong: str) -> None:
+    """Padding at the end of a piece would be right if the piece were all."""
+    text = "A" * (at - len(wrong) + 1) + wrong
+    with pytest.raises(ImageRefused, match="base64"):
+        decoded(text + "A" * (200_000 - len(text)), ImageRules())
+
+
+def test_no_call_of_the_library_takes_long() -> None:
+    """No other thread runs during such a call, so the event loop would stand still for all of it,
+    which is some 20 ms for 6 MiB. Time on the processor counts, whatever else this machine does.
+    """
+    text = "A" * (8 << 20)
+    whole_s = _longest_call_s(lambda: base64.b64decode(text, validate=True))
+    assert _longest_call_s(lambda: decoded(text, ImageRules())) < whole_s / 8
+
+
+def _longest_call_s(work: Callable[[], object]) -> float:
+    """The longest call of a function that is written in C."""
+    begun_s = longest_s = 0.0
+
+    def on_event(_: FrameType, event: str, __: object) -> None:
+        nonlocal begun_s, longest_s
+        if event == "c_call":
+            begun_s = time.thread_time()
+        elif event == "c_return":
+            longest_s = max(longest_s, time.thread_time() - begun_s)
+
+    sys.setprofile(on_event)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return longest_s
