@@ -115,7 +115,7 @@ async def chat_prompt(
     that has no tokens left. Nothing remains charged.
     """
     messages = request.messages or []
-    facts = frontend.images_of(model) if has_images(messages) else None
+    facts = frontend.shared.fleet.images_of(model.name) if has_images(messages) else None
     if facts is None:
         if has_images(messages):
             raise no_images(messages, model.name)

@@ -19,7 +19,6 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
-from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
@@ -34,7 +33,6 @@ from pdmesh.errors import (
     Overloaded,
     PoisonRequest,
 )
-from pdmesh.net.image_facts import images_from_proto
 from pdmesh.services.gateway.access.access_control import ANYONES_PERMIT, Permit, check_model
 from pdmesh.services.gateway.request.bounds import (
     check_allowed_ids,
@@ -223,11 +221,6 @@ class Frontend:
             base, fleet.text_of(base), lambda: fleet.text_sources(base)
         )
         return ServedModel(name, tokenizer, context_length, adapter)
-
-    def images_of(self, model: ServedModel) -> ImageFacts | None:
-        """How the model takes images; None if it takes none."""
-        record = self.shared.fleet.reference(model.name)
-        return images_from_proto(record) if record is not None else None
 
     async def pooling_model(
         self,

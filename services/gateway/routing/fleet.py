@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
 from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
@@ -275,6 +276,10 @@ class FleetView:
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model support constraints."""
         return self._book.supports_constraints(self.base_model(model))
+
+    def images_of(self, model: str) -> ImageFacts | None:
+        """See `ModelBook.images_of`."""
+        return self._book.images_of(self.base_model(model))
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves the model for this scenario, or did so lately."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
+from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.net.image_facts import images_from_proto
 from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 
@@ -22,6 +24,7 @@ class ModelBook:
         self._texts: dict[str, ModelText | None] = {}
         self._unsupported_shaping: dict[str, frozenset[str]] = {}
         self._supporting_constraints: frozenset[str] = frozenset()
+        self._images: dict[str, ImageFacts | None] = {}
 
     def see(self, records: Iterable[InstanceRecord], now: float) -> None:
         """`records` are all that take requests now; the first of a model represents it."""
@@ -34,6 +37,7 @@ class ModelBook:
             model: frozenset(field for record in of for field in record.unsupported_shaping)
             for model, of in self._by_model.items()
         }
+        self._images = {model: _common_images(of) for model, of in self._by_model.items()}
         self._supporting_constraints = frozenset(
             model
             for model, of in self._by_model.items()
@@ -60,6 +64,17 @@ class ModelBook:
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model support constraints, or there are none."""
         return model in self._supporting_constraints or model not in self._by_model
+
+    def images_of(self, model: str) -> ImageFacts | None:
+        """How the model takes images; None if none of its instances takes any.
+
+        Instances may differ, during an upgrade: then how most of those do that take any. Requests
+        with images go to no others.
+        """
+        if model in self._images:
+            return self._images[model]
+        reference = self._references.get(model)
+        return images_from_proto(reference) if reference is not None else None
 
     def text_of(self, model: str) -> ModelText | None:
         """The model's tokenizer files; None if its instances have none.
@@ -91,3 +106,14 @@ def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
         return next(iter(texts.values()), None)
     num = Counter(r.text.vocabulary for r in records)
     return max(texts.values(), key=lambda text: (num[text.vocabulary], text.digest))
+
+
+def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
+    """The most frequent tokens, and the bound of images that holds for all instances with them."""
+    found = [facts for record in records if (facts := images_from_proto(record)) is not None]
+    if not found:
+        return None
+    num = Counter((facts.placeholder, facts.expansion) for facts in found)
+    tokens = max(num, key=lambda tokens: (num[tokens], tokens))
+    max_images = min(f.max_images for f in found if (f.placeholder, f.expansion) == tokens)
+    return ImageFacts(*tokens, max_images)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.net.image_facts import images_to_proto
 from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -10,6 +12,36 @@ def instance(model: str, *unsupported: str, constrains: bool = True) -> Instance
     return InstanceRecord(
         model=model, unsupported_shaping=unsupported, supports_constraints=constrains
     )
+
+
+def seeing(facts: ImageFacts | None) -> InstanceRecord:
+    record = instance("m")
+    if facts is not None:
+        record.images.CopyFrom(images_to_proto(facts))
+    return record
+
+
+def test_images_are_taken_as_by_most_of_the_instances_that_take_any() -> None:
+    """The record that comes first says nothing about the others."""
+    few, many = ImageFacts(7, (7, 7), 4), ImageFacts(7, (7, 7, 7), 8)
+    book = ModelBook()
+    book.see([seeing(None), seeing(few), seeing(many), seeing(None), seeing(many)], 0.0)
+    assert book.images_of("m") == many
+    assert book.images_of("n") is None
+
+
+def test_as_many_images_are_taken_as_all_of_those_instances_take() -> None:
+    book = ModelBook()
+    book.see([seeing(ImageFacts(7, (7, 7), most)) for most in (8, 4, 6)], 0.0)
+    assert book.images_of("m") == ImageFacts(7, (7, 7), 4)
+
+
+def test_images_are_taken_as_by_the_last_instance_when_all_are_gone() -> None:
+    book = ModelBook()
+    facts = ImageFacts(7, (7, 7), 8)
+    book.see([seeing(facts)], 0.0)
+    book.see([], 1.0)
+    assert book.images_of("m") == facts
 
 
 def test_a_model_supports_what_all_of_its_instances_support() -> None:
