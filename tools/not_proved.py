@@ -79,8 +79,9 @@ REASONS: Final[Mapping[str, str]] = {
         "image's size, as Qwen-VL's, refuses them with a 400"
     ),
     "S130": (
-        "not implemented: the prefill that computes a prompt encodes its images, and there is no "
-        "instance for encoding alone"
+        "in part: an encoder that leaves the language model out needs torchvision, whose builds do "
+        "not run with a CPU's torch; there it loads all of the model. What it gains in throughput "
+        "and memory needs a GPU"
     ),
     "S132": (
         "the part that needs no GPU, more hits through routing, is S131; the rest is not reproduced"

@@ -45,6 +45,7 @@ from pdmesh.telemetry import metrics, names
 from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
+    ROLE_ENCODER,
     ROLE_FUSION,
     ROLE_POOLING,
     ROLE_PREFILL,
@@ -54,7 +55,9 @@ from pdmesh.v1.common_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-_JUDGED_ROLES: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING})
+_JUDGED_ROLES: Final = frozenset(
+    {ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING, ROLE_ENCODER}
+)
 _TICKS_PER_LEASE: Final = 6
 _VOID_AFTER_PERIODS: Final = 3
 _VITALS: Final = "vitals"

@@ -13,7 +13,7 @@ from pdmesh.instance.settings import InstanceSettings
 class Settings(InstanceSettings):
     model_config = settings_config("PDMESH_INSTANCE_")
 
-    role: Literal["none", "prefill", "decode", "fusion", "pooling"] = Field(
+    role: Literal["none", "prefill", "decode", "fusion", "pooling", "encoder"] = Field(
         "none", description="Role at start; none: blank, until the master assigns one"
     )
     num_slots: int = Field(

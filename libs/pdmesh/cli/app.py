@@ -132,6 +132,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--fusion", action="store_true", help="start one instance for both phases instead of a pair"
     )
     add(
+        "--encoder",
+        type=values.count,
+        default=0,
+        metavar="N",
+        help="instances that encode images for the prefills",
+    )
+    add(
         "--pooling",
         type=values.count,
         default=0,
@@ -525,7 +532,8 @@ def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentPars
         "build", parents=[common], help="make an artefact and print the path of its manifest"
     )
     build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
-    build.add_argument("--role", choices=["prefill", "decode", "fusion", "pooling"], required=True)
+    roles = ["prefill", "decode", "fusion", "pooling", "encoder"]
+    build.add_argument("--role", choices=roles, required=True)
     build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     build.add_argument(
         "--name", default="", help="the model's name for clients (default: the folder's name)"

@@ -12,6 +12,7 @@ class Role(enum.Enum):
     DECODE = "decode"
     FUSION = "fusion"
     POOLING = "pooling"
+    ENCODER = "encoder"
 
 
 class Stage(enum.IntEnum):

@@ -2,9 +2,9 @@
 
 An engine never queues. The instance's admission core reserves a slot and the bytes before a job
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
-every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`, or a
-`Prefilled` that carries a ticket or a finish reason. An aborted job has no terminal output: after
-`abort` returns, only the end of its ranges is emitted for that leg (`TicketClosed`,
+every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`, `Encoded`,
+or a `Prefilled` that carries a ticket or a finish reason. An aborted job has no terminal output:
+after `abort` returns, only the end of its ranges is emitted for that leg (`TicketClosed`,
 `LandingFreed`). A terminal output that was emitted before the abort is still read: it means that no
 `TicketClosed` follows.
 """
@@ -110,6 +110,7 @@ class PrefillJob:
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY  # a lower number is more urgent
+    awaits_embeddings: bool = False  # of its images: `embedded` says who holds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,25 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """Make the embeddings of images and hold them for others. Answered by `Encoded` or `Failed`."""
+
+    leg: int
+    request_id: str
+    images: tuple[PromptImage, ...]
+    cache_salt: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The embeddings of all images of the job are here; `num_computed` of them were not before."""
+
+    leg: int
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksChanged:
     """Blocks that one tier evicted and stored, as mesh hashes: clear, then remove, then store."""
 
@@ -354,6 +374,7 @@ Output = (
     | TicketClosed
     | LandingFreed
     | Pooled
+    | Encoded
     | BlocksChanged
     | TiersReported
     | AdaptersChanged
@@ -435,6 +456,14 @@ class Engine(Protocol):
         """
         ...
 
+    def embedded(self, leg: int, encoder: KvPeer | None) -> None:
+        """The embeddings that a prefill awaits are at `encoder`.
+
+        None, or an encoder that has lost them: the engine makes them itself. Ignored for a leg that
+        awaits none.
+        """
+        ...
+
     def abort(self, leg: int) -> None:
         """Stop a job in any state, its ticket included. Unknown legs are ignored."""
         ...
@@ -497,3 +526,10 @@ class PoolingEngine(Protocol):
     """An engine of the role pooling: it is an `Engine` that takes these jobs and no others."""
 
     def pool(self, job: PoolJob) -> None: ...
+
+
+@runtime_checkable
+class EncoderEngine(Protocol):
+    """An engine of the role encoder: it is an `Engine` that takes these jobs and no others."""
+
+    def encode(self, job: EncodeJob) -> None: ...

@@ -18,6 +18,7 @@ from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS, Law
 from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.sim.encoding.engine import SimEncoderConfig, SimEncoderEngine
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
@@ -27,6 +28,7 @@ from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
 from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
+from pdmesh.kv.embeddings.pool import EmbeddingPool
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import FindHolders, PoolSource
 from pdmesh.kv.tiers.stack import TierStack
@@ -85,6 +87,8 @@ class EngineSettings:
     partial_sampling: PartialSampling = (
         NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
     )
+    is_encoder: bool = False  # it makes embeddings of images for others
+    embedding_pool_bytes: int = 256 << 20  # that an encoder holds
     is_pooling: bool = False  # it makes vectors or scores of whole texts
     pooling_convert: str = "auto"  # vLLM: what a model that makes answers becomes
     sim_pooling: str = "embed"
@@ -108,6 +112,10 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
             return build_sim_pooling(settings)
         case "vllm" if settings.is_pooling:
             return _build_vllm_pooling(settings)
+        case "sim" if settings.is_encoder:
+            return build_sim_encoder(settings, lambda: _ucx(settings))
+        case "vllm" if settings.is_encoder:
+            return _build_vllm_encoder(settings)
         case "sim":
             return build_sim(settings, lambda: _ucx(settings), find_holders)
         case "vllm":
@@ -180,6 +188,32 @@ def build_sim(
 
 def sim_images(num_tokens: int) -> ImageFacts | None:
     return ImageFacts(IMAGE_ID, (IMAGE_ID,) * num_tokens, SIM_MAX_IMAGES) if num_tokens else None
+
+
+def build_sim_encoder(
+    settings: EngineSettings, make_transport: Callable[[], KvTransport]
+) -> BuiltEngine:
+    """Raises EngineFailed for a model that takes no images."""
+    images = sim_images(settings.sim_image_tokens)
+    if images is None:
+        raise EngineFailed("the sim model takes no images: set SIM_IMAGE_TOKENS")
+    fingerprint = sim_fingerprint(sim_params(settings))
+    identity = AgentIdentity(
+        settings.instance_id, settings.incarnation, fingerprint, group_id=settings.group_id
+    )
+
+    def make_agent(pool: EmbeddingPool) -> KvAgent:
+        return KvAgent(make_transport(), identity, host_memory(0, 0, pool), lambda _: None)
+
+    config = SimEncoderConfig(
+        settings.model,
+        fingerprint,
+        settings.max_model_len,
+        images,
+        settings.embedding_pool_bytes,
+        _law(settings),
+    )
+    return BuiltEngine(SimEncoderEngine(config, make_agent), 0, 0)
 
 
 def build_sim_pooling(settings: EngineSettings) -> BuiltEngine:
@@ -301,3 +335,28 @@ def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
         failpoints=settings.failpoint,
     )
     return BuiltEngine(VllmPoolingEngine(config), 0, 0)
+
+
+def _build_vllm_encoder(settings: EngineSettings) -> BuiltEngine:
+    from pdmesh.engine.vllm.encoding.config import VllmEncoderConfig
+    from pdmesh.engine.vllm.encoding.engine import VllmEncoderEngine
+
+    if settings.model_dir is None:
+        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+    config = VllmEncoderConfig(
+        instance_id=settings.instance_id,
+        incarnation=settings.incarnation,
+        model_dir=settings.model_dir,
+        model=settings.model,
+        dtype=settings.dtype,
+        kv_host=settings.kv_host,
+        group_id=settings.group_id,
+        kv_cache_bytes=_kv_cache_bytes(settings),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.num_slots,
+        pool_bytes=settings.embedding_pool_bytes,
+        engine_args=settings.engine_args,
+        file_digests=settings.file_digests,
+        failpoints=settings.failpoint,
+    )
+    return BuiltEngine(VllmEncoderEngine(config), 0, 0)

@@ -1,6 +1,6 @@
-"""What the engines of the role pooling answer to calls about KV and adapters: they have none.
+"""What the engines of pooling instances and encoders answer to calls about KV and adapters.
 
-Admission refuses such jobs before they reach an engine.
+They have none. Admission refuses such jobs before they reach an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.errors import AdapterUnusable, KvTransferFailed
 
 
 class NoKv:
-    """The part of `Engine` that a pooling engine has in common with every other."""
+    """The part of `Engine` that such an engine has in common with every other."""
 
     def prefill(self, job: PrefillJob) -> None:
         raise AssertionError("admission refuses prompts here")
@@ -25,11 +25,14 @@ class NoKv:
     def join(self, leg: int, first_token: int) -> None:
         """No leg awaits a token."""
 
+    def embedded(self, leg: int, encoder: KvPeer | None) -> None:
+        """No leg awaits embeddings."""
+
     def release(self, ticket_id: str) -> None:
         """No ticket is known."""
 
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
-        raise KvTransferFailed("a pooling instance pulls no KV")
+        raise KvTransferFailed("an instance of this role pulls no KV")
 
     def forget_peer(self, peer: KvPeer) -> None:
         """There is no connection."""
@@ -38,7 +41,7 @@ class NoKv:
         """There are no tiers."""
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
-        raise AdapterUnusable("a pooling instance takes no adapters")
+        raise AdapterUnusable("an instance of this role takes no adapters")
 
     def keep_adapters(self, digests: Collection[str]) -> None:
         """There are none."""

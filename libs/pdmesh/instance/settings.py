@@ -87,6 +87,12 @@ class InstanceSettings(ServiceSettings):
     )
     max_loras: int = shared(4, ge=1, le=256, description="LoRA adapters loaded at once")
     max_lora_rank: int = shared(16, ge=1, le=512, description="Highest rank of a LoRA adapter")
+    embedding_pool_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        description="Bytes of the embeddings that an instance of the role encoder holds, per image "
+        "as many as its tokens take; those used least recently leave first",
+    )
     pooling_convert: Literal["auto", "none", "embed", "classify"] = Field(
         "auto",
         description="vLLM: how an instance of the role pooling converts a model that generates "

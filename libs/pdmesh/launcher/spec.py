@@ -52,6 +52,7 @@ class MeshSpec:
     num_prefill: int = 1
     num_decode: int = 1
     num_fusion: int = 0
+    num_encoder: int = 0  # instances that encode images for the prefills
     num_pooling: int = 0  # instances that make vectors or scores
     pooling_model_dir: Path | None = None  # None: the model of the other instances
     num_blank: int = 0  # instances whose role the master assigns
@@ -85,6 +86,7 @@ _OPTIONS: Final = {
     "--prefill": "num_prefill",
     "--decode": "num_decode",
     "--fusion": "num_fusion",
+    "--encoder": "num_encoder",
     "--pooling": "num_pooling",
     "--pooling-model": "pooling_model_dir",
     "--blank": "num_blank",
@@ -192,6 +194,7 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
             ("fusion", "prefill", spec.num_fusion),
             ("prefill", "prefill", spec.num_prefill),
             ("decode", "decode", spec.num_decode),
+            ("encoder", "instance", spec.num_encoder),
             ("pooling", "instance", spec.num_pooling),
             ("instance", "instance", spec.num_blank),
         )
@@ -298,6 +301,8 @@ def _instance_settings(kind: str, spec: MeshSpec, wiring: Wiring) -> dict[str, s
     settings: dict[str, str] = {"ENGINE": spec.engine}
     if kind.startswith("fusion-"):
         settings["ROLE"] = "fusion"
+    if kind.startswith("encoder-"):
+        settings["ROLE"] = "encoder"
     if kind.startswith("pooling-"):
         folder = spec.pooling_model_dir
         common = spec.model_name or wiring.model_dir.name

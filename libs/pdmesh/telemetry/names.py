@@ -49,6 +49,7 @@ SPAN_PLAN_MATCH: Final = "plan.match"  # the look-up of the blocks' holders, at 
 SPAN_PLAN_DECIDE: Final = "plan.decide"
 SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token, at the prefill (SERVER)
 SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start until the KV is usable, at the decode (CLIENT)
+SPAN_ENCODE: Final = "encode"  # of the images of one prompt, at the encoder (SERVER)
 SPAN_POOLING: Final = "pooling"  # of one batch of inputs, at the pooling instance (SERVER)
 SPAN_DECODE: Final = "decode"  # from Start to the last token, at the decode (SERVER)
 
@@ -92,6 +93,7 @@ GATEWAY_TOKENIZER_LOADS: Final = "pdmesh.gateway.tokenizers.loads"
 GATEWAY_PARSER_STARTS: Final = "pdmesh.gateway.parser.starts"
 GATEWAY_INCOMING: Final = "pdmesh.gateway.incoming"
 GATEWAY_IMAGES_HELD: Final = "pdmesh.gateway.images.held"
+GATEWAY_ENCODED_PROMPTS: Final = "pdmesh.gateway.images.encoded_prompts"
 GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
 TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
 GATEWAY_RESPONSES_KEPT: Final = "pdmesh.gateway.responses.kept"
@@ -141,6 +143,8 @@ ADAPTER_LOAD_DURATION: Final = "pdmesh.adapter.load.duration"
 SESSIONS: Final = "pdmesh.sessions"
 SESSIONS_CUT: Final = "pdmesh.sessions.cut"
 ERRORS_DROPPED: Final = "pdmesh.instance.errors.dropped"
+IMAGES_ENCODED: Final = "pdmesh.images.encoded"
+IMAGES_AWAITED: Final = "pdmesh.images.awaited"
 LOAD_SECONDS: Final = "pdmesh.instance.load_seconds"
 PEER_CHECKS: Final = "pdmesh.instance.peer_checks"
 

@@ -1176,6 +1176,7 @@ class GroupState(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
     NUM_POOLING_WANTED_FIELD_NUMBER: _builtins.int
+    NUM_ENCODER_WANTED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     scenario: _builtins.str
     num_prefill_wanted: _builtins.int
@@ -1187,6 +1188,7 @@ class GroupState(_message.Message):
     detail: _builtins.str
     """what it waits for, or why it failed"""
     num_pooling_wanted: _builtins.int
+    num_encoder_wanted: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]: ...
     @_builtins.property
@@ -1207,10 +1209,11 @@ class GroupState(_message.Message):
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         regions: _abc.Iterable[_builtins.str] | None = ...,
         num_pooling_wanted: _builtins.int = ...,
+        num_encoder_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_pooling_wanted", b"num_pooling_wanted", "num_prefill_wanted", b"num_prefill_wanted", "regions", b"regions", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_encoder_wanted", b"num_encoder_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_pooling_wanted", b"num_pooling_wanted", "num_prefill_wanted", b"num_prefill_wanted", "regions", b"regions", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

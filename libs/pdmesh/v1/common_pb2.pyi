@@ -32,6 +32,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_FUSION: _Role.ValueType  # 4
     ROLE_POOLING: _Role.ValueType  # 5
     """vectors or scores of whole texts, no answers"""
+    ROLE_ENCODER: _Role.ValueType  # 6
+    """embeddings of images, for the prompts that its group computes"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance does. A blank instance is ROLE_NONE until the master assigns it one."""
@@ -43,6 +45,8 @@ ROLE_DECODE: Role.ValueType  # 3
 ROLE_FUSION: Role.ValueType  # 4
 ROLE_POOLING: Role.ValueType  # 5
 """vectors or scores of whole texts, no answers"""
+ROLE_ENCODER: Role.ValueType  # 6
+"""embeddings of images, for the prompts that its group computes"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _PoolingTask:

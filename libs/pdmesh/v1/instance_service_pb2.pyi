@@ -153,6 +153,8 @@ class Command(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    ENCODE_FIELD_NUMBER: _builtins.int
+    EMBEDDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -167,6 +169,10 @@ class Command(_message.Message):
     def join(self) -> Global___Join: ...
     @_builtins.property
     def pool(self) -> Global___Pool: ...
+    @_builtins.property
+    def encode(self) -> Global___Encode: ...
+    @_builtins.property
+    def embedded(self) -> Global___Embedded: ...
     def __init__(
         self,
         *,
@@ -177,12 +183,14 @@ class Command(_message.Message):
         release: Global___Release | None = ...,
         join: Global___Join | None = ...,
         pool: Global___Pool | None = ...,
+        encode: Global___Encode | None = ...,
+        embedded: Global___Embedded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool", "encode", "embedded"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -237,6 +245,7 @@ class Prefill(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    AWAITS_EMBEDDINGS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -255,6 +264,8 @@ class Prefill(_message.Message):
     """whose tokens these are: an instance of another model rejects them; empty: not said"""
     priority: _builtins.int
     """of its tenant: a lower number is more urgent; absent: 1"""
+    awaits_embeddings: _builtins.bool
+    """an encoder makes those of the images: Embedded says when, and where they are"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of the full blocks, 16 bytes each"""
@@ -287,10 +298,11 @@ class Prefill(_message.Message):
         priority: _builtins.int | None = ...,
         adapter: _common_pb2.Adapter | None = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
+        awaits_embeddings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "priority", b"priority", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "images", b"images", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adapter", b"adapter", "attempt", b"attempt", "awaits_embeddings", b"awaits_embeddings", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "images", b"images", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -486,6 +498,91 @@ class Pool(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
 
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class Encode(_message.Message):
+    """Make the embeddings of a prompt's images, and hold them for the instance that computes the prompt. Answered by Accepted or
+    Rejected at once, then Encoded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    remaining_ms: _builtins.int
+    """of the request's deadline when sent"""
+    traceparent: _builtins.str
+    cache_salt: _builtins.str
+    """as in the Prefill that awaits them"""
+    model: _builtins.str
+    """as in Prefill"""
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """as in Prefill"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
+        remaining_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "images", b"images", "key", b"key", "model", b"model", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encode: _TypeAlias = Encode  # noqa: Y015
+
+@_typing.final
+class Embedded(_message.Message):
+    """The embeddings that a leg's Prefill awaits are made, or will not come: then the instance makes them itself. Never answered;
+    idempotent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ENCODER_FIELD_NUMBER: _builtins.int
+    KV_ADDRESSES_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    @_builtins.property
+    def encoder(self) -> _common_pb2.PeerRef:
+        """that holds them; absent: none does"""
+
+    @_builtins.property
+    def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the encoder"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        encoder: _common_pb2.PeerRef | None = ...,
+        kv_addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encoder", b"encoder"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder", b"encoder", "key", b"key", "kv_addresses", b"kv_addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedded: _TypeAlias = Embedded  # noqa: Y015
 
 @_typing.final
 class Join(_message.Message):
@@ -697,6 +794,7 @@ class SessionEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    ENCODED_FIELD_NUMBER: _builtins.int
     KV_ADVANCED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     @_builtins.property
@@ -716,6 +814,8 @@ class SessionEvent(_message.Message):
     @_builtins.property
     def pooled(self) -> Global___Pooled: ...
     @_builtins.property
+    def encoded(self) -> Global___Encoded: ...
+    @_builtins.property
     def kv_advanced(self) -> Global___KvAdvanced:
         """`accepted` is sent as well: older gateways do not know this event"""
 
@@ -731,13 +831,14 @@ class SessionEvent(_message.Message):
         finished: Global___Finished | None = ...,
         failed: Global___Failed | None = ...,
         pooled: Global___Pooled | None = ...,
+        encoded: Global___Encoded | None = ...,
         kv_advanced: Global___KvAdvanced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "pooled", b"pooled", "rejected", b"rejected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "encoded", b"encoded", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "pooled", b"pooled", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "key", b"key", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "pooled", b"pooled", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "encoded", b"encoded", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "key", b"key", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "pooled", b"pooled", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "kv_received", "logprobs_drawn", "finished", "failed", "pooled", "kv_advanced"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "kv_received", "logprobs_drawn", "finished", "failed", "pooled", "encoded", "kv_advanced"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -914,6 +1015,28 @@ class Pooled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pooled: _TypeAlias = Pooled  # noqa: Y015
+
+@_typing.final
+class Encoded(_message.Message):
+    """The embeddings of all images of an Encode are here: the leg's last event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_COMPUTED_FIELD_NUMBER: _builtins.int
+    num_computed: _builtins.int
+    """images that were not here already"""
+    def __init__(
+        self,
+        *,
+        num_computed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed", b"num_computed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encoded: _TypeAlias = Encoded  # noqa: Y015
 
 @_typing.final
 class LogprobsDrawn(_message.Message):

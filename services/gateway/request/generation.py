@@ -49,6 +49,7 @@ from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
 from pdmesh.errors import ConstraintUnsatisfiable, ImageUnusable, MeshError, Overloaded
+from pdmesh.services.gateway.images.encoding import EncodeLeg, Encoder, find_encoder
 from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
@@ -130,6 +131,7 @@ class Generation:
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
+        self._encodings: dict[int, EncodeLeg] = {}  # of their images, by the prefill's key
         self._text = ChoiceText(
             identity.index,
             spec.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
@@ -354,8 +356,30 @@ class Generation:
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
-        command = self._commands.prefill(effect, record, self.core.emitted, kv_transfer)
+        encoder = self._encoder_for(record)
+        command = self._commands.prefill(
+            effect, record, self.core.emitted, kv_transfer, awaits_embeddings=encoder is not None
+        )
         self._open_leg(effect.key, record, command)
+        if encoder is not None and effect.key in self._sessions:
+            self._encode(effect, record, encoder)
+
+    def _encoder_for(self, record: InstanceRecord) -> Encoder | None:
+        """The encoder of the prompt's images; None if `record` encodes them itself.
+
+        It does so with an adapter, too, which may change how the model reads images.
+        """
+        if not self.prompt.images or self._spec.adapter is not None:
+            return None
+        digest = self.prompt.images[0].digest
+        return find_encoder(self._shared.fleet, self._shared.sessions, record, digest)
+
+    def _encode(self, effect: SendPrefill, record: InstanceRecord, encoder: Encoder) -> None:
+        key = self._shared.next_key()
+        leg = self._encodings[effect.key] = EncodeLeg(
+            encoder, key, effect.key, self._sessions[effect.key]
+        )
+        leg.begin(self._commands.encode(key, effect.attempt, record))
 
     def _send_start(self, effect: SendStart) -> None:
         self.timings.decode_offered(effect.key)
@@ -385,21 +409,27 @@ class Generation:
         """Report a rejection, not a failure: the instance cannot be asked now."""
         self.on_event(LegRejected(key, is_final=True))
 
+    def _left(self, key: int) -> InstanceSession | None:
+        """The session of a leg that this choice leaves."""
+        if (encoding := self._encodings.pop(key, None)) is not None:
+            encoding.end()
+        return self._sessions.pop(key, None)
+
     def _abort_leg(self, effect: AbortLeg) -> None:
-        session = self._sessions.pop(effect.key, None)
+        session = self._left(effect.key)
         if session is not None:
             session.forget(effect.key)
             session.send(Command(abort=Abort(key=effect.key)))
 
     def _release(self, effect: ReleaseTicket) -> None:
-        session = self._sessions.pop(effect.key, None)
+        session = self._left(effect.key)
         if session is not None:
             session.forget(effect.key)
             release = Release(key=effect.key, ticket_id=effect.ticket_id)
             session.send(Command(release=release))
 
     def _forget_leg(self, effect: ForgetLeg) -> None:
-        session = self._sessions.pop(effect.key, None)
+        session = self._left(effect.key)
         if session is not None:
             session.forget(effect.key)
 
@@ -428,6 +458,8 @@ class Generation:
             self._shared.room.count(self._scenario, self._spec.tenant.priority, -1)
 
     def _end(self, effect: Effect) -> None:
+        for encoding in self._encodings.values():
+            encoding.end()
         self.timings.ended = time.monotonic()
         self._on_end()
 

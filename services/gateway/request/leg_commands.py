@@ -17,7 +17,7 @@ from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.v1.common_pb2 import Adapter, InstanceRecord, SamplingParams, Ticket
 from pdmesh.v1.common_pb2 import Constraint as ConstraintMessage
 from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
-from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
+from pdmesh.v1.instance_service_pb2 import Command, Encode, KvTransfer, Prefill, Start
 from pdmesh.v1.instance_service_pb2 import PromptImage as PromptImageMessage
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 
@@ -93,6 +93,8 @@ class LegCommands:
         record: InstanceRecord,
         emitted: Sequence[int],
         kv_transfer: KvTransfer.ValueType,
+        *,
+        awaits_embeddings: bool = False,
     ) -> Command:
         prompt, replayed = self._prompt, emitted[: effect.num_replayed]
         return Command(
@@ -114,6 +116,23 @@ class LegCommands:
                 priority=min(self._spec.tenant.priority, MAX_PRIORITY),
                 adapter=self._adapter,
                 images=images_to_proto(prompt.images, with_data=True),
+                awaits_embeddings=awaits_embeddings,
+            )
+        )
+
+    def encode(self, key: int, attempt: int, record: InstanceRecord) -> Command:
+        """Encode the prompt's images for `record`, the instance that computes the prompt."""
+        prompt = self._prompt
+        return Command(
+            encode=Encode(
+                key=key,
+                request_id=self._identity.request_id,
+                attempt=attempt,
+                images=images_to_proto(prompt.images, with_data=True),
+                remaining_ms=self._remaining_ms(),
+                traceparent=self._identity.traceparent,
+                cache_salt=prompt.root(record.model_fingerprint).hex(),
+                model=self._model,
             )
         )
 

@@ -26,6 +26,7 @@ from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingFleet
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
+    ROLE_ENCODER,
     ROLE_FUSION,
     ROLE_POOLING,
     ROLE_PREFILL,
@@ -48,6 +49,14 @@ def pair_of(record: InstanceRecord) -> str:
     It differs between revisions of a model (S24) and between regions (S58).
     """
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
+
+
+def _encodes_for(record: InstanceRecord) -> tuple[str, str, str, str]:
+    """What an encoder and the instances that it encodes for have in common.
+
+    An encoder has no KV, so it has no KV format to compare.
+    """
+    return record.group_id, record.revision, record.kv_region, record.model
 
 
 def _local(record: InstanceRecord) -> LocalInstance:
@@ -162,6 +171,7 @@ class FleetView:
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
         self._book.see((*self._prefills, *self._fusions, *self._decodes), self._clock())
         self.pooling.see(self._with_role(ROLE_POOLING))
+        self._encoders = [r for r in self._with_role(ROLE_ENCODER) if not r.is_draining]
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -170,6 +180,19 @@ class FleetView:
     def record(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
         found = self._records.get(instance_id)
         return found if found is not None and found.incarnation == incarnation else None
+
+    def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
+        """The encoders that may encode images for this instance, which computes prompts."""
+        if not self._encoders:
+            return []
+        cell, out = _encodes_for(record), self._mesh.out_of_service
+        return [
+            r
+            for r in self._encoders
+            if _encodes_for(r) == cell
+            and not out.is_out(r.instance_id)
+            and not out.is_avoided(r.instance_id, r.incarnation)
+        ]
 
     def masters(self) -> list[InstanceRecord]:
         return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]

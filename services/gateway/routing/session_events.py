@@ -67,8 +67,8 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
             return LegKvReceived(key)
         case "finished":
             return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
-        case "pooled":
-            return LegFinished(key, "stop")  # what was made is in the event
+        case "pooled" | "encoded":
+            return LegFinished(key, "stop")  # what was made is in the event, or at the encoder
         case "failed":
             return _failed(key, event.failed)
     return None

@@ -60,5 +60,6 @@ def _wanted(group: WantedGroup | None) -> dict[str, Any]:
         "num_decode_wanted": group.counts[Role.DECODE],
         "num_fusion_wanted": group.counts[Role.FUSION],
         "num_pooling_wanted": group.counts[Role.POOLING],
+        "num_encoder_wanted": group.counts[Role.ENCODER],
         "revision": group.revision,
     }

@@ -25,6 +25,7 @@ from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_LOADED,
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
+    ROLE_ENCODER,
     ROLE_FUSION,
     ROLE_NONE,
     ROLE_POOLING,
@@ -38,6 +39,7 @@ _ROLES: Final = {
     ROLE_DECODE: Role.DECODE,
     ROLE_FUSION: Role.FUSION,
     ROLE_POOLING: Role.POOLING,
+    ROLE_ENCODER: Role.ENCODER,
 }
 _LOADED: Final = (
     INSTANCE_PHASE_LOADED,

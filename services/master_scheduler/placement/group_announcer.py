@@ -47,5 +47,6 @@ class GroupAnnouncer:
                         decode_ids=change.decode_ids,
                         fusion_ids=change.fusion_ids,
                         pooling_ids=change.pooling_ids,
+                        encoder_ids=change.encoder_ids,
                     ),
                 )

@@ -156,6 +156,7 @@ class SchedulerServicer:
             *group.decode_ids,
             *group.fusion_ids,
             *group.pooling_ids,
+            *group.encoder_ids,
         )
         return pb.Group(
             group_id=group.group_id,

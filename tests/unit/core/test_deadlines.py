@@ -33,6 +33,10 @@ def test_the_side_that_knows_most_about_a_fault_reports_it_first() -> None:
     assert all(before < after for before, after in pairwise(nested))
 
 
+def test_a_prefill_that_awaits_embeddings_goes_on_before_its_gateway_leaves() -> None:
+    assert d.ENCODE_WAIT_S + d.PROGRESS_EVERY_S < d.LEG_STALL_S
+
+
 def test_a_sender_keeps_the_bytes_for_as_long_as_a_receiver_may_want_them() -> None:
     waits = 2 * d.TRANSFER_TIMEOUT_S  # a pull waits for its turn, and then for the bytes
     assert waits + d.STOP_S < d.TICKET_LEASE_S

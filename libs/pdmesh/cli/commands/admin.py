@@ -220,6 +220,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
                 group.num_decode_wanted,
                 group.num_fusion_wanted,
                 group.num_pooling_wanted,
+                group.num_encoder_wanted,
             ),
             ready_counts((m.role, m.phase) for m in group.members), group.revision,
             ", ".join(group.regions), group.detail,

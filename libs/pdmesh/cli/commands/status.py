@@ -185,6 +185,7 @@ async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
                 group.num_decode_wanted,
                 group.num_fusion_wanted,
                 group.num_pooling_wanted,
+                group.num_encoder_wanted,
             ),
             ready_counts((m.role, m.phase) for m in group.members),
         )

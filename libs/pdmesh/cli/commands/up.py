@@ -102,6 +102,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
         num_pooling=options.pooling,
+        num_encoder=options.encoder,
         pooling_model_dir=_pooling_model_dir(options),
         num_blank=options.blank,
         groups_file=groups_file,
@@ -359,6 +360,7 @@ def _summary(spec: MeshSpec) -> str:
         "decode": spec.num_decode,
         "fusion": spec.num_fusion,
         "pooling": spec.num_pooling,
+        "encoder": spec.num_encoder,
         "blank": spec.num_blank,
     }
     instances = (

@@ -26,6 +26,7 @@ class GroupChanged:
     decode_ids: tuple[str, ...] = ()
     fusion_ids: tuple[str, ...] = ()
     pooling_ids: tuple[str, ...] = ()
+    encoder_ids: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -76,4 +77,5 @@ def _group(group_id: str, members: list[Instance]) -> GroupChanged:
         ids(Role.DECODE),
         ids(Role.FUSION),
         ids(Role.POOLING),
+        ids(Role.ENCODER),
     )

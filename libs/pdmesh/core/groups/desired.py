@@ -20,7 +20,7 @@ from pdmesh.core.moves.move import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
 from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
-SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING)
+SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING, Role.ENCODER)
 CANARY_PREFIX: Final = "canary-"  # of the groups that an upgrade adds to a scenario
 _REVISION_HEX: Final = 12
 # Fields that a file writes in another way.
@@ -82,7 +82,9 @@ class Scenario:
 class Group:
     """Instances that hand KV to each other and to no instance outside (S13).
 
-    A group with pooling instances has no other instances, since its model makes no answers.
+    A group with pooling instances has no other instances, since its model makes no answers. The
+    encoders of a group encode images for the instances that compute its prompts. These can do so
+    themselves, so no group needs encoders.
     """
 
     scenario: str = DEFAULT_NAME
@@ -90,6 +92,7 @@ class Group:
     decode: int = 0
     fusion: int = 0
     pooling: int = 0
+    encoder: int = 0
     region: str = ""  # empty: any region that has room
     failover: tuple[str, ...] = ()  # regions for it while its own has no room
     spans_regions: bool = False  # its KV may go from one region to another
@@ -106,11 +109,12 @@ class Group:
             Role.DECODE: self.decode,
             Role.FUSION: self.fusion,
             Role.POOLING: self.pooling,
+            Role.ENCODER: self.encoder,
         }[role]
 
     @property
     def size(self) -> int:
-        return self.prefill + self.decode + self.fusion + self.pooling
+        return self.prefill + self.decode + self.fusion + self.pooling + self.encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,7 @@ def _problems_of_group(
         yield Problem(
             f"{path}.{lacking}", f"a group with {group.prefill}P:{group.decode}D cannot serve"
         )
-    elif group.size == 0:
+    elif group.size == group.encoder:
         yield Problem(
             path, "the group has no instances: give prefill and decode, or fusion, or pooling"
         )

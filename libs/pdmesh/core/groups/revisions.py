@@ -105,6 +105,7 @@ def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
         decode=num(Role.DECODE),
         fusion=num(Role.FUSION),
         pooling=num(Role.POOLING),
+        encoder=num(Role.ENCODER),
         racks=tuple(racks),
     )
 

@@ -25,6 +25,7 @@ class Work(Enum):
     DECODE = auto()  # pull staged KV and go on
     LOCAL = auto()  # do both here (fusion)
     POOL = auto()  # make vectors or scores of inputs; nothing of it is kept
+    ENCODE = auto()  # make the embeddings of images, which any instance of the group may fetch
 
 
 class RefusalReason(Enum):
@@ -69,7 +70,7 @@ class Capacity:
 class Ask:
     """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here.
 
-    For inputs to pool, `num_prompt_tokens` is the length of the longest one.
+    For inputs to pool and images, `num_prompt_tokens` is the length of the longest one.
     """
 
     leg: int
@@ -111,6 +112,7 @@ class _Held:
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 1, 1000
 _WITH_RANGE = frozenset({Work.PREFILL, Work.DECODE})
+_WITHOUT_ANSWER = frozenset({Work.POOL, Work.ENCODE})
 
 
 @dataclass(slots=True)
@@ -288,14 +290,14 @@ class Admission:
     @staticmethod
     def _least_len(ask: Ask) -> int:
         """The prompt and the fewest useful tokens: token 1, and one more for a decode."""
-        if ask.work is Work.POOL:
+        if ask.work in _WITHOUT_ANSWER:
             return ask.num_prompt_tokens
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
 
     def _blocks_for(self, ask: Ask) -> int:
         """KV blocks for the prompt and, unless it only prefills, for its longest answer."""
-        if ask.work is Work.POOL:
-            return 0  # its engine holds KV for one step at most, and sees to that itself
+        if ask.work in _WITHOUT_ANSWER:
+            return 0  # KV of inputs is held for one step at most, and images have none
         num_tokens = ask.num_prompt_tokens
         if ask.work is not Work.PREFILL:
             output = ask.max_tokens + (ask.work is Work.DECODE)

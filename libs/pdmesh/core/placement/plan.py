@@ -384,7 +384,7 @@ def _serves(instance: Instance, query: Query) -> bool:
 
 def _has_model(instance: Instance, model: str) -> bool:
     identity = instance.identity
-    is_of_phase = identity.role not in (Role.NONE, Role.POOLING)
+    is_of_phase = identity.role not in (Role.NONE, Role.POOLING, Role.ENCODER)
     return is_of_phase and model in ("", DEFAULT_MODEL, identity.model)
 
 

@@ -44,6 +44,7 @@ from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.constraints.draws import guided_vocabulary
 from pdmesh.engine.sim.constraints.lane import GuideLane
+from pdmesh.engine.sim.encoding.lane import EmbeddingLane
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key, shift_of, tokens_of
@@ -110,6 +111,9 @@ class SimEngine:
             source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
             self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
         self._adapters = AdapterLane(config, self._go, self._give_up, self._emit, self._die)
+        self._embeddings = EmbeddingLane(
+            self._agent, self._proceed, self._give_up, self._emit, self._die
+        )
         self._guides = GuideLane(self._on_refused, self._die)
         self._unguided: dict[int, PrefillJob] = {}  # their constraints are being compiled
         self._held: dict[int, Retrieved] = {}  # they wait for their guides
@@ -155,12 +159,15 @@ class SimEngine:
         if self._tiers is not None:
             await self._tiers.stop()
         await self._adapters.stop()
+        await self._embeddings.stop()
         await self._agent.close()
 
     def prefill(self, job: PrefillJob) -> None:
         failpoints.hit("prefill.accepted")
         if self._stager.is_per_layer(job):
             self._emit(TicketOpened(job.leg, self._stager.open(job)))
+        if job.awaits_embeddings:
+            self._embeddings.expect(job.leg)
         if self._is_to_fail():
             self._give_up(job)
             why = f"one prompt in {self._config.fail_every} fails (sim_fail_every)"
@@ -189,11 +196,18 @@ class SimEngine:
             self._retriever.join(job.leg, token)
 
     def _begin(self, job: PrefillJob) -> None:
+        if job.leg in self._embeddings:
+            self._embeddings.begin(job)
+        else:
+            self._proceed(job)
+
+    def _proceed(self, job: PrefillJob) -> None:
         if self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
         """The job fails before it is computed. If its ticket is open already, the ticket closes."""
+        self._embeddings.abort(job.leg)
         if self._stager.is_per_layer(job):
             self._stager.release(job.ticket_id)
 
@@ -217,6 +231,9 @@ class SimEngine:
         if not self._adapters.join(leg, first_token):
             self._retriever.join(leg, first_token)
 
+    def embedded(self, leg: int, encoder: KvPeer | None) -> None:
+        self._embeddings.tell(leg, encoder)
+
     def abort(self, leg: int) -> None:
         prompt = self._lane.remove(leg)
         if prompt is not None:
@@ -226,7 +243,7 @@ class SimEngine:
         if (held := self._held.pop(leg, None)) is not None:
             self._pool.release(held.blocks)
         unguided = self._unguided.pop(leg, None)
-        waiting = self._adapters.abort(leg)
+        waiting = self._adapters.abort(leg) or self._embeddings.abort(leg)
         job = (
             self._arrivals.pop(leg, None)
             or (prompt.job if prompt else fetching)
@@ -283,7 +300,7 @@ class SimEngine:
         running = len(self._arrivals) + len(self._lane) + len(self._sequences)
         running += len(self._unguided) + len(self._held)
         running += self._tiers.num_waiting if self._tiers is not None else 0
-        running += self._adapters.num_waiting
+        running += self._adapters.num_waiting + self._embeddings.num_waiting
         return EngineStats(
             num_running=running + self._retriever.num_retrieving,
             num_kv_blocks_free=self._pool.num_free,
@@ -294,6 +311,7 @@ class SimEngine:
                 "num_pulls_queued": self._retriever.num_queued,
                 "num_tickets": len(self._stager),
                 "num_kv_connections": self._agent.stats().num_peers,
+                **self._embeddings.numbers(),
             },
         )
 
@@ -307,6 +325,7 @@ class SimEngine:
         assert self._retriever.num_retrieving == 0
         assert self._tiers is None or self._tiers.is_idle
         assert self._adapters.is_idle
+        assert self._embeddings.is_idle
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ from pdmesh.engine.vllm.config import (
 )
 from pdmesh.engine.vllm.connector.scheduler.handoff import load_params, store_params
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks
+from pdmesh.engine.vllm.encoding.client import EmbeddingClient
+from pdmesh.engine.vllm.encoding.config import ec_config, embeddings_path
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.host.description import endpoint_of, info_of
@@ -65,6 +67,8 @@ from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
     Connections,
+    EmbeddingsFetched,
+    EmbeddingsHeld,
     Fetched,
     Join,
     Open,
@@ -110,6 +114,7 @@ class VllmEngine:
         self._queue = OutputQueue()
         self._requests: Requests | None = None
         self._adapters: VllmAdapters | None = None
+        self._embeddings: EmbeddingClient | None = None
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
@@ -157,6 +162,9 @@ class VllmEngine:
         self._private_dir = make_private_dir()
         self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
         await self._control.listen(control_path(self._private_dir))
+        if config.has_vision:
+            self._embeddings = EmbeddingClient(config.tensor_parallel_size)
+            await self._embeddings.listen(embeddings_path(self._private_dir), self._on_worker_lost)
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         models = digest((files.digest, draft.digest)) if draft is not None else files.digest
@@ -165,6 +173,13 @@ class VllmEngine:
             models, config.effective_dtype, version, config.engine_args
         )
         arguments = engine_arguments(config, self._private_dir, computation) | extra
+        if config.has_vision:
+            own = computation_digest(
+                files.digest, config.effective_dtype, version, config.engine_args
+            )
+            arguments["ec_transfer_config"] = ec_config(
+                config, "ec_consumer", own, embeddings_path(self._private_dir)
+            )
         llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
         for each in (files, draft):
             if each is not None:
@@ -212,6 +227,7 @@ class VllmEngine:
             self._adapters,
         )
         self._requests.images = VllmImages(llm, info.images)
+        self._requests.embeddings = self._embeddings
         self._events = self._watched(self._follow_events(), "vllm-kv-events")
 
     async def stop(self) -> None:
@@ -232,6 +248,8 @@ class VllmEngine:
         await self._process.stop()
         if self._control is not None:
             await self._control.close()  # a worker that is still there then exits
+        if self._embeddings is not None:
+            await self._embeddings.close()
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         log.info("vllm.stopped")
@@ -242,6 +260,8 @@ class VllmEngine:
         failpoints.hit("prefill.accepted")
         assert self._jobs is not None, "start() has returned"
         self._jobs.prefill(job)
+        if job.awaits_embeddings and self._embeddings is not None:
+            self._embeddings.awaited.expect(job.leg)
         params = None
         if hands_on(job, self._config.max_model_len):
             assert job.staging is not None
@@ -328,6 +348,10 @@ class VllmEngine:
             assert self._control is not None
             self._control.broadcast(Join(leg, first_token))
 
+    def embedded(self, leg: int, encoder: KvPeer | None) -> None:
+        if self._embeddings is not None:
+            self._embeddings.awaited.tell(leg, encoder)
+
     def abort(self, leg: int) -> None:
         if self._jobs is not None:
             self._queue.drop(leg)
@@ -376,7 +400,8 @@ class VllmEngine:
             num_signs=sum(w.num_signs for w in self._working.values()) + copied,
             num_tokens=max((w.num_tokens for w in self._working.values()), default=0),
             extra=self._view.numbers()
-            | {"num_kv_connections": sum(self._num_connections.values())},
+            | {"num_kv_connections": sum(self._num_connections.values())}
+            | (self._embeddings.awaited.numbers() if self._embeddings is not None else {}),
         )
 
     @property
@@ -399,6 +424,7 @@ class VllmEngine:
         assert not self._deadlines
         assert self._tiers is None or self._tiers.is_idle
         assert self._adapters is None or self._adapters.host.is_idle
+        assert self._embeddings is None or not len(self._embeddings.awaited)
 
     # -- one job ----------------------------------------------------------------------------------
 
@@ -479,6 +505,8 @@ class VllmEngine:
             case Working():
                 self._working[message.rank] = message
                 return
+            case EmbeddingsFetched() | EmbeddingsHeld():
+                return  # they come to the EmbeddingClient
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))
 

@@ -249,6 +249,43 @@ class Working(RankMessage):
     num_tokens: int  # of the steps that began, since the start
 
 
+class FetchEmbeddings(RankMessage):
+    """Host: fetch the embeddings of a prompt's images from an encoder.
+
+    Answered by EmbeddingsFetched.
+    """
+
+    leg: int
+    instance_id: str
+    incarnation: int
+    address: str
+    identifiers: list[str]  # of the images, in order
+    num_rows: int  # of each image
+    deadline_s: float
+
+
+class ForgetEmbeddings(RankMessage):
+    """Host: no request will use the leg's embeddings; EmbeddingsFetched may not follow."""
+
+    leg: int
+
+
+class EmbeddingsFetched(RankMessage):
+    """Worker: the first `num_images` of the prompt have their embeddings here."""
+
+    rank: int
+    leg: int
+    num_images: int
+
+
+class EmbeddingsHeld(RankMessage):
+    """Worker: what its pool holds since the last report, and holds no longer, or never took."""
+
+    rank: int
+    stored: list[bytes]
+    removed: list[bytes]
+
+
 class Disconnect(RankMessage):
     """Host: the peer with these addresses has left."""
 
@@ -271,9 +308,21 @@ ToHost = (
     | Probed
     | Connections
     | Working
+    | EmbeddingsFetched
+    | EmbeddingsHeld
 )
 ToWorker = (
-    Release | Open | Join | FetchToPool | Holders | ForgetLease | Pin | ProbePeer | Disconnect
+    Release
+    | Open
+    | Join
+    | FetchToPool
+    | Holders
+    | ForgetLease
+    | Pin
+    | ProbePeer
+    | Disconnect
+    | FetchEmbeddings
+    | ForgetEmbeddings
 )
 
 _encoder = msgspec.msgpack.Encoder()

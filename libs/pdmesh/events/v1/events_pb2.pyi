@@ -540,6 +540,7 @@ class GroupChanged(_message.Message):
     DECODE_IDS_FIELD_NUMBER: _builtins.int
     FUSION_IDS_FIELD_NUMBER: _builtins.int
     POOLING_IDS_FIELD_NUMBER: _builtins.int
+    ENCODER_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     scenario: _builtins.str
     @_builtins.property
@@ -552,6 +553,8 @@ class GroupChanged(_message.Message):
     def fusion_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def pooling_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def encoder_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -562,10 +565,11 @@ class GroupChanged(_message.Message):
         decode_ids: _abc.Iterable[_builtins.str] | None = ...,
         fusion_ids: _abc.Iterable[_builtins.str] | None = ...,
         pooling_ids: _abc.Iterable[_builtins.str] | None = ...,
+        encoder_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ids", b"decode_ids", "fusion_ids", b"fusion_ids", "group_id", b"group_id", "header", b"header", "pooling_ids", b"pooling_ids", "prefill_ids", b"prefill_ids", "scenario", b"scenario"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ids", b"decode_ids", "encoder_ids", b"encoder_ids", "fusion_ids", b"fusion_ids", "group_id", b"group_id", "header", b"header", "pooling_ids", b"pooling_ids", "prefill_ids", b"prefill_ids", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,7 +599,7 @@ class GroupStep(_message.Message):
     instance_incarnation: _builtins.int
     assignment_id: _builtins.int
     role: _builtins.str
-    """prefill, decode, fusion, pooling"""
+    """prefill, decode, fusion, pooling, encoder"""
     replaces: _builtins.str
     """the instance whose place it takes"""
     detail: _builtins.str

@@ -44,7 +44,7 @@ class FileEntry(JsonObject):
 
 class Manifest(JsonObject):
     version: Literal[1] = 1
-    role: Literal["prefill", "decode", "fusion", "pooling"]
+    role: Literal["prefill", "decode", "fusion", "pooling", "encoder"]
     model: str = Field(min_length=1)  # the name clients use
     revision: str = Field(pattern=r"^[0-9a-f]{16}$")
     config: dict[str, str] = Field(default_factory=dict)  # settings of the instance, by name
@@ -170,7 +170,7 @@ def _write_through(path: Path) -> None:
 
 def build(
     model_dir: Path,
-    role: Literal["prefill", "decode", "fusion", "pooling"],
+    role: Literal["prefill", "decode", "fusion", "pooling", "encoder"],
     out: Path,
     *,
     model: str = "",

@@ -16,6 +16,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import groups_pb2
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
+    ROLE_ENCODER,
     ROLE_FUSION,
     ROLE_NONE,
     ROLE_POOLING,
@@ -28,6 +29,7 @@ ROLES: Final = {
     ROLE_DECODE: Role.DECODE,
     ROLE_FUSION: Role.FUSION,
     ROLE_POOLING: Role.POOLING,
+    ROLE_ENCODER: Role.ENCODER,
 }
 TO_PROTO: Final = {role: number for number, role in ROLES.items()}
 

@@ -29,8 +29,11 @@ WORKS: Final = {
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
     Role.POOLING: frozenset({Work.POOL}),
+    Role.ENCODER: frozenset({Work.ENCODE}),
 }
-_SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8, Role.POOLING: 16}
+_SLOTS: Final = {
+    Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8, Role.POOLING: 16, Role.ENCODER: 8,
+}  # fmt: skip
 OPTIONS: Final = frozenset(
     {
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots",
@@ -42,7 +45,7 @@ OPTIONS: Final = frozenset(
         "sim_fail_every", "max_num_batched_tokens", "speculation", "speculative_tokens",
         "speculative_acceptance", "speculative_token_cost",
         "async_scheduling", "scheduling_policy", "engine_args", "enable_lora", "max_loras",
-        "max_lora_rank",
+        "max_lora_rank", "embedding_pool_bytes",
         "pooling_convert", "sim_pooling", "sim_dimensions", "sim_image_tokens",
     }
 )  # fmt: skip
@@ -72,7 +75,7 @@ def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) 
         changes["model"] = role_spec.model
     if role_spec.model_dir:
         changes["model_dir"] = role_spec.model_dir
-    if role_spec.role is Role.POOLING:  # it has no KV to keep
+    if role_spec.role in (Role.POOLING, Role.ENCODER):  # it has no KV to keep
         changes |= {"kv_host_pool_bytes": 0, "kv_file_store_dir": None}
     if not (settings.num_slots or changes.get("num_slots")):
         changes["num_slots"] = _SLOTS[role_spec.role]
@@ -126,6 +129,8 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         scheduling_policy=settings.scheduling_policy,
         max_adapters=settings.max_loras if settings.enable_lora else 0,
         is_pooling=role is Role.POOLING,
+        is_encoder=role is Role.ENCODER,
+        embedding_pool_bytes=settings.embedding_pool_bytes,
         pooling_convert=settings.pooling_convert,
         sim_pooling=settings.sim_pooling,
         sim_dimensions=settings.sim_dimensions,

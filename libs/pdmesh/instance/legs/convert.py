@@ -19,8 +19,10 @@ from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import MAX_LOGPROB_IDS, UNSHAPED, LogitShaping
 from pdmesh.core.sampling.thinking_budget import ThinkingBudget, ThinkingMarks
 from pdmesh.engine.base import (
+    Encoded,
     Failed,
     FinishReason,
+    KvPeer,
     Pooled,
     Prefilled,
     Sampling,
@@ -29,7 +31,15 @@ from pdmesh.engine.base import (
 )
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import common_pb2, instance_service_pb2
-from pdmesh.v1.instance_service_pb2 import Pool, Prefill, RejectReason, SessionEvent, Start
+from pdmesh.v1.instance_service_pb2 import (
+    Embedded,
+    Encode,
+    Pool,
+    Prefill,
+    RejectReason,
+    SessionEvent,
+    Start,
+)
 
 _FINISH = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -141,6 +151,8 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
         raise InvalidRequest(text, field="sampling.num_drawn")
     adapter = adapter_from_proto(m.adapter) if m.HasField("adapter") else None
     images = images_from_proto(m, len(prompt)) if m.images else ()
+    if isinstance(m, Prefill) and m.awaits_embeddings and not images:
+        raise InvalidRequest("there are no images", field="awaits_embeddings")
     priority = priority_from_proto(m)
     return Parsed(prompt, sampling_from_proto(m.sampling), hashes, adapter, images, priority)
 
@@ -154,10 +166,13 @@ def priority_from_proto(m: Prefill | Start) -> int:
     return m.priority
 
 
-def images_from_proto(m: Prefill | Start, num_tokens: int) -> tuple[PromptImage, ...]:
+def images_from_proto(
+    m: Prefill | Start | Encode, num_tokens: int | None
+) -> tuple[PromptImage, ...]:
     """The images of a prompt, in order, each within the prompt. Raises InvalidRequest.
 
-    The data of a prefill's images were hashed by the gateway, and are not hashed again.
+    `num_tokens` None: the prompt's length is not known. The gateway has hashed the data, which are
+    not hashed again.
     """
     images = tuple(
         PromptImage(each.position, each.num_tokens, each.digest, each.data) for each in m.images
@@ -169,9 +184,11 @@ def images_from_proto(m: Prefill | Start, num_tokens: int) -> tuple[PromptImage,
         if image.position < end or not image.num_tokens or len(image.digest) != DIGEST_BYTES:
             raise InvalidRequest("not images in order, each with its digest", field="images")
         end = image.position + image.num_tokens
-        if bool(image.data) != isinstance(m, Prefill):
-            raise InvalidRequest("a prefill, and no decode, has their data", field="images")
-    if end > num_tokens:
+        if bool(image.data) == isinstance(m, Start):
+            raise InvalidRequest(
+                "prefills and encoders, and no decode, have their data", field="images"
+            )
+    if num_tokens is not None and end > num_tokens:
         raise InvalidRequest("an image ends after the prompt", field="images")
     return images
 
@@ -197,6 +214,26 @@ def pool_from_proto(m: Pool) -> PoolAsked:
     if any(first > len(tokens) for first, tokens in zip(firsts, inputs, strict=False)):
         raise InvalidRequest("a length must not exceed that of its input", field="first_lengths")
     return PoolAsked(task, inputs, firsts)
+
+
+def encode_from_proto(m: Encode) -> tuple[PromptImage, ...]:
+    """Raises InvalidRequest with the field's name."""
+    if not m.images:
+        raise InvalidRequest("must have images", field="images")
+    return images_from_proto(m, None)
+
+
+def encoder_from_proto(m: Embedded) -> KvPeer | None:
+    """The encoder that holds the embeddings; None if there is none."""
+    if not (m.HasField("encoder") and m.kv_addresses):
+        return None
+    return KvPeer(m.encoder.instance_id, m.encoder.incarnation, tuple(m.kv_addresses))
+
+
+def encoded(key: int, output: Encoded) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.encoded.num_computed = output.num_computed
+    return event
 
 
 def pooled(key: int, output: Pooled) -> SessionEvent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from pdmesh.core.kv.transfer.source_exclusions import SourceFault
+from pdmesh.engine.awaited_embeddings import EmbeddingOutcome
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.legs.host import InstanceHost, Speculated
 from pdmesh.telemetry import metrics, names
@@ -109,6 +110,12 @@ _engine_total(
     names.ENGINE_TOKENS_PAST_END,
     "Tokens computed for requests that had ended",
     {"num_tokens_past_end": {}},
+)
+_engine_total(
+    names.IMAGES_AWAITED,
+    "Images whose embeddings an encoder was to make, by outcome: fetched, or encoded here because "
+    "they were not_made, late or lost",
+    {f"num_embeddings_{o.value}": {names.ATTR_OUTCOME: o.value} for o in EmbeddingOutcome},
 )
 metrics.gauge(
     names.KV_SOURCES_EXCLUDED,

@@ -20,6 +20,7 @@ from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
+from pdmesh.instance.legs.legs import Leg
 from pdmesh.instance.legs.load_book import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
@@ -204,20 +205,25 @@ class InstanceHost:
         life = self._life
         for command in commands:
             match command.WhichOneof("command"):
-                case "prefill" | "start" | "pool" as kind:
+                case "prefill" | "start" | "pool" | "encode" as kind:
                     life.begin(outbox, getattr(command, kind))
-                case "join":
-                    if leg := life.table.find(outbox, command.join.key):
-                        life.join(leg, command.join.first_token_id)
-                case "abort":
-                    if leg := life.table.find(outbox, command.abort.key):
-                        life.abort(leg)
-                case "release":
-                    if leg := life.table.find(outbox, command.release.key):
-                        self.engine.release(leg.ticket_id)
+                case "join" | "embedded" | "abort" | "release" as kind:
+                    if leg := life.table.find(outbox, getattr(command, kind).key):
+                        self._tell(leg, command, kind)
                 case _:
                     raise InvalidRequest("unknown command", field="commands")
         self._after_changes()
+
+    def _tell(self, leg: Leg, command: Command, kind: str) -> None:
+        match kind:
+            case "join":
+                self._life.join(leg, command.join.first_token_id)
+            case "embedded":
+                self._life.embedded(leg, command.embedded)
+            case "abort":
+                self._life.abort(leg)
+            case "release":
+                self.engine.release(leg.ticket_id)
 
     def drain(self, is_draining: bool) -> None:
         self.admission.drain(is_draining)

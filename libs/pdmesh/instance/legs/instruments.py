@@ -34,6 +34,10 @@ sessions_cut: Final = metrics.counter(
 tickets_closed: Final = metrics.counter(names.KV_TICKETS_CLOSED, "Tickets closed, by reason")
 errors_dropped: Final = metrics.counter(names.ERRORS_DROPPED, "ErrorReported events not published")
 
+images_encoded: Final = metrics.counter(
+    names.IMAGES_ENCODED, "Images that this encoder encoded; it holds their embeddings for others"
+)
+
 tier_blocks: Final = metrics.counter(
     names.KV_TIER_BLOCKS, "KV blocks by tier and event; served ones were not computed"
 )

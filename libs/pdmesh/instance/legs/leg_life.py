@@ -28,6 +28,8 @@ from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
 from pdmesh.engine.base import (
     ArenaRange,
     DecodeJob,
+    EncodeJob,
+    EncoderEngine,
     Engine,
     Failed,
     PoolingEngine,
@@ -52,6 +54,8 @@ from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
     KV_STAGE_PULLING,
     KV_TRANSFER_PER_LAYER,
+    Embedded,
+    Encode,
     Pool,
     Prefill,
     Start,
@@ -98,7 +102,7 @@ class LegLife:
 
     # -- the beginning ----------------------------------------------------------------------------
 
-    def begin(self, outbox: Outbox, m: Prefill | Start | Pool) -> None:
+    def begin(self, outbox: Outbox, m: Prefill | Start | Pool | Encode) -> None:
         """Accept the leg and give it to the engine, or say why not.
 
         Raises InvalidRequest for a key in use.
@@ -108,6 +112,8 @@ class LegLife:
         try:
             if isinstance(m, Pool):
                 self._begin_pool(outbox, m)
+            elif isinstance(m, Encode):
+                self._begin_encode(outbox, m)
             else:
                 self._begin_answer(outbox, m)
         except InvalidRequest as exc:
@@ -127,14 +133,7 @@ class LegLife:
         )
         if self._admitted(outbox, m.key, ask) is None:
             return
-        self.book.admitted(ask.leg, m.request_id, 0, self._clock())
-        num_tokens = sum(map(len, asked.inputs))
-        trace_id = m.traceparent[3:35]
-        leg = Leg(ask.leg, outbox, m.key, Work.POOL, m.request_id, num_tokens, trace_id)
-        leg.began_at = self._clock()
-        leg.span = spans.start(names.SPAN_POOLING, m.traceparent, m.request_id, m.attempt)
-        self.table.add(leg)
-        outbox.add_accepted(leg.key)
+        leg = self._without_answer(outbox, m, ask, sum(map(len, asked.inputs)))
         assert isinstance(self._engine, PoolingEngine), "admission refuses such legs elsewhere"
         self._engine.pool(
             PoolJob(
@@ -149,6 +148,41 @@ class LegLife:
                 traceparent=m.traceparent,
             )
         )
+
+    def _begin_encode(self, outbox: Outbox, m: Encode) -> None:
+        """Raises InvalidRequest."""
+        images = convert.encode_from_proto(m)
+        ask = Ask(
+            leg=self._last_leg + 1,
+            work=Work.ENCODE,
+            num_prompt_tokens=max(image.num_tokens for image in images),
+            max_tokens=0,
+            remaining_s=m.remaining_ms / 1000,
+            model=m.model,
+            has_images=True,
+        )
+        if self._admitted(outbox, m.key, ask) is None:
+            return
+        leg = self._without_answer(outbox, m, ask, sum(image.num_tokens for image in images))
+        assert isinstance(self._engine, EncoderEngine), "admission refuses such legs elsewhere"
+        self._engine.encode(
+            EncodeJob(leg.number, m.request_id, images, m.cache_salt, m.traceparent)
+        )
+
+    def _without_answer(self, outbox: Outbox, m: Pool | Encode, ask: Ask, num_tokens: int) -> Leg:
+        """The accepted leg of a work that makes no tokens."""
+        self.book.admitted(ask.leg, m.request_id, 0, self._clock())
+        trace_id = m.traceparent[3:35]
+        leg = Leg(ask.leg, outbox, m.key, ask.work, m.request_id, num_tokens, trace_id)
+        leg.began_at = self._clock()
+        name = names.SPAN_POOLING if ask.work is Work.POOL else names.SPAN_ENCODE
+        leg.span = spans.start(name, m.traceparent, m.request_id, m.attempt)
+        self.table.add(leg)
+        outbox.add_accepted(leg.key)
+        return leg
+
+    def embedded(self, leg: Leg, m: Embedded) -> None:
+        self._engine.embedded(leg.number, convert.encoder_from_proto(m))
 
     def _admitted(self, outbox: Outbox, key: int, ask: Ask) -> Admitted | None:
         """None if admission refuses the leg; the gateway is told why."""
@@ -222,6 +256,7 @@ class LegLife:
             adapter=parsed.adapter,
             images=parsed.images,
             priority=parsed.priority,
+            awaits_embeddings=m.awaits_embeddings,
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)

@@ -13,6 +13,7 @@ from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.engine.base import (
     AdaptersChanged,
     BlocksChanged,
+    Encoded,
     Failed,
     Finished,
     KvArrived,
@@ -140,6 +141,13 @@ class Outputs:
         leg.outbox.add_values(convert.pooled(leg.key, output))
         self._life.close(leg, "finished")
 
+    def _on_encoded(self, output: Encoded) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        instruments.images_encoded.add(output.num_computed)
+        leg.outbox.add_event(convert.encoded(leg.key, output))
+        self._life.close(leg, "finished")
+
     def _on_failed(self, output: Failed) -> None:
         if (leg := self._legs.get(output.leg)) is None:
             self._life.ended_unheard(output.leg)
@@ -190,6 +198,7 @@ _HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
     KvReceived: Outputs._on_kv_received,
     Finished: Outputs._on_finished,
     Pooled: Outputs._on_pooled,
+    Encoded: Outputs._on_encoded,
     Failed: Outputs._on_failed,
     TicketClosed: Outputs._on_ticket_closed,
     LandingFreed: Outputs._on_landing_freed,

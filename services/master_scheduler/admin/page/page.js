@@ -45,13 +45,13 @@ function marked(text) {
 }
 
 const lower = (name, prefix) => name.replace(prefix, "").toLowerCase();
-const shape = (p, d, f, e) =>
-  [p || d ? `${p}P:${d}D` : "", f ? `${f}F` : "", e ? `${e}E` : ""].filter(Boolean).join(" ");
+const shape = (p, d, f, e, v) =>
+  [p || d ? `${p}P:${d}D` : "", f ? `${f}F` : "", e ? `${e}E` : "", v ? `${v}V` : ""].filter(Boolean).join(" ");
 const percent = (share) => (share === undefined ? "?" : Math.round(100 * share) + "%");
 
 function readyShape(members) {
   const of = (role) => members.filter((m) => m.role === role && m.phase === "INSTANCE_PHASE_READY").length;
-  const roles = ["ROLE_PREFILL", "ROLE_DECODE", "ROLE_FUSION", "ROLE_POOLING"];
+  const roles = ["ROLE_PREFILL", "ROLE_DECODE", "ROLE_FUSION", "ROLE_POOLING", "ROLE_ENCODER"];
   return shape(...roles.map(of)) || "0";
 }
 
@@ -85,7 +85,10 @@ function drawGroups(states) {
     ["group", "scenario", "state", "wanted", "ready", "revision", "region", "detail", ""],
     states.groups.map((g) => [
       g.group_id, g.scenario, marked(g.state),
-      shape(g.num_prefill_wanted, g.num_decode_wanted, g.num_fusion_wanted, g.num_pooling_wanted),
+      shape(
+        g.num_prefill_wanted, g.num_decode_wanted, g.num_fusion_wanted, g.num_pooling_wanted,
+        g.num_encoder_wanted,
+      ),
       readyShape(g.members), g.revision, g.regions.join(", "), g.detail,
       g.num_prefill_wanted ? [more(g, "prefill"), more(g, "decode")] : "",
     ]),

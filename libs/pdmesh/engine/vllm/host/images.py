@@ -24,7 +24,7 @@ from pdmesh.core.images.prompt_image import MAX_EXPANSION, ImageFacts, PromptIma
 from pdmesh.core.images.source import MAX_PIXELS, misfit_of
 from pdmesh.engine.vllm.config import MAX_IMAGES
 from pdmesh.errors import EngineFailed, ImageMisfit, ImageUnusable
-from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.kv.embeddings.names import identifier_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -114,11 +114,10 @@ class VllmImages:
                 for at, image in enumerate(images):
                     items[at], place = await self._made(image, is_cancelled)
                     places[at] = replace(place, offset=image.position)
-        owner = owner_of(cache_salt).hex()
         return mm_input(
             prompt,
             {_IMAGE: items},
-            {_IMAGE: [f"{owner}:{image.digest.hex()}" for image in images]},
+            {_IMAGE: [identifier_of(cache_salt, image.digest) for image in images]},
             {_IMAGE: places},
             cache_salt=cache_salt or None,
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -18,6 +18,7 @@ from pdmesh import failpoints
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
+from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.images import VllmImages
@@ -63,6 +64,21 @@ class RequestEvents:
     die: Callable[[str], None]
 
 
+class GathersEmbeddings(Protocol):
+    """The host's end of the embeddings that an encoder makes for requests here."""
+
+    @property
+    def awaited(self) -> AwaitedEmbeddings: ...
+
+    async def landed(self, leg: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What vLLM is told of the embeddings that were fetched; empty if there are none."""
+        ...
+
+    def forget(self, leg: int) -> None:
+        """vLLM has not taken the request."""
+        ...
+
+
 class Requests:
     """`num_held` says how many of a prompt's first blocks the engine's own cache holds."""
 
@@ -77,6 +93,7 @@ class Requests:
     ) -> None:
         self._llm, self._instance_id, self._adapters = llm, instance_id, adapters
         self.images = VllmImages(llm, None)
+        self.embeddings: GathersEmbeddings | None = None  # of a model that reads images
         self._tiers, self._num_held, self._events = tiers, num_held, events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._readers: dict[int, _Reader] = {}
@@ -127,6 +144,8 @@ class Requests:
         if reader.awaits_adapter and leg in self._tasks:
             self._tasks[leg].cancel()
             return
+        if self.embeddings is not None:
+            self.embeddings.awaited.tell(leg, None)  # it waits no longer
         if reader.request_id:
             name = f"vllm-abort-{leg}"
             abort = self._llm.abort(reader.request_id, internal=True)
@@ -193,6 +212,7 @@ class Requests:
                 request = await self.images.input_of(
                     prompt, reader.images, cache_salt, lambda: reader.is_cancelled
                 )
+                await self._gather_embeddings(leg, request, params)
             else:
                 request = tokens_input(prompt, cache_salt=cache_salt or None)
             lora = self._lora_request(reader.adapter)
@@ -228,6 +248,15 @@ class Requests:
             if queue is not None:
                 queue.close()
 
+    async def _gather_embeddings(self, leg: int, request: Any, params: Any) -> None:
+        """Any: vLLM's own types. An encoder makes them while the images are processed here."""
+        if self.embeddings is not None and leg in self.embeddings.awaited:
+            landed = await self.embeddings.landed(leg, request)
+            if landed:
+                told = params.extra_args or {}
+                transfer = {**told.get("kv_transfer_params", {}), **landed}
+                params.extra_args = {**told, "kv_transfer_params": transfer}
+
     async def _on_error(self, reader: _Reader, error: Exception) -> None:
         if not reader.request_id:
             message = f"vLLM refused the request: {error.__class__.__name__}"
@@ -239,6 +268,8 @@ class Requests:
     def _refused(self, leg: int, error: MeshError) -> None:
         if self._tiers is not None:
             self._tiers.forget(leg)
+        if self.embeddings is not None:
+            self.embeddings.forget(leg)
         self._events.refused(leg, error)
 
     def _leg_died(self, reader: _Reader, error: BaseException) -> None:

@@ -1,4 +1,6 @@
-"""Groups of pooling instances: which are valid, and how many instances a scenario keeps."""
+"""Groups of pooling instances, and groups with encoders: which are valid, and how many instances a
+scenario keeps.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +56,42 @@ def test_a_file_may_ask_for_pooling_instances() -> None:
     assert read(text).groups["a"] == Group("search", pooling=3)
     with pytest.raises(InvalidRequest, match="has only pooling instances"):
         read(text.replace("pooling: 3", "pooling: 3, fusion: 1"))
+
+
+@pytest.mark.req("S130")
+@pytest.mark.parametrize(
+    "group",
+    [Group("default", prefill=2, decode=2, encoder=1), Group("default", fusion=2, encoder=1)],
+    ids=["pair", "fusion"],
+)
+def test_one_encoder_is_enough_because_prefills_encode_too(group: Group) -> None:
+    assert list(problems(desired(a=group))) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "path"),
+    [
+        (Group("default", encoder=2), "groups.a"),
+        (Group("default", encoder=1, pooling=2), "groups.a.pooling"),
+    ],
+    ids=["alone", "pooling"],
+)
+def test_a_group_that_computes_no_prompts_has_no_use_for_encoders(group: Group, path: str) -> None:
+    assert path in [problem.path for problem in problems(desired(a=group))]
+
+
+def test_a_scenario_needs_no_encoder_to_serve() -> None:
+    group = Group("default", prefill=2, decode=2, encoder=1)
+    wanted = wanted_of(desired(a=group), "kv")
+    assert wanted.floor("default", Role.ENCODER) == 0
+    assert wanted.floor("default", Role.PREFILL) == 2
+    assert wanted.groups["a"].counts[Role.ENCODER] == 1
+    assert wanted.groups["a"].size == 5
+
+
+def test_a_file_may_ask_for_encoders() -> None:
+    text = (
+        "scenarios: {default: {allow_single: true}}\n"
+        "groups:\n  a: {prefill: 1, decode: 1, encoder: 1}\n"
+    )
+    assert read(text).groups["a"].encoder == 1

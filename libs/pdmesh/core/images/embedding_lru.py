@@ -1,0 +1,75 @@
+"""Which embeddings an encoder holds, within a bound of bytes, and which it evicts for others.
+
+The embedding that was used least recently leaves first. One that is being read never leaves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_bytes: int
+    num_readers: int = 0
+
+
+@dataclass(slots=True)
+class EmbeddingLru:
+    """Names and sizes only; who holds the bytes acts on what is returned."""
+
+    max_bytes: int
+    num_bytes: int = 0
+    _held: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)  # oldest first
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, name: bytes, num_bytes: int) -> Sequence[bytes] | None:
+        """Hold one more, and return the names that leave for it.
+
+        None if there is no room even without all that may leave: then nothing changes.
+        """
+        if name in self._held:
+            self._held.move_to_end(name)
+            return ()
+        leaving: list[bytes] = []
+        free = self.max_bytes - self.num_bytes
+        for other, entry in self._held.items():
+            if free >= num_bytes:
+                break
+            if not entry.num_readers:
+                leaving.append(other)
+                free += entry.num_bytes
+        if free < num_bytes:
+            return None
+        for other in leaving:
+            self.num_bytes -= self._held.pop(other).num_bytes
+        self._held[name] = _Entry(num_bytes)
+        self.num_bytes += num_bytes
+        return leaving
+
+    def pin(self, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Keep the longest beginning of `names` that is held until `unpin`; returns it."""
+        found: list[bytes] = []
+        for name in names:
+            if (entry := self._held.get(name)) is None:
+                break
+            entry.num_readers += 1
+            self._held.move_to_end(name)
+            found.append(name)
+        return found
+
+    def unpin(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._held[name].num_readers -= 1
+
+    def check_invariants(self) -> None:
+        assert self.num_bytes == sum(entry.num_bytes for entry in self._held.values())
+        assert 0 <= self.num_bytes <= self.max_bytes
+        assert all(entry.num_readers >= 0 for entry in self._held.values())

@@ -1,0 +1,26 @@
+"""Which encoder makes the embeddings of a prompt's images.
+
+An image goes to the same encoder from every gateway, for as long as that encoder takes requests:
+so it is encoded once, and prompts about it find its embeddings there (S130). The first image of a
+prompt decides for all of its images, because a conversation goes on with the images that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from pdmesh.core.model import PeerId
+
+
+def choose_encoder(encoders: Iterable[PeerId], digest: bytes) -> PeerId | None:
+    """The encoder with the highest weight for this image (rendezvous hashing); None of none.
+
+    If an encoder leaves or comes, only its own images change their encoder.
+    """
+    return max(encoders, key=lambda encoder: _weight(encoder, digest), default=None)
+
+
+def _weight(encoder: PeerId, digest: bytes) -> tuple[bytes, PeerId]:
+    name = encoder.instance_id.encode()
+    return hashlib.blake2b(digest + name, digest_size=8, person=b"pdmesh-enc").digest(), encoder

@@ -1,0 +1,90 @@
+"""The prefills of an engine that await embeddings of their images, and what became of the wait.
+
+One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
+images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from pdmesh.core.deadlines import ENCODE_WAIT_S
+from pdmesh.engine.base import KvPeer
+
+_LEAST_FETCH_S: Final = 0.1  # for an encoder that answered at the last moment
+
+# (encoder, seconds) -> how many of the prompt's first images have their embeddings here now.
+FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
+
+
+class EmbeddingOutcome(Enum):
+    """What became of the embeddings of an awaited image."""
+
+    FETCHED = "fetched"
+    NOT_MADE = "not_made"  # the encoder refused, failed or died
+    LATE = "late"  # nobody said anything in time
+    LOST = "lost"  # the encoder died, or had evicted them, before they were fetched
+
+
+@dataclass(slots=True)
+class _Wait:
+    until: float
+    told: asyncio.Future[KvPeer | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class AwaitedEmbeddings:
+    """`expect` begins a wait, and `gather` or `forget` ends it; `tell` may come at any time."""
+
+    def __init__(self, patience_s: float = ENCODE_WAIT_S) -> None:
+        self._patience_s = patience_s
+        self._waits: dict[int, _Wait] = {}
+        self._counts: Counter[EmbeddingOutcome] = Counter()  # images
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __contains__(self, leg: int) -> bool:
+        return leg in self._waits
+
+    def expect(self, leg: int) -> None:
+        self._waits[leg] = _Wait(time.monotonic() + self._patience_s)
+
+    def tell(self, leg: int, encoder: KvPeer | None) -> None:
+        wait = self._waits.get(leg)
+        if wait is not None and not wait.told.done():
+            wait.told.set_result(encoder)
+
+    def forget(self, leg: int) -> None:
+        """The leg is over, or failed before it gathered anything."""
+        self.tell(leg, None)
+        self._waits.pop(leg, None)
+
+    async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
+        """How many of the prompt's first images need not be encoded here."""
+        wait = self._waits[leg]
+        try:
+            left_s = max(0.0, wait.until - time.monotonic())
+            done, _ = await asyncio.wait([wait.told], timeout=left_s)
+            encoder = wait.told.result() if done else None
+            if encoder is None:
+                missed = EmbeddingOutcome.NOT_MADE if done else EmbeddingOutcome.LATE
+                self._counts[missed] += num_images
+                return 0
+            num = await fetch(encoder, max(_LEAST_FETCH_S, wait.until - time.monotonic()))
+            self._counts[EmbeddingOutcome.FETCHED] += num
+            self._counts[EmbeddingOutcome.LOST] += num_images - num
+            return num
+        finally:
+            self._waits.pop(leg, None)
+
+    def numbers(self) -> dict[str, float]:
+        """For `EngineStats.extra`."""
+        return {f"num_embeddings_{o.value}": self._counts[o] for o in EmbeddingOutcome}

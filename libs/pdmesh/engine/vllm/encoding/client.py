@@ -1,0 +1,100 @@
+"""The host's end at a prefill: awaits an encoder, and has the workers fetch from it.
+
+A request uses what all ranks have; whatever one of them lacks is encoded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
+from pdmesh.engine.base import KvPeer
+from pdmesh.engine.vllm.encoding.plan import LANDED, landed_params
+from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
+from pdmesh.engine.vllm.messages import (
+    EmbeddingsFetched,
+    FetchEmbeddings,
+    ForgetEmbeddings,
+    ToHost,
+)
+
+_MARGIN_S = 0.5  # for the workers' answers, after the deadline of their fetches
+
+
+class _Fetching:
+    def __init__(self, num_ranks: int) -> None:
+        self.answers: dict[int, int] = {}  # images, by rank
+        self.num_ranks = num_ranks
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def add(self, rank: int, num_images: int) -> None:
+        self.answers[rank] = num_images
+        if len(self.answers) == self.num_ranks and not self.done.done():
+            self.done.set_result(min(self.answers.values()))
+
+
+class EmbeddingClient:
+    """Between the host's jobs and the workers, over a socket of their own."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.awaited = AwaitedEmbeddings()
+        self._num_ranks = num_ranks
+        self._control: ControlServer | None = None
+        self._fetching: dict[int, _Fetching] = {}
+
+    async def listen(self, path: Path, on_lost: Callable[[WorkerLost], None]) -> None:
+        self._control = ControlServer(self._on_message, on_lost)
+        await self._control.listen(path)
+
+    async def close(self) -> None:
+        if self._control is not None:
+            await self._control.close()
+
+    async def landed(self, leg: int, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What vLLM is told of the request's embeddings. `request`: vLLM's input, with images."""
+        (hashes,) = request["mm_hashes"].values()
+        (places,) = request["mm_placeholders"].values()
+        identifiers, num_rows = list(dict.fromkeys(hashes)), places[0].get_num_embeds()
+
+        async def fetch(encoder: KvPeer, deadline_s: float) -> int:
+            return await self._fetch(leg, identifiers, num_rows, encoder, deadline_s)
+
+        num = await self.awaited.gather(leg, len(identifiers), fetch)
+        return {LANDED: landed_params(leg, identifiers[:num])} if num else {}
+
+    async def _fetch(
+        self, leg: int, identifiers: list[str], num_rows: int, encoder: KvPeer, deadline_s: float
+    ) -> int:
+        assert self._control is not None
+        fetching = self._fetching[leg] = _Fetching(self._num_ranks)
+        order = FetchEmbeddings(
+            leg,
+            encoder.instance_id,
+            encoder.incarnation,
+            encoder.addresses[0],
+            identifiers,
+            num_rows,
+            deadline_s,
+        )
+        self._control.broadcast(order)
+        try:
+            done, _ = await asyncio.wait([fetching.done], timeout=deadline_s + _MARGIN_S)
+        finally:
+            del self._fetching[leg]
+        num = fetching.done.result() if done else 0
+        if not num:  # some rank may have some, or may get them later
+            self._control.broadcast(ForgetEmbeddings(leg))
+        return num
+
+    def forget(self, leg: int) -> None:
+        """vLLM has not taken the request."""
+        self.awaited.forget(leg)
+        if self._control is not None:
+            self._control.broadcast(ForgetEmbeddings(leg))
+
+    def _on_message(self, message: ToHost) -> None:
+        if isinstance(message, EmbeddingsFetched) and message.leg in self._fetching:
+            self._fetching[message.leg].add(message.rank, message.num_images)

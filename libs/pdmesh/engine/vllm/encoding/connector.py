@@ -1,0 +1,107 @@
+"""vLLM's side of encoder and prefill apart: an `ECConnectorBase` that forwards to planner and
+worker.
+
+vLLM loads this class by `ec_connector_module_path`, once in its scheduler and once in each worker.
+An encoder publishes what it encoded. A prefill takes what was fetched for a request, and encodes
+the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from pdmesh.engine.vllm.encoding.plan import EmbeddingPlan, EmbeddingPlanner
+from pdmesh.engine.vllm.encoding.worker import EmbeddingWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class EmbeddingMetadata(ECConnectorMetadata):
+    """Carries one step's plan to the workers. `images`: of the requests that are new in it."""
+
+    def __init__(self, plan: EmbeddingPlan, images: tuple[str, ...]) -> None:
+        self.plan, self.images = plan, images
+
+
+class PdmeshEcConnector(ECConnectorBase):
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._planner = EmbeddingPlanner()
+        self._worker: EmbeddingWorker | None = None
+        if role is ECConnectorRole.WORKER:
+            model, parallel = vllm_config.model_config, vllm_config.parallel_config
+            assert vllm_config.ec_transfer_config is not None
+            self._worker = EmbeddingWorker(
+                vllm_config.ec_transfer_config.ec_connector_extra_config,
+                rank=parallel.rank,
+                num_ranks=parallel.world_size,
+                width=model.get_inputs_embeds_size(),
+                dtype=model.dtype,
+            )
+
+    # -- scheduler --------------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """vLLM calls it right before it asks about the images of the request."""
+        self._planner.consider(request.kv_transfer_params)
+        return True
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._planner.has(identifier)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        self._planner.allocated(request.mm_features[index].identifier)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        images = tuple(
+            feature.identifier
+            for request in scheduler_output.scheduled_new_reqs
+            for feature in request.mm_features or ()
+        )
+        return EmbeddingMetadata(self._planner.take(), images)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.finished(request.kv_transfer_params)
+        return False, None
+
+    # -- worker -----------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> EmbeddingWorker:
+        assert self._worker is not None, "a worker's method"
+        return self._worker
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        self.worker.load(self._metadata().plan, encoder_cache)
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        """vLLM encodes no image again that it still has, although the pool has evicted it."""
+        encoder_cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
+        for identifier in self._metadata().images:
+            if identifier in encoder_cache:
+                self.worker.publish(identifier, encoder_cache[identifier])
+
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None:
+        if self.is_producer:
+            self.worker.publish(mm_hash, encoder_cache[mm_hash])
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _metadata(self) -> EmbeddingMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, EmbeddingMetadata)
+        return metadata

@@ -1,0 +1,56 @@
+"""Which embeddings a step takes from those that were fetched: the scheduler's half at a prefill.
+
+A request says which of its images have their embeddings at the workers. It alone may use them: they
+stay there until it ends, so nothing that a step was promised can be missing. All other images of
+the step are encoded in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+LANDED: Final = "embeddings"  # among the kv_transfer_params of a request
+
+
+def landed_params(leg: int, identifiers: Sequence[str]) -> dict[str, Any]:
+    """As plain values, which vLLM passes on."""
+    return {"leg": leg, "identifiers": list(identifiers)}
+
+
+@dataclass(slots=True)
+class EmbeddingPlan:
+    """What the workers do before a step's forward, in this order."""
+
+    loads: list[tuple[int, str]] = field(default_factory=list)  # (leg, image)
+    dropped_legs: list[int] = field(default_factory=list)
+
+
+class EmbeddingPlanner:
+    """`consider` names the request about which the next questions are."""
+
+    def __init__(self) -> None:
+        self._leg, self._identifiers = 0, frozenset[str]()
+        self._plan = EmbeddingPlan()
+
+    def consider(self, params: Mapping[str, Any] | None) -> None:
+        landed = (params or {}).get(LANDED)
+        self._leg = landed["leg"] if landed else 0
+        self._identifiers = frozenset(landed["identifiers"] if landed else ())
+
+    def has(self, identifier: str) -> bool:
+        return identifier in self._identifiers
+
+    def allocated(self, identifier: str) -> None:
+        """The image of the request has its place in the step."""
+        if identifier in self._identifiers:
+            self._plan.loads.append((self._leg, identifier))
+
+    def finished(self, params: Mapping[str, Any] | None) -> None:
+        if landed := (params or {}).get(LANDED):
+            self._plan.dropped_legs.append(landed["leg"])
+
+    def take(self) -> EmbeddingPlan:
+        plan, self._plan = self._plan, EmbeddingPlan()
+        return plan

@@ -1,0 +1,181 @@
+"""A worker's embeddings: those that an encoder publishes, and those that a prefill fetched.
+
+A KV agent of its own carries them, with the encoder's model in its fingerprint. One thread computes
+steps, one hears the host, and one is the agent's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.engine.vllm.encoding.plan import EmbeddingPlan
+from pdmesh.engine.vllm.messages import (
+    EmbeddingsFetched,
+    EmbeddingsHeld,
+    FetchEmbeddings,
+    ForgetEmbeddings,
+    RankHello,
+    ToWorker,
+    WorkerControl,
+)
+from pdmesh.engine.vllm.model.fingerprint import digest
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import host_memory
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.agent.types import AgentIdentity
+from pdmesh.kv.embeddings.names import embedding_name
+from pdmesh.kv.embeddings.pool import EmbeddingPool
+from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.ucx import UcxTransport
+
+if TYPE_CHECKING:
+    import torch
+
+log = structlog.get_logger(__name__)
+
+
+class EmbeddingWorker:
+    """`width`: numbers of one token's embedding. The pool of a prefill is empty: it has 0 bytes."""
+
+    def __init__(
+        self, config: Mapping[str, Any], rank: int, num_ranks: int, width: int, dtype: torch.dtype
+    ) -> None:
+        failpoints.arm(config["failpoints"])
+        self._rank, self._width, self._dtype = rank, width, dtype
+        self._pool = EmbeddingPool(config["pool_bytes"])
+        self._landed: dict[int, dict[str, torch.Tensor]] = {}  # by leg
+        self._fetching: set[int] = set()  # legs whose fetch somebody awaits
+        self._lock = threading.Lock()
+        fingerprint = digest((config["computation"], str(width), str(dtype)))
+        identity = AgentIdentity(
+            config["instance_id"], config["incarnation"], fingerprint, rank, config["group_id"]
+        )
+        self._agent = AgentThread(
+            lambda: KvAgent(
+                UcxTransport(config["kv_host"]), identity, host_memory(0, 0, self._pool), _ignore
+            ),
+            name="embeddings",
+            die=_die,
+        )
+        self._control = WorkerControl(config["control_path"], self._on_message, _exit)
+        address = self._agent.start()
+        hello = RankHello(rank, num_ranks, os.getpid(), address, fingerprint, 0, 0, 0)
+        self._control.send(hello)
+
+    def close(self) -> None:
+        self._agent.close()
+        self._control.close()
+
+    # -- an encoder -------------------------------------------------------------------------------
+
+    def publish(self, identifier: str, encoded: torch.Tensor) -> None:
+        """Hold what was encoded for the instances that will fetch it, and tell the host."""
+        name = embedding_name(identifier)
+        if name in self._pool:
+            return
+        left: Sequence[bytes] | None = None
+        if encoded.dim() == 2 and encoded.shape[1] == self._width and encoded.dtype is self._dtype:
+            made = encoded.detach().cpu().contiguous().clone()
+            if failpoints.hit("encode.published") == "zero-embeddings":
+                made.zero_()
+            left = self._pool.add(name, _bytes_of(made))
+        else:
+            log.warning("vllm.embeddings.other_form", shape=tuple(encoded.shape))
+        if left is None:
+            self._control.send(EmbeddingsHeld(self._rank, [], [name]))
+        else:
+            self._control.send(EmbeddingsHeld(self._rank, [name], list(left)))
+
+    # -- a prefill --------------------------------------------------------------------------------
+
+    def load(self, plan: EmbeddingPlan, encoder_cache: dict[str, torch.Tensor]) -> None:
+        with self._lock:
+            for leg, identifier in plan.loads:
+                if identifier not in encoder_cache:
+                    encoder_cache[identifier] = self._placed(self._landed[leg][identifier])
+            for leg in plan.dropped_legs:
+                self._landed.pop(leg, None)
+
+    @staticmethod
+    def _placed(embedding: torch.Tensor) -> torch.Tensor:
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type in ("", "cpu"):
+            return embedding
+        return embedding.to(current_platform.device_type, non_blocking=False)
+
+    def _on_message(self, message: ToWorker) -> None:
+        match message:
+            case FetchEmbeddings():
+                self._fetch(message)
+            case ForgetEmbeddings():
+                with self._lock:
+                    self._fetching.discard(message.leg)
+                    self._landed.pop(message.leg, None)
+
+    def _fetch(self, asked: FetchEmbeddings) -> None:
+        """Into tensors of this leg's own: after a failure, a late write hurts nothing."""
+        import torch
+
+        self._fetching.add(asked.leg)
+        shape = (asked.num_rows, self._width)
+        made = {name: torch.empty(shape, dtype=self._dtype) for name in asked.identifiers}
+        try:
+            fetching = self._agent.fetch(
+                asked.address,
+                asked.incarnation,
+                [embedding_name(identifier) for identifier in made],
+                [_bytes_of(tensor) for tensor in made.values()],
+                deadline_s=asked.deadline_s,
+                on_freed=lambda: None,
+                source=asked.instance_id,
+            )
+        except KvTransferFailed:
+            self._fetching.discard(asked.leg)
+            self._control.send(EmbeddingsFetched(self._rank, asked.leg, 0))
+            return
+
+        def done(fetched: Future[Sequence[bytes]]) -> None:
+            num = 0
+            if fetched.cancelled() or (error := fetched.exception()) is not None:
+                reason = getattr(error, "reason", "CANCELLED") if not fetched.cancelled() else ""
+                log.info("images.not_fetched", encoder=asked.instance_id, reason=reason)
+            else:
+                num = len(fetched.result())
+            with self._lock:
+                if asked.leg in self._fetching:
+                    self._fetching.discard(asked.leg)
+                    self._landed[asked.leg] = dict(list(made.items())[:num])
+            self._control.send(EmbeddingsFetched(self._rank, asked.leg, num))
+
+        fetching.add_done_callback(done)
+
+
+def _bytes_of(tensor: torch.Tensor) -> ByteArray:
+    """A view of the tensor's bytes, not a copy."""
+    import torch
+
+    found: ByteArray = tensor.view(torch.uint8).reshape(-1).numpy()
+    return found
+
+
+def _ignore(event: object) -> None:
+    """No ticket of this agent outlives a fetch, and nothing lands in an arena."""
+
+
+def _die(error: BaseException) -> None:
+    log.critical("vllm.worker.died", exc_info=error)
+    os._exit(1)
+
+
+def _exit() -> None:
+    """The host is gone."""
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""Embeddings of images between instances: their names, their pool at an encoder, their fetch."""

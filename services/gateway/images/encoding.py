@@ -1,0 +1,117 @@
+"""Has an encoder make the embeddings of a prompt's images while its prefill waits (S130).
+
+The encoder holds them, and the prefill fetches them. Whatever becomes of the encoder, the prefill
+is told: it has the images, too, and encodes them itself if it must. So no failure here is one of
+the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from pdmesh.core.images.encoders import choose_encoder
+from pdmesh.core.model import PeerId
+from pdmesh.core.request.events import (
+    Event,
+    LegAccepted,
+    LegFailed,
+    LegFinished,
+    LegLost,
+    LegRejected,
+)
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef, TokenLogprob
+from pdmesh.v1.instance_service_pb2 import Abort, Command, Embedded, SessionEvent
+
+log = structlog.get_logger(__name__)
+
+_prompts: Final = metrics.counter(
+    names.GATEWAY_ENCODED_PROMPTS,
+    "Prompts whose images an encoder was asked to encode, by outcome: encoded, or left to the "
+    "prefill because the encoder refused, failed, was lost, or the request went on without it",
+)
+_OUTCOMES: Final[dict[type[Event], str]] = {
+    LegFinished: "encoded",
+    LegRejected: "refused",
+    LegFailed: "failed",
+    LegLost: "lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    record: InstanceRecord
+    session: InstanceSession
+
+
+def find_encoder(
+    fleet: FleetView, sessions: SessionPool, record: InstanceRecord, digest: bytes
+) -> Encoder | None:
+    """The encoder for an image of a prompt that `record` computes; None if none can take it."""
+    found: dict[PeerId, Encoder] = {}
+    for encoder in fleet.encoders(record):
+        session = sessions.session(encoder)
+        if session.is_usable and not session.is_full:
+            found[PeerId(encoder.instance_id, encoder.incarnation)] = Encoder(encoder, session)
+    chosen = choose_encoder(found, digest)
+    return found[chosen] if chosen is not None else None
+
+
+class EncodeLeg:
+    """One prompt's images at an encoder, under `key`.
+
+    `prefill_key` names the leg that waits for them, at the other end of `prefill`.
+    """
+
+    def __init__(
+        self, encoder: Encoder, key: int, prefill_key: int, prefill: InstanceSession
+    ) -> None:
+        self._encoder, self._key = encoder, key
+        self._prefill_key, self._prefill = prefill_key, prefill
+        self._is_over = False
+
+    def begin(self, command: Command) -> None:
+        if not self._encoder.session.open_leg(self._key, self, command):
+            self._tell("lost")
+
+    def end(self) -> None:
+        """The prefill has ended: nobody waits any more."""
+        if not self._is_over:
+            self._is_over = True
+            self._encoder.session.forget(self._key)
+            self._encoder.session.send(Command(abort=Abort(key=self._key)))
+            _prompts.add(1, {names.ATTR_OUTCOME: "unawaited"})
+
+    # -- what the encoder says --------------------------------------------------------------------
+
+    def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
+        if self._is_over or isinstance(event, LegAccepted):
+            return
+        if (outcome := _OUTCOMES.get(type(event))) is not None:
+            self._encoder.session.forget(self._key)
+            self._tell(outcome)
+
+    def on_token(self, key: int, token_id: int, now: float) -> None:
+        """An encoder draws no tokens."""
+
+    def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """An encoder draws no tokens."""
+
+    def _tell(self, outcome: str) -> None:
+        self._is_over = True
+        _prompts.add(1, {names.ATTR_OUTCOME: outcome})
+        embedded = Embedded(key=self._prefill_key)
+        record = self._encoder.record
+        if outcome == "encoded":
+            encoder = PeerRef(instance_id=record.instance_id, incarnation=record.incarnation)
+            embedded.encoder.CopyFrom(encoder)
+            embedded.kv_addresses.extend(record.kv_addresses)
+        else:
+            log.info("images.not_encoded", encoder=record.instance_id, outcome=outcome)
+        self._prefill.send(Command(embedded=embedded))

@@ -1,0 +1,195 @@
+"""An encoder beside a sim prefill: each image is encoded once and fetched; whatever becomes of the
+encoder, every answer is right and no client sees an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_ENCODER
+from tests.integration.images.test_mesh import ENV, TEXT, asked, chat, drawn, part, right
+from tests.support.images.files import png
+from tests.support.sites import fleet
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.req("S130")]
+
+
+def spec(failpoint: str = "") -> MeshSpec:
+    own = {"encoder-0": {"PDMESH_INSTANCE_FAILPOINT": failpoint}} if failpoint else {}
+    return MeshSpec(
+        engine="sim", num_prefill=1, num_decode=1, num_encoder=1, http_port=0, grpc_port=0,
+        env=ENV, service_env=own,
+    )  # fmt: skip
+
+
+def awaited(mesh: Mesh, outcome: str, name: str = "prefill-0") -> float:
+    return fleet.counted(mesh, [name], "pdmesh_images_awaited_total", pdmesh_outcome=outcome)
+
+
+def encoded(mesh: Mesh, name: str = "encoder-0") -> float:
+    return fleet.counted(mesh, [name], "pdmesh_images_encoded_total")
+
+
+def prompts(mesh: Mesh, outcome: str) -> float:
+    metric = "pdmesh_gateway_images_encoded_prompts_total"
+    return fleet.counted(mesh, ["gateway-0"], metric, pdmesh_outcome=outcome)
+
+
+async def until_serving(mesh: Mesh, num: int = 1) -> None:
+    """The gateway may serve before the encoder does."""
+    bus = await NatsBus.connect(mesh.nats_url, "encoder-test")
+    view = await NatsRegistry(bus, 3.0).watch()
+    ready = [ROLE_ENCODER, INSTANCE_PHASE_READY]
+    await until(lambda: [[r.role, r.phase] for r in view.records.values()].count(ready) == num)
+    await view.close()
+    await bus.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    async with Mesh(spec(), tmp_path_factory.mktemp("encoder")) as running:
+        await until_serving(running)
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client:
+        yield client
+
+
+async def test_an_image_of_many_prompts_is_encoded_once(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    """The texts differ before the images, so no prompt finds another one's KV."""
+    files = [png(101), png(102)]
+    bodies = [chat(f"{n} {TEXT}", *map(part, files)) for n in range(4)]
+    answers = [await asked(client, bodies[0])]
+    answers += await asyncio.gather(*(asked(client, body) for body in bodies[1:]))
+    for answer in answers:
+        assert drawn(answer) == right(answer, *files)
+    assert encoded(mesh) == len(files)
+    assert awaited(mesh, "fetched") == len(files) * len(bodies)
+    assert [awaited(mesh, o) for o in ("not_made", "late", "lost")] == [0, 0, 0]
+    assert prompts(mesh, "encoded") == len(bodies)
+
+
+async def test_a_prompt_without_images_asks_no_encoder(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    before = prompts(mesh, "encoded")
+    answer = await asked(client, chat(TEXT))
+    assert drawn(answer) == right(answer)
+    assert prompts(mesh, "encoded") == before
+
+
+async def test_tenants_share_no_embeddings(mesh: Mesh, client: httpx.AsyncClient) -> None:
+    """A cache salt stands for a tenant here: both are part of the name of embeddings."""
+    before = encoded(mesh)
+    for salt in ("one", "two"):
+        await asked(client, chat(TEXT, part(png(111)), cache_salt=salt))
+    assert encoded(mesh) == before + 2
+
+
+@pytest.mark.fault("F1")
+async def test_an_encoder_that_dies_at_work_costs_no_answer(tmp_path: Path) -> None:
+    async with (
+        Mesh(spec("encode.computing=sigkill@2"), tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        await until_serving(mesh)
+        for seed in (121, 122):
+            answer = await asked(client, chat(TEXT, part(png(seed))))
+            assert drawn(answer) == right(answer, png(seed))
+        assert (prompts(mesh, "encoded"), prompts(mesh, "lost")) == (1, 1)
+        assert (awaited(mesh, "fetched"), awaited(mesh, "not_made")) == (1, 1)
+
+
+@pytest.mark.fault("F2")
+async def test_an_encoder_that_hangs_costs_a_bounded_time(tmp_path: Path) -> None:
+    async with (
+        Mesh(spec("encode.computing=sigstop@1"), tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        await until_serving(mesh)
+        answer = await asked(client, chat(TEXT, part(png(131))))
+        assert drawn(answer) == right(answer, png(131))
+        # Its prefill gives up, or the mesh notices first that the encoder is silent.
+        assert awaited(mesh, "late") + awaited(mesh, "not_made") == 1
+        assert awaited(mesh, "fetched") == 0
+
+
+async def test_wrong_embeddings_are_noticed(tmp_path: Path) -> None:
+    """The negative control: what is fetched is what the prompt is computed with."""
+    async with (
+        Mesh(spec("encode.computing=zero-embeddings"), tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        await until_serving(mesh)
+        answer = await client.post("/v1/chat/completions", json=chat(TEXT, part(png(141))))
+        assert answer.status_code >= 500
+
+
+async def test_a_fusion_instance_fetches_embeddings_too(tmp_path: Path) -> None:
+    async with (
+        Mesh(replace(spec(), num_prefill=0, num_decode=0, num_fusion=1), tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        await until_serving(mesh)
+        answer = await asked(client, chat(TEXT, part(png(151))))
+        assert drawn(answer) == right(answer, png(151))
+        assert awaited(mesh, "fetched", "fusion-0") == 1
+
+
+GROUPS = """
+scenarios:
+  default: {allow_single: true}
+groups:
+  seeing: {prefill: 1, decode: 1, encoder: 2}
+"""
+
+
+async def test_a_group_gets_a_lost_encoder_back(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(GROUPS)
+    blank = MeshSpec(
+        engine="sim", num_prefill=0, num_decode=0, num_blank=4, http_port=0, grpc_port=0,
+        groups_file=file, env=ENV,
+    )  # fmt: skip
+    async with (
+        Mesh(blank, tmp_path / "state") as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        bus = await NatsBus.connect(mesh.nats_url, "encoder-group-test")
+        view = await NatsRegistry(bus, 3.0).watch()
+
+        def encoders() -> dict[str, int]:
+            return {
+                r.instance_id: r.incarnation
+                for r in view.records.values()
+                if (r.role, r.phase) == (ROLE_ENCODER, INSTANCE_PHASE_READY)
+            }
+
+        await until(lambda: len(encoders()) == 2)
+        answer = await asked(client, chat(TEXT, part(png(161))))
+        assert drawn(answer) == right(answer, png(161))
+        victim, incarnation = min(encoders().items())
+        mesh.kill(victim)
+        for seed in range(162, 168):
+            answer = await asked(client, chat(TEXT, part(png(seed))))
+            assert drawn(answer) == right(answer, png(seed))
+        await until(lambda: len(encoders()) == 2 and encoders().get(victim) != incarnation)
+        await view.close()
+        await bus.close()

@@ -1,0 +1,67 @@
+"""A prefill goes on in every case: with what it fetched, or without what did not come."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
+from pdmesh.engine.base import KvPeer
+
+ENCODER = KvPeer("encoder-0", 1, ("address",))
+
+
+async def fetch_one(encoder: KvPeer, deadline_s: float) -> int:
+    assert encoder == ENCODER
+    assert deadline_s > 0
+    return 1
+
+
+def counted(awaited: AwaitedEmbeddings) -> dict[str, float]:
+    found = awaited.numbers().items()
+    return {name.removeprefix("num_embeddings_"): num for name, num in found if num}
+
+
+async def test_what_was_fetched_and_what_was_lost_is_counted() -> None:
+    awaited = AwaitedEmbeddings()
+    awaited.expect(1)
+    awaited.tell(1, ENCODER)
+    assert await awaited.gather(1, 3, fetch_one) == 1
+    assert counted(awaited) == {"fetched": 1, "lost": 2}
+    assert len(awaited) == 0
+
+
+async def test_an_encoder_that_made_none_is_not_asked() -> None:
+    awaited = AwaitedEmbeddings()
+    awaited.expect(1)
+    awaited.tell(1, None)
+    awaited.tell(1, ENCODER)  # a second word changes nothing
+    assert await awaited.gather(1, 2, fetch_one) == 0
+    assert counted(awaited) == {"not_made": 2}
+
+
+async def test_nobody_is_awaited_for_longer_than_the_patience() -> None:
+    awaited = AwaitedEmbeddings(patience_s=0.0)
+    awaited.expect(1)
+    assert await awaited.gather(1, 2, fetch_one) == 0
+    assert counted(awaited) == {"late": 2}
+
+
+async def test_a_leg_that_ended_awaits_nothing() -> None:
+    awaited = AwaitedEmbeddings()
+    awaited.expect(1)
+    awaited.forget(1)
+    awaited.tell(1, ENCODER)
+    assert len(awaited) == 0
+    assert counted(awaited) == {}
+
+
+async def test_a_failure_of_the_fetch_leaves_no_wait() -> None:
+    async def fail(encoder: KvPeer, deadline_s: float) -> int:
+        raise RuntimeError
+
+    awaited = AwaitedEmbeddings()
+    awaited.expect(1)
+    awaited.tell(1, ENCODER)
+    with pytest.raises(RuntimeError):
+        await awaited.gather(1, 1, fail)
+    assert len(awaited) == 0

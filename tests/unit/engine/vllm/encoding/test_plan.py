@@ -1,0 +1,35 @@
+"""A request uses the embeddings that were fetched for it, and for no other request."""
+
+from __future__ import annotations
+
+from pdmesh.engine.vllm.encoding.plan import LANDED, EmbeddingPlanner, landed_params
+
+MINE = {LANDED: landed_params(5, ["a", "b"])}
+
+
+def test_a_request_loads_what_it_was_told_and_drops_it_at_its_end() -> None:
+    planner = EmbeddingPlanner()
+    planner.consider(MINE)
+    assert planner.has("a")
+    assert not planner.has("c")
+    planner.allocated("a")
+    planner.allocated("c")  # it is encoded in the step
+    planner.finished(MINE)
+    plan = planner.take()
+    assert plan.loads == [(5, "a")]
+    assert plan.dropped_legs == [5]
+    assert planner.take().loads == []
+
+
+def test_another_request_with_the_same_image_gets_nothing_of_it() -> None:
+    """It may end later than the request that fetched them."""
+    planner = EmbeddingPlanner()
+    planner.consider(MINE)
+    planner.consider({"pdmesh": "store"})
+    assert not planner.has("a")
+    planner.consider(None)
+    assert not planner.has("a")
+    planner.allocated("a")
+    planner.finished(None)
+    plan = planner.take()
+    assert (plan.loads, plan.dropped_legs) == ([], [])
