@@ -1,0 +1,1 @@
+"""Loading a model's weights: which files in which order, and through which part of one buffer."""

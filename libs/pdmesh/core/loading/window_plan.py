@@ -1,0 +1,84 @@
+"""Decides through which parts of one buffer the bytes of all weight files go (S86, S87).
+
+The bytes of a file are cut into windows of whole tensors. Windows lie in turn at the buffer's start
+and at its end, and the buffer is as long as any two neighbours together. So one window is read
+while the ranks copy the weights of the one before, in one buffer that serves all files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from pdmesh.core.loading.weight_header import StoredTensor, WeightHeader
+
+WINDOW_BYTES: Final = 64 << 20
+ALIGNMENT: Final = 64  # of a window in the buffer; no number format needs more
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes `begin` to `end` of a file, which are read to `place` in the buffer.
+
+    `tensors` are in the order in which they are handed out.
+    """
+
+    file: str
+    begin: int
+    end: int
+    place: int
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    buffer_bytes: int
+    windows: tuple[Window, ...]
+
+
+def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYTES) -> WindowPlan:
+    """Windows of at most `window_bytes`; a longer tensor is a window of its own."""
+    runs = [(header.file, run) for header in headers for run in _runs(header, window_bytes)]
+    sizes = [_aligned(run[-1].end - run[0].begin) for _, run in runs]
+    buffer_bytes = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    windows = tuple(
+        Window(
+            file,
+            run[0].begin,
+            run[-1].end,
+            buffer_bytes - size if number % 2 else 0,
+            handing_order(run),
+        )
+        for number, ((file, run), size) in enumerate(zip(runs, sizes, strict=True))
+    )
+    return WindowPlan(buffer_bytes, windows)
+
+
+def handing_order(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
+    """The file's order, but the smallest tensor comes last.
+
+    The last one must be copied (`WeightStream`), so it should be small.
+    """
+    last = min(tensors, key=lambda tensor: tensor.num_bytes)
+    return (*(tensor for tensor in tensors if tensor is not last), last)
+
+
+def _runs(header: WeightHeader, window_bytes: int) -> Iterator[list[StoredTensor]]:
+    run: list[StoredTensor] = []
+    for tensor in header.tensors:
+        if run and tensor.end - run[0].begin > window_bytes:
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
