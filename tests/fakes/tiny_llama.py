@@ -12,7 +12,9 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 4, 64, 4
 VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
 
 
-def write_tiny_llama(directory: Path, seed: int = 0, kv_seed: int | None = None) -> Path:
+def write_tiny_llama(
+    directory: Path, seed: int = 0, kv_seed: int | None = None, max_shard_size: str = "5GB"
+) -> Path:
     """Write a model of about 50 MB. The same seed gives the same weights on every machine.
 
     `kv_seed` changes only the projections of K and V, as a fine-tune or a merged adapter does.
@@ -41,5 +43,5 @@ def write_tiny_llama(directory: Path, seed: int = 0, kv_seed: int | None = None)
         for layer in model.model.layers:
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 torch.nn.init.normal_(projection.weight, std=config.initializer_range)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

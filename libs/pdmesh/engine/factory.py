@@ -14,6 +14,7 @@ from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
+from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS, Law
@@ -68,6 +69,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # vLLM
+    weights_loader: WeightsLoader = WeightsLoader.AUTO  # vLLM
     engine_args: EngineArgs = field(default_factory=dict)  # vLLM: more of its arguments
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
@@ -297,6 +299,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         tiers=settings.tiers,
         speculation=settings.speculation,
         async_scheduling=settings.async_scheduling,
+        weights_loader=settings.weights_loader,
         engine_args=settings.engine_args,
         scheduling_policy=settings.scheduling_policy,
         max_adapters=settings.max_adapters,
@@ -330,6 +333,7 @@ def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
         kv_cache_bytes=_kv_cache_bytes(settings),
         max_model_len=settings.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        weights_loader=settings.weights_loader,
         engine_args=settings.engine_args,
         file_digests=settings.file_digests,
         failpoints=settings.failpoint,

@@ -18,6 +18,7 @@ from pdmesh.core.deadlines import (
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
 
@@ -81,6 +82,12 @@ class InstanceSettings(ServiceSettings):
         SchedulingPolicy.PRIORITY,
         description="Which request the engine serves first: priority, by the tenants' priorities; "
         "fcfs, by arrival alone",
+    )
+    weights_loader: WeightsLoader = shared(
+        WeightsLoader.AUTO,
+        description="vLLM: who reads the model's weights: file_order (one reader per node, file "
+        "after file), vllm (vLLM's loader, each rank by itself), or auto: file_order if the model "
+        "is on FUSE or a network file system",
     )
     enable_lora: bool = shared(
         False, description="Serve LoRA adapters (pdmesh adapters); costs memory for their slots"

@@ -20,7 +20,9 @@ from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
 
@@ -94,6 +96,7 @@ class VllmConfig:
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed
+    weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
@@ -136,6 +139,10 @@ class VllmConfig:
                 reads_images=self.has_vision,
             ),
         )
+
+    @property
+    def loader(self) -> LoaderChoice:
+        return loader_choice(self.weights_loader, self.model_dir)
 
     @property
     def has_worker_process(self) -> bool:
@@ -246,6 +253,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         arguments["speculative_config"] = speculative_config(
             config.speculation, config.max_num_seqs
         )
+    arguments |= loader_arguments(config.loader)
     if config.max_adapters:
         arguments |= lora_arguments(config)
     if config.has_vision:

@@ -65,6 +65,7 @@ from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.requests import RequestEvents, Requests
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
+from pdmesh.engine.vllm.loading.choice import check_weights
 from pdmesh.engine.vllm.messages import (
     Connections,
     EmbeddingsFetched,
@@ -128,13 +129,15 @@ class VllmEngine:
     async def start(self) -> EngineInfo:
         started = time.monotonic()
         config = self._config
-        scheduling = config.scheduling
+        scheduling, loader = config.scheduling, config.loader
         log.info(
             "vllm.starting",
             model=config.model,
             dtype=config.effective_dtype,
             async_scheduling=scheduling.is_async,
             because=scheduling.reason,
+            reads_in_file_order=loader.is_file_order,
+            loader_because=loader.reason,
         )
         try:
             return await self._start(started)
@@ -153,6 +156,7 @@ class VllmEngine:
         config = self._config
         check_processor(config)
         check_speculation(config.speculation)
+        await asyncio.to_thread(check_weights, config.loader, config.model_dir)
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
         )

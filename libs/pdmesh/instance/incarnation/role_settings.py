@@ -44,8 +44,8 @@ OPTIONS: Final = frozenset(
         "sim_token_bytes", "sim_seed",
         "sim_fail_every", "max_num_batched_tokens", "speculation", "speculative_tokens",
         "speculative_acceptance", "speculative_token_cost",
-        "async_scheduling", "scheduling_policy", "engine_args", "enable_lora", "max_loras",
-        "max_lora_rank", "embedding_pool_bytes",
+        "async_scheduling", "weights_loader", "scheduling_policy", "engine_args", "enable_lora",
+        "max_loras", "max_lora_rank", "embedding_pool_bytes",
         "pooling_convert", "sim_pooling", "sim_dimensions", "sim_image_tokens",
     }
 )  # fmt: skip
@@ -125,6 +125,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
             else speculation_of(settings).at_prefill()
         ),
         async_scheduling=settings.async_scheduling,
+        weights_loader=settings.weights_loader,
         engine_args=settings.engine_args,
         scheduling_policy=settings.scheduling_policy,
         max_adapters=settings.max_loras if settings.enable_lora else 0,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import structlog
 import torch
@@ -22,10 +22,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from pdmesh.core.loading.weight_files import in_order, parse_index
+from pdmesh.engine.vllm.loading.choice import LOAD_FORMAT
 from pdmesh.engine.vllm.loading.node_ranks import LoneRank, NodeRanks, TorchRanks
 from pdmesh.engine.vllm.loading.weight_stream import WeightStream
 
-LOAD_FORMAT: Final = "pdmesh_file_order"
 log = structlog.get_logger(__name__)
 
 
@@ -53,6 +53,7 @@ class FileOrderLoader(DefaultModelLoader):
             and source.is_unused_weight is None
             and self._encoder_only_lm_prefixes is None
             and self.load_config.safetensors_load_strategy is None
+            and not self.load_config.model_loader_extra_config.get("enable_multithread_load")
         )
         if ranks is None or not is_ours:
             return iter(super()._get_weights_iterator(source))

@@ -9,7 +9,9 @@ from typing import Any
 
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, MEMORY_SHARE, installed_device
+from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class VllmPoolingConfig:
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 512 << 20
     max_model_len: int = 4096
+    weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     max_num_batched_tokens: int = 0  # per step; 0: chosen by the device
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
@@ -41,6 +44,10 @@ class VllmPoolingConfig:
     def scheduling(self) -> Decision:
         """Whatever is asked: steps of a pooling model are scheduled one after the other."""
         return decide(AsyncScheduling.AUTO, Schedules(self.device, is_pooling=True))
+
+    @property
+    def loader(self) -> LoaderChoice:
+        return loader_choice(self.weights_loader, self.model_dir)
 
     @property
     def has_worker_process(self) -> bool:
@@ -73,6 +80,7 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "async_scheduling": config.scheduling.is_async,
+        **loader_arguments(config.loader),
     }
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"

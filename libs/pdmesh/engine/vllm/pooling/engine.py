@@ -27,6 +27,7 @@ from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, environment
 from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.loading.choice import check_weights
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
@@ -62,13 +63,15 @@ class VllmPoolingEngine(NoKv):
     # -- life -------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        scheduling = self._config.scheduling
+        scheduling, loader = self._config.scheduling, self._config.loader
         log.info(
             "vllm.starting",
             model=self._config.model,
             dtype=self._config.effective_dtype,
             async_scheduling=scheduling.is_async,
             because=scheduling.reason,
+            reads_in_file_order=loader.is_file_order,
+            loader_because=loader.reason,
         )
         try:
             return await self._start(time.monotonic())
@@ -78,6 +81,7 @@ class VllmPoolingEngine(NoKv):
 
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
+        await asyncio.to_thread(check_weights, config.loader, config.model_dir)
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
         )

@@ -134,9 +134,11 @@ def test_the_next_window_is_read_while_a_window_is_copied(tmp_path: Path) -> Non
     write_weights(tmp_path / "model.safetensors", SECOND)
     disk = NotedDisk()
     for number, _ in enumerate(stream_of(tmp_path, 1, disk), 1):
-        num_windows = min(number + 1, len(SECOND))
-        num_reads = 2 + num_windows  # two of the header
-        wait_until(lambda least=num_reads: len(disk.reads) >= least, 60)
+        wait_for_reads(disk, 2 + min(number + 1, len(SECOND)))  # two of the header
+
+
+def wait_for_reads(disk: NotedDisk, count: int) -> None:
+    wait_until(lambda: len(disk.reads) >= count, 60)
 
 
 def test_a_file_that_was_cut_off_is_named_before_any_weight_is_used(folder: Path) -> None:
