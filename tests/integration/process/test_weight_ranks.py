@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.weight_files import Shapes, write_sharded
-from tests.support.weight_ranks import RankOrder, RankResult, digest_of, run_ranks
+from tests.support.loading.weight_files import Shapes, write_sharded
+from tests.support.loading.weight_ranks import RankOrder, RankResult, digest_of, run_ranks
 
 pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")

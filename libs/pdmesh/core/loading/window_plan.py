@@ -19,7 +19,7 @@ ALIGNMENT: Final = 64  # of a window in the buffer; no number format needs more
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WeightWindow:
     """Bytes `begin` to `end` of a file, which are read to `place` in the buffer.
 
     `tensors` are in the order in which they are handed out.
@@ -39,7 +39,7 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
     buffer_bytes: int
-    windows: tuple[Window, ...]
+    windows: tuple[WeightWindow, ...]
 
 
 def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYTES) -> WindowPlan:
@@ -48,7 +48,7 @@ def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYT
     sizes = [_aligned(run[-1].end - run[0].begin) for _, run in runs]
     buffer_bytes = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
     windows = tuple(
-        Window(
+        WeightWindow(
             file,
             run[0].begin,
             run[-1].end,

@@ -18,7 +18,7 @@ from pdmesh.core.loading.weight_header import (
     header_bytes,
     parse,
 )
-from tests.fakes.weight_files import Shapes, header_of, num_data_bytes
+from tests.support.loading.weight_files import Shapes, header_of, num_data_bytes
 
 SHAPES: Shapes = {"a": ("BF16", (2, 3)), "scale": ("F32", ()), "none": ("U8", (0, 4))}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.loading.weight_header import StoredTensor, WeightHeader
-from pdmesh.core.loading.window_plan import ALIGNMENT, Window, handing_order, plan_windows
+from pdmesh.core.loading.window_plan import ALIGNMENT, WeightWindow, handing_order, plan_windows
 
 
 def header(file: str, sizes: list[int], data_begin: int = 100) -> WeightHeader:
@@ -20,7 +20,7 @@ def header(file: str, sizes: list[int], data_begin: int = 100) -> WeightHeader:
     return WeightHeader(file, data_begin, at, tuple(tensors))
 
 
-def ends_in_buffer(window: Window) -> int:
+def ends_in_buffer(window: WeightWindow) -> int:
     return window.place + window.num_bytes
 
 

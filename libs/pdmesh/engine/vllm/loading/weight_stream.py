@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.core.loading.weight_files import check_complete
 from pdmesh.core.loading.weight_header import StoredTensor, WeightHeader, WeightsUnreadable
-from pdmesh.core.loading.window_plan import WINDOW_BYTES, Window, WindowPlan, plan_windows
+from pdmesh.core.loading.window_plan import WINDOW_BYTES, WeightWindow, WindowPlan, plan_windows
 from pdmesh.engine.vllm.loading import shared_buffer
 from pdmesh.engine.vllm.loading.node_ranks import WAIT_S, LoneRank, NodeRanks
 from pdmesh.engine.vllm.loading.window_reader import (
@@ -45,7 +45,7 @@ _TORCH_NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class WeightStreamOptions:
     """`wait_s`: for one window, and for the slowest rank."""
 
     window_bytes: int = WINDOW_BYTES
@@ -84,11 +84,11 @@ class WeightStream:
         files: Sequence[str],
         index: Mapping[str, str] | None = None,
         ranks: NodeRanks | None = None,
-        options: StreamOptions | None = None,
+        options: WeightStreamOptions | None = None,
     ) -> None:
         self._folder, self._files, self._index = folder, files, index
         self._ranks: NodeRanks = ranks or LoneRank()
-        self._options = options or StreamOptions()
+        self._options = options or WeightStreamOptions()
         self.report = StreamReport(num_files=len(files))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,7 +148,7 @@ class WeightStream:
                 self._agree(None)
                 self._start(reader, following, buffer)
 
-    def _start(self, reader: WindowReader | None, window: Window, buffer: mmap) -> None:
+    def _start(self, reader: WindowReader | None, window: WeightWindow, buffer: mmap) -> None:
         if reader is not None:
             place = memoryview(buffer)[window.place : window.place + window.num_bytes]
             reader.start(window, place)
@@ -170,7 +170,7 @@ class WeightStream:
                 raise WeightsUnreadable(*json.loads(self._ranks.from_reader(told.encode())))
         return bool(is_any_kept)
 
-    def _handed(self, window: Window, memory: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _handed(self, window: WeightWindow, memory: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The last tensor is a copy: the consumer's loop still names it when it asks for the next
         one, which must not count as a kept tensor.
         """
@@ -198,14 +198,14 @@ def _header(told: Mapping[str, Any]) -> WeightHeader:
     return WeightHeader(told["file"], told["data_begin"], told["file_bytes"], tensors)
 
 
-def _memory(buffer: mmap, window: Window) -> Any:
+def _memory(buffer: mmap, window: WeightWindow) -> Any:
     """The window's part of the buffer, as an array that lives as long as any of its tensors."""
     import numpy as np
 
     return np.frombuffer(buffer, np.uint8, count=window.num_bytes, offset=window.place)
 
 
-def _view(whole: torch.Tensor, tensor: StoredTensor, window: Window) -> torch.Tensor:
+def _view(whole: torch.Tensor, tensor: StoredTensor, window: WeightWindow) -> torch.Tensor:
     """Raises WeightsUnreadable if torch has no such number format."""
     import torch
 

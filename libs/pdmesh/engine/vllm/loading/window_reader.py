@@ -21,7 +21,7 @@ from pdmesh.core.loading.weight_header import (
     header_bytes,
     parse,
 )
-from pdmesh.core.loading.window_plan import Window
+from pdmesh.core.loading.window_plan import WeightWindow
 
 PIECE_BYTES: Final = 8 << 20  # of one read
 
@@ -67,7 +67,7 @@ def read_header(path: Path, open_file: OpenFile = open_file) -> WeightHeader:
         return parse(path.name, bytes(text), file.num_bytes)
 
 
-def read_window(file: WeightFile, window: Window, memory: memoryview) -> None:
+def read_window(file: WeightFile, window: WeightWindow, memory: memoryview) -> None:
     """Fill `memory` with the window's bytes. Raises WeightsUnreadable and OSError."""
     if _fill(file, memory, window.begin) < len(memory):
         raise WeightsUnreadable(window.file, "ends before its last tensor: it changed meanwhile")
@@ -78,15 +78,15 @@ class WindowReader:
 
     def __init__(self, folder: Path, open_file: OpenFile = open_file) -> None:
         self._folder, self._open_file = folder, open_file
-        self._asked: queue.Queue[tuple[Window, memoryview] | None] = queue.Queue(maxsize=2)
+        self._asked: queue.Queue[tuple[WeightWindow, memoryview] | None] = queue.Queue(maxsize=2)
         self._done: queue.Queue[WeightsUnreadable | None] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._run, name="pdmesh-weights", daemon=True)
         self._thread.start()
 
-    def start(self, window: Window, memory: memoryview) -> None:
+    def start(self, window: WeightWindow, memory: memoryview) -> None:
         self._asked.put((window, memory))
 
-    def wait(self, window: Window, timeout_s: float) -> WeightsUnreadable | None:
+    def wait(self, window: WeightWindow, timeout_s: float) -> WeightsUnreadable | None:
         """The fault of the window that was started, if it has one."""
         try:
             return self._done.get(timeout=timeout_s)

@@ -17,7 +17,7 @@ from pdmesh.engine.vllm.loading.choice import (
     loader_choice,
 )
 from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig, pooling_arguments
-from tests.fakes.weight_files import Shapes, write_sharded, write_weights
+from tests.support.loading.weight_files import Shapes, write_sharded, write_weights
 
 OURS, VLLMS = LoaderChoice(True, ""), LoaderChoice(False, "")
 FILES: list[Shapes] = [{"a": ("F32", (4,))}, {"b": ("F32", (5,))}]
@@ -50,7 +50,7 @@ def test_a_whole_model_passes(folder: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_or_missing_is_named_before_vllm_starts(folder: Path) -> None:
-    last = sorted(folder.glob("*.safetensors"))[-1]
+    last = max(folder.glob("*.safetensors"))
     whole = last.read_bytes()
     last.write_bytes(whole[:-1])
     with pytest.raises(WeightsUnreadable, match=f"{last.name}: is cut off"):

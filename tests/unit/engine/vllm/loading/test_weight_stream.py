@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdmesh.core.loading.weight_header import WeightsUnreadable
-from pdmesh.engine.vllm.loading.weight_stream import StreamOptions, WeightStream
+from pdmesh.engine.vllm.loading.weight_stream import WeightStream, WeightStreamOptions
 from pdmesh.engine.vllm.loading.window_reader import WeightFile
-from tests.fakes.weight_files import (
+from tests.support.loading.weight_files import (
     NotedDisk,
     Shapes,
     header_of,
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 
 
 def stream_of(folder: Path, window_bytes: int, disk: NotedDisk | None = None) -> WeightStream:
-    options = StreamOptions(window_bytes, wait_s=60.0, open_file=(disk or NotedDisk()).open)
+    options = WeightStreamOptions(window_bytes, wait_s=60.0, open_file=(disk or NotedDisk()).open)
     return WeightStream(folder, names(folder), options=options)
 
 
@@ -185,7 +185,7 @@ def test_a_read_that_never_ends_is_given_up_and_the_file_is_named(folder: Path) 
     """A network disk may hang for ever; the thread that waits for it is left behind."""
     file = names(folder)[1]
     stuck = StuckDisk(file, (folder / file).stat().st_size - 10)
-    options = StreamOptions(700, wait_s=0.2, open_file=stuck.open)
+    options = WeightStreamOptions(700, wait_s=0.2, open_file=stuck.open)
     try:
         with pytest.raises(WeightsUnreadable, match=f"{file}: a read did not end within 0.2 s"):
             list(WeightStream(folder, names(folder), options=options))

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def run_ranks(
     """Each rank's result; None if it died."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.weight_ranks", json.dumps(asdict(order))],
+            [sys.executable, "-m", "tests.support.loading.weight_ranks", json.dumps(asdict(order))],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,9 +90,9 @@ def load(order: RankOrder) -> RankResult:
     import torch.distributed as dist
 
     from pdmesh.engine.vllm.loading.node_ranks import LoneRank, NodeRanks, TorchRanks
-    from pdmesh.engine.vllm.loading.weight_stream import StreamOptions, WeightStream
+    from pdmesh.engine.vllm.loading.weight_stream import WeightStream, WeightStreamOptions
     from pdmesh.errors import EngineFailed
-    from tests.fakes.weight_files import NotedDisk
+    from tests.support.loading.weight_files import NotedDisk
 
     ranks: NodeRanks = LoneRank()
     if order.size > 1:
@@ -101,7 +101,7 @@ def load(order: RankOrder) -> RankResult:
         )
         ranks = TorchRanks(range(order.size), order.wait_s)
     disk, result = NotedDisk(fails_at=order.fails_at), RankResult()
-    options = StreamOptions(order.window_bytes, order.wait_s, disk.open)
+    options = WeightStreamOptions(order.window_bytes, order.wait_s, disk.open)
     stream = WeightStream(Path(order.folder), order.files, order.index, ranks, options)
     kept = list[tuple[str, Any]]()
     before = _rchar()

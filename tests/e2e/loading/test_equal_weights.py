@@ -35,7 +35,7 @@ def loaded(model: Path, loader: str, num_ranks: int, draft: Path | str, folder: 
     """What a vLLM with this loader holds, and its output."""
     results = folder / f"{loader}-{num_ranks}.json"
     arguments = [model, loader, num_ranks, draft, results]
-    command = [sys.executable, "-m", "tests.e2e.loaded_weights", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.e2e.loading.loaded_weights", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert results.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(results.read_text()), done.stdout + done.stderr

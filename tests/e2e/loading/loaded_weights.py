@@ -1,4 +1,4 @@
-"""The weights that vLLM's ranks hold after a start: `python -m tests.e2e.loaded_weights`.
+"""The weights that vLLM's ranks hold after a start: `python -m tests.e2e.loading.loaded_weights`.
 
 Arguments: model folder, loader (vllm or file_order), ranks, draft folder or "", file of results.
 The file gets, for each rank, the SHA-256 of every weight as it is computed with, and the tokens.
