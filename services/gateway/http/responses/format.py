@@ -16,6 +16,7 @@ from pdmesh.services.gateway.http.logprobs import LogprobWriter
 from pdmesh.services.gateway.http.responses.output import OutputItems
 from pdmesh.services.gateway.http.responses.schema import ResponsesRequest
 from pdmesh.services.gateway.http.responses.store import KeepOutcome
+from pdmesh.services.gateway.http.responses.text_logprobs import TextLogprobs
 from pdmesh.services.gateway.http.serving.answering import MAX_LOGPROBS_HERE
 from pdmesh.services.gateway.request.frontend import Call
 from pdmesh.services.gateway.text.choice_text import TextDelta
@@ -55,6 +56,7 @@ class ResponseWriter:
         self._response = _begun(call, written.request, is_kept=written.keep is not None)
         self._items = OutputItems(self._response["id"], tells=tells)
         self._logprobs: LogprobWriter | None = None
+        self._of_text = TextLogprobs() if call.spec.parsing is not None else None
         if call.spec.sampling.num_logprobs is not None:
             prompt = call.generations[0].prompt.tokens
             self._logprobs = LogprobWriter(call.spec.tokenizer, prompt)
@@ -69,10 +71,12 @@ class ResponseWriter:
         logprobs: list[Json] = []
         if self._logprobs is not None:
             logprobs = self._logprobs.chat(delta.logprobs)["content"]
+            if self._of_text is not None:
+                logprobs = self._of_text.of(delta.text, logprobs)
         parts: list[bytes] = []
         if delta.reasoning:
             parts.append(self._items.reasoning(delta.reasoning))
-        if delta.text or (logprobs and self._call.spec.parsing is None):
+        if delta.text or logprobs:
             parts.append(self._items.text(delta.text, logprobs))
         parts += [self._items.call(c.index, c.id, c.name, c.arguments) for c in delta.calls]
         if delta.is_last:

@@ -174,6 +174,30 @@ async def test_a_response_has_an_item_for_each_thought_text_and_call(
     assert after.output_text == "sun"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_responses_text_has_the_log_probabilities_of_its_own_tokens(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """Those of its reasoning and calls are left out, also if all tokens come in one piece."""
+    for instance in mesh.instances.values():
+        instance.supports_logprobs = True
+        mesh.register(instance.record())
+    answers(mesh, ANSWER)
+    asked: dict[str, Any] = {
+        "input": "Weather?", "tools": FUNCTIONS, "max_output_tokens": 400,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    if stream:
+        async with client.responses.stream(model="tiny", **asked) as events:
+            response: Any = await events.get_final_response()
+    else:
+        response = await client.responses.create(model="tiny", **asked)
+    (part,) = next(item for item in response.output if item.type == "message").content
+    assert part.text == SAID
+    spelt = b"".join(bytes(each.bytes) for each in part.logprobs)
+    assert spelt.decode() == SAID
+
+
 async def test_streamed_arguments_are_those_of_the_item(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
