@@ -310,11 +310,15 @@ class Frontend:
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
         """Bind the call to the content that its adapter has now, for as long as the call lasts.
 
-        Raises ModelNotFound for an adapter that was removed while the prompt was encoded.
+        The tokens of the prompt are those of the model that the adapter changed when the prompt was
+        encoded. Raises ModelNotFound for an adapter that was removed since then, and NoInstance if
+        its name now stands for something else.
         """
         if spec.adapter is None:
             return spec
         found = self.shared.fleet.adapted(self.model_name(spec.model, spec.scenario))
+        if found is None or found.model != spec.adapter.model:
+            raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
 
     def _with_scenario(self, spec: CallSpec) -> CallSpec:

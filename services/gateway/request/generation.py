@@ -330,7 +330,7 @@ class Generation:
 
     def _ask_plan(self, effect: AskPlan) -> None:
         core = self.core
-        reference = self._shared.fleet.reference(self._spec.model)
+        reference = self._shared.fleet.reference(self._spec.base_model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
         self.timings.asked = self.timings.asked or time.monotonic()
         self._shared.planner.ask(self, effect.plan, query, self._spec.tokenizer.vocabulary)
