@@ -96,29 +96,16 @@ class LegCommands:
         *,
         awaits_embeddings: bool = False,
     ) -> Command:
-        prompt, replayed = self._prompt, emitted[: effect.num_replayed]
-        return Command(
-            prefill=Prefill(
-                key=effect.key,
-                request_id=self._identity.request_id,
-                attempt=effect.attempt,
-                prompt_token_ids=prompt.with_replayed(replayed),
-                block_hashes=prompt.hashes(record, replayed),
-                sampling=self._sampling(
-                    effect.max_tokens, len(replayed), self._num_prompt_logprobs(len(replayed))
-                ),
-                remaining_ms=self._remaining_ms(),
-                is_local=effect.to.is_local,
-                traceparent=self._identity.traceparent,
-                cache_salt=prompt.root(record.model_fingerprint).hex(),
-                kv_transfer=kv_transfer,
-                model=self._model,
-                priority=min(self._spec.tenant.priority, MAX_PRIORITY),
-                adapter=self._adapter,
-                images=images_to_proto(prompt.images, with_data=True),
-                awaits_embeddings=awaits_embeddings,
-            )
-        )
+        replayed = emitted[: effect.num_replayed]
+        command = Command()
+        prefill = command.prefill
+        num_prompt_logprobs = self._num_prompt_logprobs(len(replayed))
+        self._fill_sampling(prefill.sampling, effect.max_tokens, len(replayed), num_prompt_logprobs)
+        prefill.is_local = effect.to.is_local
+        prefill.kv_transfer = kv_transfer
+        prefill.awaits_embeddings = awaits_embeddings
+        self._fill(prefill, effect, record, replayed)
+        return command
 
     def encode(self, key: int, attempt: int, record: InstanceRecord) -> Command:
         """Encode the prompt's images for `record`, the instance that computes the prompt."""
@@ -147,55 +134,78 @@ class LegCommands:
 
         Token 1 is the last replayed token, unless the decode must wait for it.
         """
-        prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
+        replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
         assert isinstance(ticket, Ticket)
         num_drawn = len(replayed) + effect.is_early
         first_token = 0 if effect.is_early else replayed.pop()
-        return Command(
-            start=Start(
-                key=effect.key,
-                request_id=self._identity.request_id,
-                attempt=effect.attempt,
-                prompt_token_ids=prompt.with_replayed(replayed),
-                block_hashes=prompt.hashes(record, replayed),
-                first_token_id=first_token,
-                awaits_first_token=effect.is_early,
-                prompt_compute_ms=round(prompt_compute_s * 1000),
-                ticket=ticket,
-                sampling=self._sampling(effect.max_tokens, num_drawn),
-                remaining_ms=self._remaining_ms(),
-                traceparent=self._identity.traceparent,
-                cache_salt=prompt.root(record.model_fingerprint).hex(),
-                model=self._model,
-                priority=min(self._spec.tenant.priority, MAX_PRIORITY),
-                adapter=self._adapter,
-                images=images_to_proto(prompt.images, with_data=False),
-            )
-        )
+        command = Command()
+        start = command.start
+        self._fill_sampling(start.sampling, effect.max_tokens, num_drawn)
+        start.first_token_id = first_token
+        start.awaits_first_token = effect.is_early
+        start.prompt_compute_ms = round(prompt_compute_s * 1000)
+        start.ticket.CopyFrom(ticket)
+        self._fill(start, effect, record, replayed)
+        return command
+
+    def _fill(
+        self,
+        leg: Prefill | Start,
+        effect: SendPrefill | SendStart,
+        record: InstanceRecord,
+        replayed: Sequence[int],
+    ) -> None:
+        """Set what both commands have.
+
+        They are filled in place, because a message is copied when another one is made of it.
+        """
+        prompt, images = self._prompt, self._prompt.images
+        leg.key = effect.key
+        leg.request_id = self._identity.request_id
+        leg.attempt = effect.attempt
+        leg.prompt_token_ids = prompt.with_replayed(replayed)
+        leg.block_hashes.extend(prompt.hashes(record, replayed))
+        leg.remaining_ms = self._remaining_ms()
+        leg.traceparent = self._identity.traceparent
+        leg.cache_salt = prompt.root(record.model_fingerprint).hex()
+        leg.model = self._model
+        leg.priority = min(self._spec.tenant.priority, MAX_PRIORITY)
+        if self._adapter is not None:
+            leg.adapter.CopyFrom(self._adapter)
+        if images:
+            # A decode gets no data: it pulls the KV that a prefill computed of them.
+            leg.images.extend(images_to_proto(images, with_data=isinstance(leg, Prefill)))
 
     def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
         """None once a token was drawn: they came with the first one."""
         return None if num_drawn else self._spec.sampling.num_prompt_logprobs
 
-    def _sampling(
-        self, max_tokens: int, num_drawn: int, num_prompt_logprobs: int | None = None
-    ) -> SamplingParams:
+    def _fill_sampling(
+        self,
+        sampling: SamplingParams,
+        max_tokens: int,
+        num_drawn: int,
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         asked = self._spec.sampling
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            seed=self._identity.seed,
-            stop_token_ids=self._stop_token_ids,
-            ignore_eos=asked.ignore_eos,
-            num_logprobs=asked.num_logprobs,
-            logprob_token_ids=asked.logprob_token_ids,
-            num_drawn=num_drawn,
-            shaping=self._shaping,
-            num_prompt_logprobs=num_prompt_logprobs,
-            constraint=self._constraint,
-        )
+        sampling.max_tokens = max_tokens
+        sampling.temperature = asked.temperature
+        sampling.top_p = asked.top_p
+        sampling.stop_token_ids.extend(self._stop_token_ids)
+        sampling.ignore_eos = asked.ignore_eos
+        sampling.num_drawn = num_drawn
+        if self._identity.seed is not None:
+            sampling.seed = self._identity.seed
+        if asked.num_logprobs is not None:
+            sampling.num_logprobs = asked.num_logprobs
+            sampling.logprob_token_ids.extend(asked.logprob_token_ids)
+        if num_prompt_logprobs is not None:
+            sampling.num_prompt_logprobs = num_prompt_logprobs
+        if self._shaping is not None:
+            sampling.shaping.CopyFrom(self._shaping)
+        if self._constraint is not None:
+            sampling.constraint.CopyFrom(self._constraint)
 
     def _remaining_ms(self) -> int:
         return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
@@ -204,7 +214,6 @@ class LegCommands:
 def images_to_proto(
     images: Sequence[PromptImage], *, with_data: bool
 ) -> Sequence[PromptImageMessage]:
-    """A decode gets no data: it pulls the KV that a prefill computed of them."""
     return [
         PromptImageMessage(
             position=image.position,

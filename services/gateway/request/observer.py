@@ -138,7 +138,7 @@ class Observer:
         }
         failure = {names.ATTR_ERROR_TYPE: report.reason} if report.outcome == "failed" else {}
         _requests.add(1, {names.ATTR_OUTCOME: report.outcome, names.ATTR_REASON: report.reason})
-        _duration.record(times.e2e_s, kind | failure)
+        _duration.record(times.e2e_s, kind | failure if failure else kind)
         if times.ttft_s:
             _ttft.record(times.ttft_s, kind)
         if report.num_completion_tokens > len(report.cores):
@@ -271,7 +271,7 @@ class _Times:
 
     def __init__(self, report: CallReport) -> None:
         first, start = report.timings[0], report.started_at
-        ended = max((t.ended for t in report.timings), default=0.0) or time.monotonic()
+        ended = max([t.ended for t in report.timings], default=0.0) or time.monotonic()
         self.e2e_s = ended - start
         self.plan_s = max(0.0, first.planned - start)
         self.queue_s = max(0.0, first.accepted - start)
@@ -280,8 +280,8 @@ class _Times:
         self.decode_queue_s = first.decode_queue_s
         num_gaps = max(1, report.num_completion_tokens // len(report.cores) - 1)
         self.per_token_s = max(0.0, ended - first.first_token) / num_gaps if self.ttft_s else 0.0
-        self.num_rejections = sum(c.num_rejections for c in report.cores)
-        self.num_migrations = sum(c.num_migrations for c in report.cores)
+        self.num_rejections = sum([c.num_rejections for c in report.cores])
+        self.num_migrations = sum([c.num_migrations for c in report.cores])
 
 
 def _trace_id(span: Span) -> str:

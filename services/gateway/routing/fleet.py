@@ -163,6 +163,7 @@ class FleetView:
         self._prefills = self._with_role(ROLE_PREFILL)
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
+        self._masters = [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
         self._exchange = KvExchange.of(
             {r.instance_id: excluded_from(r) for r in self._decodes if r.excluded_kv_sources},
             {i: r.incarnation for i, r in self._records.items()},
@@ -194,8 +195,8 @@ class FleetView:
             and not out.is_avoided(r.instance_id, r.incarnation)
         ]
 
-    def masters(self) -> list[InstanceRecord]:
-        return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
+    def masters(self) -> Sequence[InstanceRecord]:
+        return self._masters
 
     def gateways(self) -> frozenset[str]:
         """The names of all registered gateways, including this one."""

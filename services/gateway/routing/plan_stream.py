@@ -9,7 +9,7 @@ import grpc
 
 from pdmesh.errors import Unavailable
 from pdmesh.net.grpc import rpc
-from pdmesh.v1.scheduler_service_pb2 import PlanRequest, PlanResponse, PlanStreamRequest
+from pdmesh.v1.scheduler_service_pb2 import PlanResponse, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
@@ -24,29 +24,29 @@ class PlanStream:
         self._stub: Any = SchedulerServiceStub(self._channel)
         self._call: Any = None
 
-    async def ask(self, request: PlanRequest, timeout_s: float) -> PlanResponse:
+    async def ask(self, asked: PlanStreamRequest, timeout_s: float) -> PlanResponse:
         """Raises MeshError: the master's error, or Unavailable."""
         is_used = self._call is not None
         try:
             async with asyncio.timeout(timeout_s):
                 try:
-                    return await self._exchange(request)
+                    return await self._exchange(asked)
                 except Unavailable:
                     if not is_used:
                         raise
                     # The stream broke while it was idle, for example because the master was
                     # restarted.
-                    return await self._exchange(request)
+                    return await self._exchange(asked)
         except TimeoutError as exc:
             raise Unavailable("the master did not answer in time") from exc
 
-    async def _exchange(self, request: PlanRequest) -> PlanResponse:
+    async def _exchange(self, asked: PlanStreamRequest) -> PlanResponse:
         """Ask over the stream, and close it if that fails: the next query needs a clean stream."""
         if self._call is None:
             self._call = self._stub.PlanStream()
         call, is_answered = self._call, False
         try:
-            await call.write(PlanStreamRequest(request=request))
+            await call.write(asked)
             response = await call.read()
             is_answered = response is not _EOF
         except grpc.aio.AioRpcError as exc:

@@ -43,10 +43,9 @@ from pdmesh.v1.scheduler_service_pb2 import (
 )
 from pdmesh.v1.scheduler_service_pb2 import (
     PlanQuery,
-    PlanRequest,
     PlanResponse,
     PlanResult,
-    ScenarioQueue,
+    PlanStreamRequest,
 )
 
 log = structlog.get_logger(__name__)
@@ -168,36 +167,34 @@ class Planner:
         masters = sorted(
             self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
         )
-        if not masters:
-            raise Unavailable("no master")
         if time.monotonic() < self._ask_master_at:
             raise Unavailable("the master failed a moment ago")
         told = {scenario: dict(queue) for scenario, queue in self._queues().items()}
-        request = PlanRequest(
-            gateway_id=self._gateway_id,
-            queries=queries,
-            queues=[ScenarioQueue(scenario=s, num_waiting=queue) for s, queue in told.items()],
-            region=self._fleet.region,
-        )
-        error: MeshError = Unavailable("no master answered")
+        asked = PlanStreamRequest()  # filled in place, so that the queries are copied only once
+        asked.request.gateway_id = self._gateway_id
+        asked.request.region = self._fleet.region
+        asked.request.queries.extend(queries)
+        for scenario, queue in told.items():
+            asked.request.queues.add(scenario=scenario, num_waiting=queue)
         for master in masters:
             try:
-                response = await self._call(master, request)
-            except MeshError as exc:
-                error = exc
+                response = await self._call(master, asked)
+            except MeshError:
+                if master is masters[-1]:
+                    self._ask_master_at = time.monotonic() + _RETRY_MASTER_S
+                    raise
             else:
                 self._hear_pressures(response, told)
                 return response
-        self._ask_master_at = time.monotonic() + _RETRY_MASTER_S
-        raise error
+        raise Unavailable("no master")
 
-    async def _call(self, master: InstanceRecord, request: PlanRequest) -> PlanResponse:
+    async def _call(self, master: InstanceRecord, asked: PlanStreamRequest) -> PlanResponse:
         address = master.grpc_address
         stream = self._streams.get(address)
         if stream is None:
             self._drop_streams_but({m.grpc_address for m in self._fleet.masters()})
             stream = self._streams[address] = PlanStream(address)
-        response = await stream.ask(request, self._timeout_s)
+        response = await stream.ask(asked, self._timeout_s)
         if not self._fence.admit(response.epoch, time.monotonic()):
             raise StalePlan("a master of an older epoch answered")
         self._leader = master.instance_id
@@ -228,13 +225,16 @@ class Planner:
         return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
 
     def _resolve(self, wanted: Wanted, candidates: Sequence[CandidateProto]) -> list[Candidate]:
-        found = (
-            self._fleet.candidate(
-                c.instance_id, c.incarnation, wanted, c.num_matched_tokens, is_local=c.is_local
-            )
+        find = self._fleet.candidate
+        return [
+            found
             for c in candidates
-        )
-        return [c for c in found if c is not None]
+            if (
+                found := find(
+                    c.instance_id, c.incarnation, wanted, c.num_matched_tokens, is_local=c.is_local
+                )
+            )
+        ]
 
     # --- without a master ------------------------------------------------------------------------
 

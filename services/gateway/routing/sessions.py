@@ -76,7 +76,7 @@ class InstanceSession:
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
-        self.load: Load | None = None
+        self._num_free = 0  # slots, as the instance last told
         self.worked: EngineProgress | None = (
             None  # None: no report yet, or an instance of an older release
         )
@@ -229,8 +229,8 @@ class InstanceSession:
         """Wake waiters only if there are more free slots: there are other reasons to reject,
         too.
         """
-        num_free_before, self.load = _num_free(self.load), load
-        num_free = _num_free(load)
+        num_free_before = self._num_free
+        num_free = self._num_free = 0 if load.is_draining else load.num_slots - load.num_slots_used
         self.is_full = self.is_full and not num_free
         if num_free > num_free_before:
             self._on_slots_freed(self.instance_id, num_free)
@@ -242,7 +242,7 @@ class InstanceSession:
         self.worked = EngineProgress(at, said.num_signs, said.num_tokens, said.num_open_tokens)
 
     def _on_broken(self, reason: str) -> None:
-        self._is_open, self.load, self.worked = False, None, None
+        self._is_open, self._num_free, self.worked = False, 0, None
         self.is_full = False
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
@@ -283,12 +283,6 @@ def messages(commands: Sequence[Command]) -> Sequence[Sequence[Command]]:
         cut[-1].append(command)
         num_bytes += size
     return cut
-
-
-def _num_free(load: Load | None) -> int:
-    if load is None or load.is_draining:
-        return 0
-    return load.num_slots - load.num_slots_used
 
 
 class SessionPool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import filterfalse, islice
 from typing import Final
 
 import msgspec
@@ -177,13 +178,8 @@ class TextStream:
         return self._stops.feed(rest, may_stop=may_stop) + self._stops.flush()
 
     def _begin_after(self, prompt_ids: Sequence[int]) -> None:
-        tail: list[int] = []
-        for at in range(len(prompt_ids) - 1, -1, -1):
-            if prompt_ids[at] not in self._decoder.special_ids:
-                tail.append(prompt_ids[at])
-                if len(tail) == _MAX_CONTEXT:
-                    break
-        tail.reverse()
+        shown = filterfalse(self._decoder.special_ids.__contains__, reversed(prompt_ids))
+        tail = [*islice(shown, _MAX_CONTEXT)][::-1]
         for num_pending in range(min(3, len(tail)) + 1):  # up to three bytes of a character
             end = len(tail) - num_pending
             self._set_context(tail[:end])

@@ -16,8 +16,9 @@ from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import gateway_mesh
 
 
-def question(num_queries: int) -> pb.PlanRequest:
-    return pb.PlanRequest(gateway_id="g", queries=[pb.PlanQuery()] * num_queries)
+def question(num_queries: int) -> pb.PlanStreamRequest:
+    request = pb.PlanRequest(gateway_id="g", queries=[pb.PlanQuery()] * num_queries)
+    return pb.PlanStreamRequest(request=request)
 
 
 @pytest.fixture

@@ -78,9 +78,10 @@ def block_hashes(
     by_block: dict[int, list[ImageAt]] = {}
     for position, image in images:
         by_block.setdefault(position // block_size * step, []).append((position, image))
+    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=root)  # a copy costs half of a new one
     for start in range(0, len(data) - step + 1, step):
-        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=root)
-        digest.update(data[start : start + step])
+        digest = keyed.copy()
+        digest.update(parent + data[start : start + step])
         for position, image in by_block.get(start, ()):
             digest.update(_IMAGE + (position % block_size).to_bytes(4, "little") + image)
         parent = digest.digest()
