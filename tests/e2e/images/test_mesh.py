@@ -1,4 +1,4 @@
-"""Chats about images through a whole vLLM mesh, against one plain vLLM, also when a decode dies.
+"""Chats about images through a whole vLLM mesh, against one plain vLLM, also when an instance dies.
 
 The model is a LLaVA with random weights; the prompts are written here as its template writes them.
 """
@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.e2e.cases import Case
 from tests.e2e.conftest import DTYPE, plain_vllm
 from tests.e2e.images.test_engine import VISION, picture
 from tests.e2e.images.tiny_llava import IMAGE, NUM_IMAGE_TOKENS, write_tiny_llava
+from tests.support.images.encoders import until_encoding
 from tests.support.sites import fleet
 
 pytestmark = [
@@ -62,20 +64,24 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
     return tokens
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def mesh(
-    model: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Mesh]:
-    spec = MeshSpec(
-        engine="vllm", num_prefill=1, num_decode=2, http_port=0, grpc_port=0, model_dir=model,
-        dtype=DTYPE, start_timeout_s=300,
+def spec(model: Path, num_decode: int) -> MeshSpec:
+    return MeshSpec(
+        engine="vllm", num_prefill=1, num_decode=num_decode, http_port=0, grpc_port=0,
+        model_dir=model, dtype=DTYPE, start_timeout_s=300,
         env={
             "PDMESH_MAX_MODEL_LEN": "1024", "PDMESH_GATEWAY_TTFT_S": "120",
             "PDMESH_PREFILL_KV_CACHE_BYTES": str(64 << 20),
             "PDMESH_DECODE_KV_CACHE_BYTES": str(64 << 20),
+            "PDMESH_INSTANCE_KV_CACHE_BYTES": str(64 << 20),
         },
     )  # fmt: skip
-    async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def mesh(
+    model: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Mesh]:
+    async with Mesh(spec(model, 2), tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
 
@@ -147,3 +153,33 @@ async def test_an_answer_about_an_image_survives_its_decode(
 
 def drawn(mesh: Mesh, name: str) -> float:
     return fleet.counted(mesh, [name], "pdmesh_instance_tokens_total")
+
+
+@pytest.mark.fault("F1")
+@pytest.mark.req("S130")
+async def test_an_encoder_that_dies_at_work_changes_no_answer(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """It dies with the third image, which the last chat has; the chats before share two."""
+    own = {"encoder-0": {"PDMESH_INSTANCE_FAILPOINT": "encode.computing=sigkill@3"}}
+    wanted = replace(spec(model, 1), num_encoder=1, service_env=own)
+    async with (
+        Mesh(wanted, tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=300) as client,
+    ):
+        await until_encoding(mesh)
+        for chat, answer in zip(CHATS, expected, strict=True):
+            response = await client.post("/v1/chat/completions", json=body(*chat, len(answer)))
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["token_ids"] == answer
+        assert images(mesh, "fetched") > 0
+        num_images = sum(len(shown) for _, shown in CHATS)
+        outcomes = ("fetched", "not_made", "late", "lost")
+        assert sum(images(mesh, outcome) for outcome in outcomes) == num_images
+        metric = "pdmesh_gateway_images_encoded_prompts_total"
+        assert fleet.counted(mesh, ["gateway-0"], metric, pdmesh_outcome="lost") == 1
+
+
+def images(mesh: Mesh, outcome: str) -> float:
+    metric = "pdmesh_images_awaited_total"
+    return fleet.counted(mesh, ["prefill-0"], metric, pdmesh_outcome=outcome)

@@ -5,6 +5,7 @@ encoder, every answer is right and no client sees an error.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_ENCODER
 from tests.integration.images.test_mesh import ENV, TEXT, asked, chat, drawn, part, right
+from tests.support.images.encoders import until_encoding
 from tests.support.images.files import png
 from tests.support.sites import fleet
 from tests.support.waiting import until
@@ -47,20 +49,10 @@ def prompts(mesh: Mesh, outcome: str) -> float:
     return fleet.counted(mesh, ["gateway-0"], metric, pdmesh_outcome=outcome)
 
 
-async def until_serving(mesh: Mesh, num: int = 1) -> None:
-    """The gateway may serve before the encoder does."""
-    bus = await NatsBus.connect(mesh.nats_url, "encoder-test")
-    view = await NatsRegistry(bus, 3.0).watch()
-    ready = [ROLE_ENCODER, INSTANCE_PHASE_READY]
-    await until(lambda: [[r.role, r.phase] for r in view.records.values()].count(ready) == num)
-    await view.close()
-    await bus.close()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     async with Mesh(spec(), tmp_path_factory.mktemp("encoder")) as running:
-        await until_serving(running)
+        await until_encoding(running)
         yield running
 
 
@@ -109,7 +101,7 @@ async def test_an_encoder_that_dies_at_work_costs_no_answer(tmp_path: Path) -> N
         Mesh(spec("encode.computing=sigkill@2"), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
     ):
-        await until_serving(mesh)
+        await until_encoding(mesh)
         for seed in (121, 122):
             answer = await asked(client, chat(TEXT, part(png(seed))))
             assert drawn(answer) == right(answer, png(seed))
@@ -123,7 +115,7 @@ async def test_an_encoder_that_hangs_costs_a_bounded_time(tmp_path: Path) -> Non
         Mesh(spec("encode.computing=sigstop@1"), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
     ):
-        await until_serving(mesh)
+        await until_encoding(mesh)
         answer = await asked(client, chat(TEXT, part(png(131))))
         assert drawn(answer) == right(answer, png(131))
         # Its prefill gives up, or the mesh notices first that the encoder is silent.
@@ -137,7 +129,7 @@ async def test_wrong_embeddings_are_noticed(tmp_path: Path) -> None:
         Mesh(spec("encode.computing=zero-embeddings"), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
     ):
-        await until_serving(mesh)
+        await until_encoding(mesh)
         answer = await client.post("/v1/chat/completions", json=chat(TEXT, part(png(141))))
         assert answer.status_code >= 500
 
@@ -147,10 +139,38 @@ async def test_a_fusion_instance_fetches_embeddings_too(tmp_path: Path) -> None:
         Mesh(replace(spec(), num_prefill=0, num_decode=0, num_fusion=1), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
     ):
-        await until_serving(mesh)
+        await until_encoding(mesh)
         answer = await asked(client, chat(TEXT, part(png(151))))
         assert drawn(answer) == right(answer, png(151))
         assert awaited(mesh, "fetched", "fusion-0") == 1
+
+
+@pytest.mark.nightly
+async def test_an_encoder_beside_the_prefill_raises_the_throughput(tmp_path: Path) -> None:
+    """By the laws of both: an image takes as long to encode as its tokens take to compute. In the
+    same run, the same prompts with and without an encoder; so much load that both always work.
+    """
+    slow = {"PDMESH_SIM_LAW": "smollm2-cpu", "PDMESH_SIM_IMAGE_TOKENS": "500"}
+    took: dict[int, float] = {}
+    for num in (0, 1):
+        wanted = replace(spec(), num_encoder=num, env=ENV | slow)
+        async with (
+            Mesh(wanted, tmp_path / str(num)) as mesh,
+            httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+        ):
+            await until_encoding(mesh, num)
+            bodies = [chat(part(png(seed)), max_tokens=1) for seed in range(171, 201)]
+            began, gate = time.monotonic(), asyncio.Semaphore(4)
+
+            async def one(body: dict[str, object], gate: asyncio.Semaphore = gate) -> None:
+                async with gate:
+                    await asked(client, body)
+
+            await asyncio.gather(*map(one, bodies))
+            took[num] = time.monotonic() - began
+            if num:
+                assert awaited(mesh, "fetched") > len(bodies) / 2
+    assert took[1] < 0.85 * took[0], took
 
 
 GROUPS = """

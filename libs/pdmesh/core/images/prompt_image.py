@@ -40,6 +40,11 @@ class PromptImage:
     digest: bytes
     data: bytes = field(default=b"", repr=False)
 
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.position + self.num_tokens
+
 
 def digest_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()

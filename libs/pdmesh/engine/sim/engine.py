@@ -121,6 +121,7 @@ class SimEngine:
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
         self._random = random.Random()
+        self._num_fetched: dict[int, int] = {}  # images whose embeddings came, by leg
         self._num_prompts = 0
         self._num_signs = self._num_tokens = 0
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
@@ -201,13 +202,17 @@ class SimEngine:
         else:
             self._proceed(job)
 
-    def _proceed(self, job: PrefillJob) -> None:
+    def _proceed(self, job: PrefillJob, num_fetched: int = 0) -> None:
+        """`num_fetched`: of its images, from the first on; the others are encoded here."""
+        if num_fetched:
+            self._num_fetched[job.leg] = num_fetched
         if self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
         """The job fails before it is computed. If its ticket is open already, the ticket closes."""
         self._embeddings.abort(job.leg)
+        self._num_fetched.pop(job.leg, None)
         if self._stager.is_per_layer(job):
             self._stager.release(job.ticket_id)
 
@@ -235,6 +240,7 @@ class SimEngine:
         self._embeddings.tell(leg, encoder)
 
     def abort(self, leg: int) -> None:
+        self._num_fetched.pop(leg, None)
         prompt = self._lane.remove(leg)
         if prompt is not None:
             self._pool.release(prompt.blocks)
@@ -326,6 +332,7 @@ class SimEngine:
         assert self._tiers is None or self._tiers.is_idle
         assert self._adapters.is_idle
         assert self._embeddings.is_idle
+        assert not self._num_fetched
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -339,10 +346,11 @@ class SimEngine:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            self._take_arrivals()
+            num_to_encode = self._take_arrivals()
             chunk = self._lane.next_chunk()
             batch = len(self._batch)
             duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch, chunk.longest)
+            duration += law.prefill_s(num_to_encode)
             duration += law.step_s(batch, self._batch.num_context if batch else 0)
             self._num_tokens += chunk.num_tokens + batch
             await self._wait_out(duration)
@@ -382,7 +390,9 @@ class SimEngine:
             await asyncio.sleep(duration / num_parts)
             self._num_signs += 1
 
-    def _take_arrivals(self) -> None:
+    def _take_arrivals(self) -> int:
+        """Returns how many tokens the images have that are encoded for the arrived prompts."""
+        num_to_encode = 0
         for job in self._arrivals.values():
             # The last token is computed even if its block is cached: the first draw needs it.
             size = self._config.params.block_size
@@ -395,11 +405,14 @@ class SimEngine:
                 num_cached += tail.num_tokens
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(PromptUnderWay(job, blocks, num_cached, self._urgency(job)))
+            images = job.images[self._num_fetched.pop(job.leg, 0) :]
+            num_to_encode += sum(image.num_tokens for image in images if image.end > num_cached)
         self._arrivals.clear()
         # A retrieved sequence takes the slot of a sequence that ended, in the next step (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
+        return num_to_encode
 
     def _urgency(self, job: PrefillJob) -> Urgency:
         is_fcfs = self._config.scheduling_policy is SchedulingPolicy.FCFS

@@ -25,12 +25,15 @@ log = structlog.get_logger(__name__)
 
 
 class EmbeddingLane:
-    """`go` gets each job whose wait is over; a job with wrong embeddings is given up instead."""
+    """`go` gets each job whose wait is over, and how many of its first images have embeddings here.
+
+    A job with wrong embeddings is given up instead.
+    """
 
     def __init__(
         self,
         agent: KvAgent,
-        go: Callable[[PrefillJob], None],
+        go: Callable[[PrefillJob, int], None],
         give_up: Callable[[PrefillJob], None],
         emit: Callable[[Output], None],
         die: Callable[[BaseException], None],
@@ -87,7 +90,7 @@ class EmbeddingLane:
         del self._jobs[job.leg]
         pairs = zip(job.images[:num], targets, strict=False)
         if all(np.array_equal(sim_embedding(image), data) for image, data in pairs):
-            self._go(job)
+            self._go(job, num)
             return
         self._give_up(job)
         self._emit(Failed(job.leg, EngineFailed.default_reason, "embeddings of another image"))
