@@ -32,25 +32,27 @@ def _to_dict(message: Message) -> Any:
     if isinstance(message, Timestamp):
         return message.ToJsonString()
     converters = _converters(message.DESCRIPTOR)
-    return {
-        converters[field.number][0]: converters[field.number][1](value)
-        for field, value in message.ListFields()
-    }
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        name, convert = converters[field.number]
+        found[name] = value if convert is None else convert(value)
+    return found
 
 
 @cache
-def _converters(descriptor: Descriptor) -> dict[int, tuple[str, _Convert]]:
+def _converters(descriptor: Descriptor) -> dict[int, tuple[str, _Convert | None]]:
+    """By the field's number: its name, and what makes its value; None if that stays as it is."""
     return {field.number: (field.json_name, _converter(field)) for field in descriptor.fields}
 
 
-def _converter(field: FieldDescriptor) -> _Convert:
+def _converter(field: FieldDescriptor) -> _Convert | None:
     one = _converter_of_one(field)
-    if field.is_repeated:
-        return lambda values: [one(value) for value in values]
-    return one
+    if not field.is_repeated:
+        return one
+    return list if one is None else lambda values: [one(value) for value in values]
 
 
-def _converter_of_one(field: FieldDescriptor) -> _Convert:
+def _converter_of_one(field: FieldDescriptor) -> _Convert | None:
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         return _to_dict
     if field.cpp_type in _WIDE:
@@ -60,4 +62,4 @@ def _converter_of_one(field: FieldDescriptor) -> _Convert:
         return lambda number: names.get(number, number)
     if field.type == FieldDescriptor.TYPE_BYTES:
         return lambda data: base64.b64encode(data).decode()
-    return lambda value: value
+    return None

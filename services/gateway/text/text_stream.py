@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders
 
 from pdmesh.core.sampling.stop_strings import StopText
 
@@ -64,6 +65,8 @@ class Detokenizer:
         # all of it is freed when the last stream of a dropped model has ended.
         lone = partial(_decode_lone, self._decode)
         self.lone_text = lru_cache(maxsize=16_384)(lone)
+        # Whether a token of whole characters has the same text wherever it stands.
+        self.is_additive = isinstance(tokenizer.decoder, decoders.ByteLevel)
         # Any plain text to put before a token that is decoded alone, so that the token keeps its
         # space.
         any_ids = range(tokenizer.get_vocab_size())
@@ -207,9 +210,12 @@ class TextStream:
     def _add_one(self, token_id: int) -> str:
         if token_id in self._hidden_ids:
             return ""
-        pending = self._pending
+        pending, decoder = self._pending, self._decoder
+        if decoder.is_additive and not pending and (text := decoder.lone_text(token_id)):
+            self._context, self._shown = [token_id], text
+            return text
         pending.append(token_id)
-        text = self._decoder.decode([*self._context, *pending])
+        text = decoder.decode([*self._context, *pending])
         is_incomplete = text.endswith(_INCOMPLETE) or self._shown.startswith(text)
         if is_incomplete and len(pending) < _MAX_PENDING:
             return ""
