@@ -71,6 +71,18 @@ BENCHES = {
         needs_vllm=True,
         record=True,
     ),
+    "priorities": Bench(
+        "engine.priorities",
+        "what vLLM's order by priority costs where all are equal, and gives the urgent",
+        needs_vllm=True,
+        record=True,
+    ),
+    "long-prompts": Bench(
+        "engine.long_prompts",
+        "how much long prompts slow the decodes beside them on vLLM, in a pair or one engine",
+        needs_vllm=True,
+        record=True,
+    ),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
     "speculation": Bench(
         "speculation.proposals",

@@ -27,8 +27,10 @@ REASONS: Final[Mapping[str, str]] = {
         "median: 1.01); concurrent pulls end 1.2 to 1.5 times as late on average as serial ones"
     ),
     "S56": (
-        "not implemented: it needs RDMA over several switches; UCX's own settings determine how "
-        "many paths it uses"
+        "not implemented: a pair of ranks has one connection, so a switch may hash several ranks "
+        "onto one path (2.6 times as long on average for 8 ranks on 8 paths, never for one rank). "
+        "UCX cannot choose ports by a fabric's hash; on RDMA its own settings split a transfer "
+        "(ADR 6)"
     ),
     "S63": (
         "the paper's factor of 6.7: ours is 1.3 to 1.9; `make bench NAME=ratio` states the latency "
@@ -47,8 +49,9 @@ REASONS: Final[Mapping[str, str]] = {
         "reports (S40, S92)"
     ),
     "S82": (
-        "in part: F1 to F42 and S24 prove failures and upgrades, and S44 priorities; `make bench "
-        "NAME=retrieval` measures what a prompt costs the decodes beside it"
+        "in part: F1 to F42 and S24 prove failures and upgrades, S44 and S83 priorities; `make "
+        "bench NAME=long-prompts` measures on vLLM what long prompts cost the decodes beside them, "
+        "and `NAME=retrieval` on sim"
     ),
     "S83": (
         "in part: the waiting room is ordered by priority, tenant and deadline (S44), engines "

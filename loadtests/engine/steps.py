@@ -27,6 +27,7 @@ from loadtests.gateway.report import table
 from loadtests.harness.generator import ROOT
 from loadtests.harness.results import quantile, write
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
+from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.engine.base import Finished, FinishReason, Prefilled, PrefillJob, Sampling, Tokens
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
@@ -119,15 +120,24 @@ class Driver:
             if not self._open:
                 self._ended.set()
 
-    async def answer(self, prompts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-        """When each answer's tokens came. All requests begin at once."""
+    async def answer(
+        self, prompts: Sequence[tuple[Sequence[int], int]], priorities: Sequence[int] = ()
+    ) -> list[list[float]]:
+        """When each answer's tokens came. All requests begin at once, in this order."""
         self._ended.clear()
         legs = range(self._num_legs + 1, self._num_legs + 1 + len(prompts))
         self._num_legs += len(prompts)
         self._open, self._times = set(legs), {leg: [] for leg in legs}
-        for leg, (prompt, max_tokens) in zip(legs, prompts, strict=True):
-            sampling = Sampling(max_tokens)
-            self._engine.prefill(PrefillJob(leg, f"r{leg}", 0, array("I", prompt), sampling))
+        for number, (prompt, max_tokens) in enumerate(prompts):
+            job = PrefillJob(
+                legs[number],
+                f"r{legs[number]}",
+                0,
+                array("I", prompt),
+                Sampling(max_tokens),
+                priority=priorities[number] if priorities else DEFAULT_PRIORITY,
+            )
+            self._engine.prefill(job)
         await self._ended.wait()
         return [self._times[leg] for leg in legs]
 
@@ -155,8 +165,8 @@ def config_of(role: str, mode: str) -> VllmConfig:
 
 
 @asynccontextmanager
-async def driven(role: str, mode: str) -> AsyncIterator[Driver]:
-    engine = VllmEngine(config_of(role, mode))
+async def driven(config: VllmConfig) -> AsyncIterator[Driver]:
+    engine = VllmEngine(config)
     await engine.start()
     driver = Driver(engine)
     following = asyncio.create_task(driver.follow())
@@ -197,7 +207,8 @@ async def run(roles: Sequence[str], batches: Sequence[int], rounds: int) -> list
     for role in roles:
         async with AsyncExitStack() as engines:
             drivers = {
-                mode: await engines.enter_async_context(driven(role, mode)) for mode in MODES
+                mode: await engines.enter_async_context(driven(config_of(role, mode)))
+                for mode in MODES
             }
             for mode, driver in drivers.items():
                 await turn(driver, role, mode, max(batches), seed=0)  # warms up

@@ -118,7 +118,7 @@ class Measured:
     "F1", "F4", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F13", "F14", "F16", "F18", "F35"
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_every_stream_ends_well_when_one_process_is_hit(
+async def test_every_stream_ends_well_when_one_process_ishit(
     case: Case, mesh: Mesh, reference: fleet.Reference
 ) -> None:
     prompts = make_prompts(seed=CASES.index(case))
@@ -133,7 +133,7 @@ async def test_every_stream_ends_well_when_one_process_is_hit(
         await asyncio.sleep(
             1.2
         )  # a third of the streams decode; others prefill, are handed over, or come later
-        await _hit(mesh, case, victim_pid)
+        await hit(mesh, case, victim_pid)
         outcomes = await asyncio.wait_for(asyncio.gather(*streams), timeout=60)
         next_request_s = await _until_new_request_works(client, mesh, case, reference)
         freed_s = await until(lambda: _nothing_held(mesh), within_s=QUIESCE_S)
@@ -149,7 +149,7 @@ async def _start_late(
     return await stream_completion(client, url, prompt, MAX_TOKENS, ignore_eos=True)
 
 
-async def _hit(mesh: Mesh, case: Case, pid: int) -> None:
+async def hit(mesh: Mesh, case: Case, pid: int) -> None:
     mesh.kill(case.victim, case.signal)
     if case.signal is STOP:
         await asyncio.sleep(FROZEN_S)

@@ -199,6 +199,7 @@ async def small(
         staging_bytes=0,
         landing_bytes=0,
         max_model_len=400,
+        max_num_batched_tokens=STEP_TOKENS,
         scheduling_policy=policy,
         async_scheduling=ASYNC_SCHEDULING,
     )
@@ -220,6 +221,24 @@ async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vll
     assert differences(expected[2:], answers) == []
     victim = batch if policy is SchedulingPolicy.PRIORITY else urgent
     assert ended[-1] == victim
+    await engine.until_idle()
+
+
+@pytest.mark.req("S83")
+async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
+    small: tuple[Host, SchedulingPolicy],
+) -> None:
+    """Otherwise both would wait for ever."""
+    engine, _ = small
+    under_way, urgent_prompt = prompts(11, [350, 200])
+    before = engine.engine.stats().num_tokens
+    batch = begin(engine, under_way, 1, BATCH)
+    await computing(engine, before + 1)
+    with frozen(engine):
+        urgent = begin(engine, urgent_prompt, 1, URGENT)
+        await asyncio.sleep(0.2)  # it is sent
+    ended, _ = await in_order_of_end(engine, [batch, urgent])
+    assert ended == [batch, urgent]
     await engine.until_idle()
 
 

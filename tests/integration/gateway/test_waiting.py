@@ -110,6 +110,21 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
         await asyncio.gather(batch, chat, return_exceptions=True)
 
 
+@pytest.mark.req("S83")
+async def test_both_roles_are_told_how_urgent_a_request_is(tmp_path: Path) -> None:
+    """The order in their engines is theirs, also where nobody has to wait for a slot."""
+    access, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
+    async with (
+        gateway_mesh(tmp_path, access=access) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        for tenant in ("batch", "chat"):
+            assert (await ask(client, tokens[tenant])).status_code == 200
+        prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
+        assert [asked.priority for asked in prefill.prefills] == [5, 0]
+        assert [asked.priority for asked in decode.starts] == [5, 0]
+
+
 @pytest.mark.req("S90", "S91")
 async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) -> None:
     """While there is room for one request, no batch of two goes. Then the two long requests go,
