@@ -214,7 +214,7 @@ class Gateway:
         metrics.gauge(
             names.GATEWAY_IMAGES_HELD,
             "Bytes of the images of open requests",
-            lambda: self.frontend.shared.images.num_held_bytes,
+            lambda: self.frontend.shared.images.num_bytes,
             "By",
         )
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)

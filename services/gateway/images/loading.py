@@ -60,7 +60,11 @@ class LoadedImages:
 
 
 class Images:
-    """`max_count`: in a request. `max_held_bytes`: of all open requests together."""
+    """`max_count`: in a request. `max_held_bytes`: of all open requests together.
+
+    Before images are read, their bytes count as they were given: a few threads read large images,
+    and any number of requests may wait for these.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,11 @@ class Images:
         self._max_held_bytes = max_held_bytes
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self.num_held_bytes = 0
+        self.num_given_bytes = 0  # of images that wait to be read, as the requests give them
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_held_bytes + self.num_given_bytes
 
     def check_count(self, asked: Sequence[AskedImage], max_images: int) -> None:
         """`max_images`: the model's own bound. Raises InvalidRequest."""
@@ -86,6 +95,15 @@ class Images:
 
     async def load(self, asked: Sequence[AskedImage]) -> LoadedImages:
         """Raises InvalidRequest with the field, or Overloaded."""
+        num_given = sum(len(each.url) + len(each.base64) + len(each.data) for each in asked)
+        self._check_room(self.num_given_bytes + num_given)
+        self.num_given_bytes += num_given
+        try:
+            return await self._loaded(asked)
+        finally:
+            self.num_given_bytes -= num_given
+
+    async def _loaded(self, asked: Sequence[AskedImage]) -> LoadedImages:
         held = Held()
         found: list[bytes] = []
         digests: list[bytes] = []
@@ -130,10 +148,14 @@ class Images:
         return data, digest_of(data), header
 
     def _hold(self, held: Held, num_bytes: int) -> None:
-        if self.num_held_bytes + num_bytes > self._max_held_bytes:
-            raise Overloaded("this gateway holds too many images")
+        self._check_room(num_bytes)
         self.num_held_bytes += num_bytes
         weakref.finalize(held, self._give_back, num_bytes).atexit = False
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Whether so many bytes may come to those that are held. Raises Overloaded."""
+        if self.num_held_bytes + num_bytes > self._max_held_bytes:
+            raise Overloaded("this gateway holds too many images")
 
     def _give_back(self, num_bytes: int) -> None:
         self.num_held_bytes -= num_bytes

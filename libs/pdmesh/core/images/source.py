@@ -22,7 +22,7 @@ MAX_RATIO: Final = 200  # of the sides of an image
 MAX_PIXELS: Final = 128 << 20  # the most that may be allowed; Pillow refuses little more
 MAX_URL_CHARS: Final = 2048  # of an address; the data of an image have a bound of their own
 _PIECE_CHARS: Final = 65_536  # a multiple of 4; decoding takes some 0.2 ms
-_DATA_URI: Final = re.compile(r"data:([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
+_DATA_URI: Final = re.compile(r"(?i:data):([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?")
 # What a request line may hold: no space, no control character, nothing beyond ASCII. The whole

@@ -90,6 +90,7 @@ def test_a_data_uri_holds_base64() -> None:
     data = png(3)
     assert data_of(data_uri(data), ImageRules()) == data
     assert data_of(data_uri(data, ""), ImageRules()) == data
+    assert data_of(data_uri(data).replace("data:", "DATA:"), ImageRules()) == data
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 from typing import Any
@@ -86,6 +87,17 @@ async def test_images_are_held_as_long_as_their_request_and_within_a_bound() -> 
     held.clear()
     gc.collect()
     assert shared.num_held_bytes == 0
+
+
+async def test_images_that_wait_to_be_read_count_as_they_were_given() -> None:
+    """Any number of clients may send images at once, which only few threads read."""
+    text = base64.b64encode(bytes(90_000)).decode()  # 120,000 bytes, and no image
+    shared = images()
+    asked = [AskedImage("a", base64=text)]
+    found = await asyncio.gather(*(shared.load(asked) for _ in range(9)), return_exceptions=True)
+    refusals = [type(each) for each in found]
+    assert refusals == [InvalidRequest] * 2 + [Overloaded] * 7
+    assert shared.num_given_bytes == 0
 
 
 async def test_a_request_with_a_bad_image_holds_none() -> None:
