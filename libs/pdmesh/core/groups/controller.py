@@ -138,9 +138,8 @@ class GroupController:
         its assignment may have killed it, and would kill every substitute too. So its loss counts
         as a failure of the group, unless the region is lost.
         """
-        unmade: dict[
-            str, str
-        ] = {}  # one per group, since the loss of a node takes several instances at once
+        # One per group, and one of its encoders: the loss of a node takes several at once.
+        unmade: dict[tuple[str, bool], str] = {}
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
                 role_spec = assignment.role_spec
@@ -149,10 +148,13 @@ class GroupController:
                     self._record(role_spec.group_id).vacate(role_spec.role, instance_id)
                     is_alone = not self._region_watch.is_losing(instance_id)
                     if assignment.stage < Stage.SERVE and is_alone:
-                        unmade.setdefault(role_spec.group_id, instance_id)
-        for group_id, instance_id in unmade.items():
+                        is_encoder = role_spec.role is Role.ENCODER
+                        unmade.setdefault((role_spec.group_id, is_encoder), instance_id)
+        for (group_id, _), instance_id in unmade.items():
             self._steps.group_id = group_id
-            self._fail(round_, group_id, f"{instance_id} was lost while it was set up", now)
+            given = round_.observed.given[instance_id]
+            why = f"{instance_id} was lost while it was set up"
+            self._count_failure(round_, given, why, now)
 
     def _note_departures(self, round_: Round) -> None:
         """Vacate the places of processes that were asked to stop: they drain by themselves.
@@ -242,12 +244,17 @@ class GroupController:
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         missing = lacking(group, keep)
         num_lacking = sum(missing.values())
+        if now < record.encoders_cool_until:
+            missing.pop(Role.ENCODER, None)
         num_short = (
-            self._recruit(round_, group, missing, has_served=has_served) if num_lacking else 0
+            self._recruit(round_, group, missing, has_served=has_served)
+            if any(missing.values())
+            else 0
         )
+        is_blocked = num_short > missing.get(Role.ENCODER, 0) and not has_served
         short = _short_line(num_short, group) if num_short else ""
         keep, _ = partition_members(round_, group)
-        if short and not has_served and self._waits_too_long(record, keep, now):
+        if is_blocked and self._waits_too_long(record, keep, now):
             self._fail(round_, group_id, f"set-up: {short}", now, is_final=True)
             erase_unready(round_, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
@@ -278,7 +285,7 @@ class GroupController:
                 self._steps.announce("taken_out", member.assignment, member.instance_id)
                 erase(round_, record, member)
             elif why := self.clock.why_broken(round_, member, now):
-                self._fail(round_, group_id, f"{member.instance_id}: {why}", now)
+                self._count_failure(round_, member.assignment, f"{member.instance_id}: {why}", now)
                 self.clock.avoid(member.instance_id, now)
                 self._steps.announce("failed", member.assignment, member.instance_id, detail=why)
                 erase(round_, record, member)
@@ -303,12 +310,12 @@ class GroupController:
     ) -> int:
         """Give blank instances a role, and return how many are still missing.
 
-        A new group takes as many as it needs, or none.
+        A new group takes as many as it needs, or none; it needs no encoders.
         """
         num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
         short = max(0, sum(missing.values()) - num)
-        if not num or (short and not has_served):
+        if not num or (short > missing.get(Role.ENCODER, 0) and not has_served):
             return short
         candidates = [s for s in round_.blanks(group.racks) if group.region in (None, s.region)]
         racks = [m.seen.rack for m in round_.members(group.group_id)]
@@ -341,6 +348,19 @@ class GroupController:
         record.short_since = record.short_since if record.short_since is not None else now
         return now - record.short_since > self.clock.limits.gather_s
 
+    def _count_failure(self, round_: Round, assignment: Assignment, why: str, now: float) -> None:
+        """An instance failed: after some of them its group pauses, or only its encoders do."""
+        group_id = assignment.role_spec.group_id
+        if assignment.role_spec.role is not Role.ENCODER:
+            self._fail(round_, group_id, why, now)
+            return
+        record, limits = self._record(group_id), self.clock.limits
+        record.num_encoder_failures += 1
+        record.failure = why
+        if record.num_encoder_failures >= limits.max_tries:
+            record.num_encoder_failures = 0
+            record.encoders_cool_until = now + limits.cool_s
+
     def _fail(
         self, round_: Round, group_id: str, why: str, now: float, *, is_final: bool = False
     ) -> None:
@@ -359,6 +379,7 @@ class GroupController:
     ) -> GroupReport:
         if is_whole:
             record.num_failures, record.failure, record.short_since = 0, "", None
+            record.num_encoder_failures = 0
             if not record.was_complete:
                 self._steps.announce_group("complete")
             state = GroupState.SERVING

@@ -37,10 +37,11 @@ def partition_members(
 def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
     """Instances that are missing, by role.
 
-    A role without any instance comes first: the other role needs it.
+    A role without any instance comes first: the other role needs it. Encoders come last: nobody
+    needs them.
     """
     have = Counter(m.role for m in keep)
-    roles = sorted(group.counts, key=lambda role: have[role] > 0)
+    roles = sorted(group.counts, key=lambda role: (role is Role.ENCODER, have[role] > 0))
     return {role: group.counts[role] - have[role] for role in roles}
 
 
@@ -49,12 +50,14 @@ def advance(
 ) -> None:
     """Move each member on by one stage if what it waits for has come.
 
-    A member that should leave holds up no other: it may be draining because it cannot connect.
+    A member that should leave holds up no other: it may be draining because it cannot connect. Nor
+    does an encoder, without which prefills encode images themselves (S130).
     """
-    is_gathered = len(keep) == group.size
-    is_loaded = is_gathered and all(m.is_loaded for m in keep)
+    needed = [m for m in keep if m.role is not Role.ENCODER]
+    is_gathered = len(needed) == group.size - group.counts.get(Role.ENCODER, 0)
+    is_loaded = is_gathered and all(m.is_loaded for m in needed)
     pairs = unverified_pairs(keep)
-    is_connected = is_loaded and not pairs and all(_is_connected(m) for m in keep)
+    is_connected = is_loaded and not pairs and all(_is_connected(m) for m in needed)
     decodes = [m for m in keep if m.role is Role.DECODE and m.stage is Stage.SERVE]
     for member in keep:
         is_met = not any(member in pair for pair in pairs)

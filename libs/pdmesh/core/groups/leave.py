@@ -33,6 +33,8 @@ class GroupRecord:
     num_failures: int = 0
     failure: str = ""
     cools_until: float = 0.0
+    num_encoder_failures: int = 0
+    encoders_cool_until: float = 0.0  # the group serves without encoders meanwhile
     short_since: float | None = None
     was_complete: bool = False
     vacancies: dict[Role, deque[str]] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class GroupRecord:
         if self.revision != revision:
             self.revision, self.num_failures, self.failure = revision, 0, ""
             self.cools_until, self.short_since = 0.0, None
+            self.num_encoder_failures, self.encoders_cool_until = 0, 0.0
 
     def vacate(self, role: Role, instance_id: str) -> None:
         self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)

@@ -72,3 +72,59 @@ def test_the_first_substitute_gets_the_missing_role() -> None:
     world.start("spare")
     world.settle()
     assert world.counts() == {"chat": (1, 1, 0)}
+
+
+SEEING = Desired(groups={"chat": Group("default", 2, 2, encoder=1)})
+
+
+@pytest.mark.req("S130")
+def test_an_encoder_joins_its_group() -> None:
+    world = World(SEEING)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert len(world.ready("chat", Role.ENCODER)) == 1
+    assert world.controller.reports["chat"].state == "serving"
+
+
+@pytest.mark.req("S130")
+def test_a_group_without_room_for_its_encoder_serves_and_gets_it_later() -> None:
+    world = World(SEEING, num=4)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert world.ready("chat", Role.ENCODER) == []
+    world.start("late")
+    world.settle()
+    assert world.ready("chat", Role.ENCODER) == ["late"]
+
+
+@pytest.mark.req("S130")
+def test_an_encoder_that_never_loads_stops_no_group() -> None:
+    """Its model may take no images. It is tried again now and then."""
+    world = World(SEEING, num=5)
+    num_tried = 0
+    for _ in range(400):
+        world.now += 1
+        world.round()
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            role_spec = world.processes[instance_id].life.role_spec
+            is_encoder = role_spec is not None and role_spec.role is Role.ENCODER
+            is_slow = not is_encoder and world.now < 30  # the others load for longer
+            if not is_slow:
+                num_tried += is_encoder and bool(world.processes[instance_id].todo)
+                world.work(instance_id, fails=is_encoder)
+            world.tell(instance_id)
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert 3 < num_tried < 60
+    assert not [s for s in world.steps if s.step == "setup_failed"]
+
+
+def test_a_lost_prefill_is_replaced_before_an_encoder() -> None:
+    world = World(SEEING, num=5)
+    world.settle()
+    world.kill(world.ready("chat", Role.PREFILL)[0])
+    world.kill(world.ready("chat", Role.ENCODER)[0])
+    world.start("spare")
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert world.ready("chat", Role.ENCODER) == []
