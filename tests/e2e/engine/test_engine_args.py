@@ -110,6 +110,7 @@ async def test_an_argument_that_vllm_does_not_take_is_named_before_the_engine_st
     assert refused.value.field == f"engine_args.{next(iter(args))}"
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S123")
 async def test_a_model_with_four_bit_weights_is_served_by_a_pair(
     tiny_llama: Path, tmp_path: Path
