@@ -69,13 +69,16 @@ REASONS: Final[Mapping[str, str]] = {
         "refused at the start: no model with such layers is small enough to prove here that their "
         "state is handed over, as that of an EAGLE head is (S115)"
     ),
-    "S120-S122": (
-        "not implemented: instances have only tensor-parallel ranks; pipeline, data and expert "
-        "parallelism are not passed on to vLLM"
+    "S120-S121": (
+        "not implemented: instances have only tensor-parallel ranks; pipeline and data parallelism "
+        "are not passed on to vLLM"
     ),
-    "S123-S124": (
-        "vLLM reads this from the model's own config, so no setting is needed; it was not tried, "
-        "since it needs a GPU"
+    "S122": (
+        "passed on to vLLM (`engine_args: {enable_expert_parallel: true}`), and not tried: it "
+        "needs GPUs and a model with experts"
+    ),
+    "S124": (
+        "passed on to vLLM (`engine_args: {quantization: fp8}`), and not tried: it needs a GPU"
     ),
     "S129": (
         "not implemented: images come in parts of messages; a model whose positions depend on an "

@@ -14,8 +14,8 @@ from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineFailed
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import ASYNC_SCHEDULING, plain_vllm
+from tests.e2e.loading.gptq import write_gptq
 from tests.e2e.pair import Pair, running
-from tests.fakes.gptq import write_gptq
 from tests.fakes.tiny_llama import write_tiny_llama
 
 pytestmark = [
@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32
-OTHER_NORM: Mapping[str, object] = {"hf_overrides": {"rms_norm_eps": 0.5}}
+OVERRIDES = {"rms_norm_eps": 0.5}
+OTHER_NORM: Mapping[str, object] = {"hf_overrides": OVERRIDES}
 
 
 def some_cases() -> list[Case]:
@@ -63,7 +64,7 @@ async def test_arguments_reach_both_engines_and_the_answers_are_plain_vllms_with
         folder.mkdir()
     async with AsyncExitStack() as stack:
         plain = stack.enter_context(
-            plain_vllm(tiny_llama, cases, folders[0], block_size=BLOCK_SIZE, **OTHER_NORM)
+            plain_vllm(tiny_llama, cases, folders[0], block_size=BLOCK_SIZE, hf_overrides=OVERRIDES)
         )
         without = stack.enter_context(
             plain_vllm(tiny_llama, cases, folders[1], block_size=BLOCK_SIZE)
