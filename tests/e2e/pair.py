@@ -341,6 +341,33 @@ class Pair:
         return leg
 
 
+async def locally(
+    host: Host,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    adapter: Adapter | None = None,
+    images: tuple[PromptImage, ...] = (),
+) -> list[int]:
+    """All tokens of an answer that one engine computes, as on a fusion instance.
+
+    Raises LegFailed.
+    """
+    leg = Pair(host, host).next_leg(host)
+    prompt = array("I", prompt)
+    host.engine.prefill(PrefillJob(leg, "r", 0, prompt, sampling, adapter=adapter, images=images))
+    first = await host.next_output(leg)
+    if isinstance(first, Failed):
+        raise LegFailed(first)
+    assert isinstance(first, Prefilled), first
+    tokens, is_over = [first.token], first.finish_reason is not None
+    while not is_over:
+        output = await host.next_output(leg)
+        is_over = isinstance(output, Finished)
+        if isinstance(output, Tokens):
+            tokens += output.token_ids
+    return tokens
+
+
 async def _reserve(host: Host, arena: ArenaAllocator, length: int) -> ArenaRange:
     """Reserve as the admission core does, but wait where that would refuse."""
     found: list[ArenaRange] = []

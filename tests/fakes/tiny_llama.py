@@ -7,9 +7,17 @@ that the answer depends on the whole prompt and zeroed KV changes it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 4, 64, 4
 VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
+
+
+def llama_config(**sizes: int) -> Any:
+    """The settings of a Llama whose weights have a large variance. Any: of transformers."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(max_position_embeddings=4096, initializer_range=0.15, **sizes)
 
 
 def write_tiny_llama(
@@ -20,10 +28,10 @@ def write_tiny_llama(
     `kv_seed` changes only the projections of K and V, as a fine-tune or a merged adapter does.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = llama_config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=NUM_HEADS * HEAD_DIM,
         intermediate_size=1024,
@@ -31,8 +39,6 @@ def write_tiny_llama(
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,

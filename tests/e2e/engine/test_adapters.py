@@ -24,8 +24,7 @@ from pdmesh.errors import AdapterUnusable
 from pdmesh.kv.tiers.config import TierConfig
 from tests.e2e.cases import VOCABULARY, Case, differences
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 from tests.fakes.lora_adapters import write_adapter
 
 pytestmark = [

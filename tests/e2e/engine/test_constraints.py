@@ -31,8 +31,7 @@ from pdmesh.engine.base import (
 from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 
 pytestmark = [
     pytest.mark.vllm,

@@ -20,8 +20,7 @@ from pdmesh.core.sampling.logit_shaping import LogitShaping
 from pdmesh.engine.base import Sampling
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import plain_vllm, prefill_config
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 
 pytestmark = [
     pytest.mark.vllm,

@@ -8,19 +8,17 @@ the last without a break.
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from pdmesh.core.adapters.adapter import Adapter
-from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.engine.base import Sampling
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import plain_vllm, prefill_config
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 
 pytestmark = [
     pytest.mark.vllm,
@@ -74,22 +72,6 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
     )
     async with running(config) as host:
         yield host
-
-
-async def locally(
-    host: Host, prompt: Sequence[int], sampling: Sampling, adapter: Adapter | None = None
-) -> list[int]:
-    leg = Pair(host, host).next_leg(host)
-    host.engine.prefill(PrefillJob(leg, "r", 0, array("I", prompt), sampling, adapter=adapter))
-    first = await host.next_output(leg)
-    assert isinstance(first, Prefilled), first
-    tokens, is_over = [first.token], first.finish_reason is not None
-    while not is_over:
-        output = await host.next_output(leg)
-        is_over = isinstance(output, Finished)
-        if isinstance(output, Tokens):
-            tokens += output.token_ids
-    return tokens
 
 
 @pytest.mark.req("S1", "S49")

@@ -19,8 +19,7 @@ from pdmesh.core.speculation.schedule import PROBE_EVERY, Method, Speculation
 from pdmesh.engine.base import KvReceived, Sampling, Tokens
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import Reference, decode_config, plain_vllm, prefill_config
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 
 pytestmark = [
     pytest.mark.vllm,

@@ -19,12 +19,12 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of, expanded
-from pdmesh.engine.base import Failed, Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.engine.base import Sampling
 from pdmesh.kv.tiers.config import TierConfig
 from tests.e2e.cases import Case, differences
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
 from tests.e2e.images.tiny_llava import EOS, IMAGE, NUM_IMAGE_TOKENS, write_tiny_llava
-from tests.e2e.pair import Host, LegFailed, Pair, running
+from tests.e2e.pair import LegFailed, Pair, locally, running
 
 pytestmark = [
     pytest.mark.nightly,
@@ -138,29 +138,6 @@ async def pair(model: Path, wanted: Wanted) -> AsyncIterator[Pair]:
         yield Pair(first, second)
 
 
-async def locally(
-    host: Host,
-    prompt: array[int],
-    images: tuple[PromptImage, ...],
-    sampling: Sampling,
-    **job: Any,
-) -> list[int]:
-    """As on a fusion instance."""
-    leg = Pair(host, host).next_leg(host)
-    host.engine.prefill(PrefillJob(leg, "r", 0, prompt, sampling, images=images, **job))
-    first = await host.next_output(leg)
-    if isinstance(first, Failed):
-        raise LegFailed(first)
-    assert isinstance(first, Prefilled), first
-    tokens, is_over = [first.token], first.finish_reason is not None
-    while not is_over:
-        output = await host.next_output(leg)
-        is_over = isinstance(output, Finished)
-        if isinstance(output, Tokens):
-            tokens += output.token_ids
-    return tokens
-
-
 @pytest.mark.req("S1", "S128")
 async def test_the_engine_says_which_tokens_stand_for_an_image(pair: Pair) -> None:
     assert pair.prefill.info.images == pair.decode.info.images == FACTS
@@ -199,7 +176,7 @@ async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted
 
 @pytest.mark.req("S128")
 async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: Wanted) -> None:
-    got = [await locally(pair.decode, *each) for each in wanted.asked()]
+    got = [await locally(pair.decode, p, s, images=i) for p, i, s in wanted.asked()]
     assert differences(wanted.tokens, got) == []
 
 
@@ -231,11 +208,11 @@ async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
     damaged = (replace(images[0], data=data, digest=digest_of(data)), *images[1:])
     for host in (pair.prefill, pair.decode):
         with pytest.raises(LegFailed) as failed:
-            await locally(host, prompt, damaged, sampling)
+            await locally(host, prompt, sampling, images=damaged)
         assert failed.value.reason == "IMAGE_UNUSABLE"
     with pytest.raises(LegFailed, match="other tokens"):
-        await locally(pair.prefill, array("I", [1, *prompt]), images, sampling)
-    assert await locally(pair.prefill, prompt, images, sampling)
+        await locally(pair.prefill, [1, *prompt], sampling, images=images)
+    assert await locally(pair.prefill, prompt, sampling, images=images)
 
 
 @pytest.mark.req("S128")
@@ -254,7 +231,7 @@ async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
         tokens = array("I", (*text(10, seed), IMAGE, *text(20, seed)))
         prompt, (at,) = expanded(tokens, FACTS, 1)
         asked.append((prompt, (PromptImage(at, NUM_IMAGE_TOKENS, digest_of(data), data),)))
-    expected = [await locally(pair.decode, *each, sampling) for each in asked]
+    expected = [await locally(pair.decode, p, sampling, images=i) for p, i in asked]
     block_bytes = pair.decode.info.kv_bytes_per_token * 64
     async with running(replace(config, kv_cache_bytes=9 * block_bytes)) as small:
         each = replace(pair, decode=small, salt="preempted")

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Final
 
+from tests.fakes.tiny_llama import llama_config
+
 IMAGE_SIZE, PATCH_SIZE = 28, 7
 NUM_IMAGE_TOKENS: Final = (IMAGE_SIZE // PATCH_SIZE) ** 2
 HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 256, 4, 2, 64, 3
@@ -32,13 +34,12 @@ def write_tiny_llava(directory: Path, seed: int = 0) -> Path:
     from transformers import (
         CLIPImageProcessorPil,
         CLIPVisionConfig,
-        LlamaConfig,
         LlavaConfig,
         LlavaForConditionalGeneration,
     )
 
     torch.manual_seed(seed)
-    text = LlamaConfig(
+    text = llama_config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=512,
@@ -46,8 +47,6 @@ def write_tiny_llava(directory: Path, seed: int = 0) -> Path:
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
         bos_token_id=BOS,
         eos_token_id=EOS,
     )

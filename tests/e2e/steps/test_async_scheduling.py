@@ -21,8 +21,7 @@ from pdmesh.engine.base import KvReceived, Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all, until_stop
 from tests.e2e.conftest import plain_vllm
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, locally, running
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.support.waiting import until
 

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from pdmesh.core.speculation.schedule import Method, Speculation
 from tests.e2e.cases import Case, differences, generate_all
 from tests.e2e.conftest import engine_config
-from tests.e2e.engine.test_seeded_sampling import locally
-from tests.e2e.pair import Host, running
+from tests.e2e.pair import Host, locally, running
 from tests.e2e.tiny_llama import EOS, write_tiny_llama
 
 pytestmark = [
