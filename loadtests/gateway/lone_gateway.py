@@ -32,6 +32,7 @@ from tests.fakes.gateway_mesh import gateway_mesh
 
 # Of a decode. A gateway that is slowed down a hundred times has taken a token before the next.
 _STEP_S: Final = 0.02
+_PATIENCE_S: Final = 300.0  # Valgrind translates the code of a first request
 
 
 class Master(SchedulerServiceServicer):
@@ -81,7 +82,9 @@ async def be_gateway(records: Sequence[str]) -> None:
     metrics.configure(resource, "")
     traces.configure(resource, "")
     with tempfile.TemporaryDirectory(prefix="pdmesh-lone-") as directory:
-        async with gateway_mesh(Path(directory), num_prefills=0, num_decodes=0) as mesh:
+        async with gateway_mesh(
+            Path(directory), 0, 0, answer_s=_PATIENCE_S, ttft_s=_PATIENCE_S
+        ) as mesh:
             for record in records:
                 mesh.register(InstanceRecord.FromString(bytes.fromhex(record)))
             calm_the_collector()

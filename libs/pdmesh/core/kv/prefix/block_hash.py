@@ -75,15 +75,17 @@ def block_hashes(
     data = memoryview(tokens_to_bytes(token_ids))
     step = 4 * block_size
     hashes: list[bytes] = []
-    by_block: dict[int, list[ImageAt]] = {}
+    by_block: dict[int, bytes] = {}
     for position, image in images:
-        by_block.setdefault(position // block_size * step, []).append((position, image))
+        start = position // block_size * step
+        place = _IMAGE + (position % block_size).to_bytes(4, "little")
+        by_block[start] = by_block.get(start, b"") + place + image
     keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=root)  # a copy costs half of a new one
     for start in range(0, len(data) - step + 1, step):
         digest = keyed.copy()
         digest.update(parent + data[start : start + step])
-        for position, image in by_block.get(start, ()):
-            digest.update(_IMAGE + (position % block_size).to_bytes(4, "little") + image)
+        if start in by_block:
+            digest.update(by_block[start])
         parent = digest.digest()
         hashes.append(parent)
     return hashes
