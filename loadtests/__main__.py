@@ -83,6 +83,12 @@ BENCHES = {
         needs_vllm=True,
         record=True,
     ),
+    "loading": Bench(
+        "loading",
+        "what reading weights once per node is worth, beside a reader in each rank",
+        needs_vllm=True,
+        record=True,
+    ),
     "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
     "speculation": Bench(
         "speculation.proposals",

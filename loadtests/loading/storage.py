@@ -1,0 +1,111 @@
+"""A model's folder, and storage of a limited rate that all ranks of a node share, as FUSE is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from pdmesh.core.loading.weight_files import INDEX
+from pdmesh.engine.vllm.loading.window_reader import WeightFile, open_file
+
+HIDDEN, INNER, VOCABULARY = 1024, 2816, 16_384
+NUM_FILES = 4
+LAYER = {
+    **{f"self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"},
+    "mlp.gate_proj.weight": (INNER, HIDDEN),
+    "mlp.up_proj.weight": (INNER, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, INNER),
+    "input_layernorm.weight": (HIDDEN,),
+}
+BURST_S = 0.05
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def write_model(folder: Path, num_layers: int) -> Mapping[str, str]:
+    """Random bf16 weights in four files, named as Hugging Face does; tensor -> file."""
+    layers = {
+        f"model.layers.{n}.{name}": shape
+        for n in range(num_layers)
+        for name, shape in LAYER.items()
+    }
+    everything: Shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), **layers}
+    names = sorted(everything)
+    share = -(-len(names) // NUM_FILES)
+    index = dict[str, str]()
+    for number in range(NUM_FILES):
+        file = f"model-{number + 1:05}-of-{NUM_FILES:05}.safetensors"
+        mine = {name: everything[name] for name in names[number * share : (number + 1) * share]}
+        _write(folder / file, mine)
+        index |= dict.fromkeys(mine, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return index
+
+
+def _write(path: Path, shapes: Shapes) -> None:
+    head, at = dict[str, object](), 0
+    for name, shape in shapes.items():
+        end = at + 2 * math.prod(shape)
+        head[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            file.write(os.urandom(2 * math.prod(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRate:
+    """So many bytes a second for all processes that share `free_at`; 0: no limit.
+
+    What a sleep took too long is made up for later, up to `BURST_S`.
+    """
+
+    bytes_per_s: float
+    free_at: Synchronized[float]
+
+    def take(self, num_bytes: int) -> None:
+        """Return when so many bytes would have come."""
+        if not self.bytes_per_s:
+            return
+        with self.free_at.get_lock():
+            begin = max(self.free_at.value, time.monotonic() - BURST_S)
+            self.free_at.value = end = begin + num_bytes / self.bytes_per_s
+        time.sleep(max(0.0, end - time.monotonic()))
+
+
+@dataclass(slots=True)
+class SlowDisk:
+    """Files whose reads take as long as the rate says. `num_bytes`: read by this process."""
+
+    rate: SharedRate
+    num_bytes: int = 0
+
+    @contextlib.contextmanager
+    def open(self, path: Path) -> Iterator[WeightFile]:
+        with open_file(path) as file:
+            yield SlowFile(file, self)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowFile:
+    file: WeightFile
+    disk: SlowDisk
+
+    @property
+    def num_bytes(self) -> int:
+        return self.file.num_bytes
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        num_bytes = self.file.read_into(memory, offset)
+        self.disk.num_bytes += num_bytes
+        self.disk.rate.take(num_bytes)
+        return num_bytes
