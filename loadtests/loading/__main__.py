@@ -23,7 +23,7 @@ from loadtests.loading.ranks import Load, Loads, run
 from loadtests.loading.storage import write_model
 
 MIN_SPEEDUP: Final = 1.4  # S135
-MIN_OVERLAP_GAIN: Final = 0.2  # S87
+MIN_OVERLAP: Final = 1.25  # S87: a fifth less time
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Found:
         if self.comparison is SLOW:
             return _met(ratio >= MIN_SPEEDUP, f">= {MIN_SPEEDUP} (S135)")
         if self.comparison is OVERLAP:
-            return _met(1 - 1 / ratio >= MIN_OVERLAP_GAIN, f"{MIN_OVERLAP_GAIN:.0%} less (S87)")
+            return _met(ratio >= MIN_OVERLAP, f">= {MIN_OVERLAP} (S87)")
         return ""
 
 

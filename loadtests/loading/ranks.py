@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loadtests.loading.storage import SharedRate, SlowDisk
+from loadtests.loading.storage import SharedRate, SlowDisk, shared_times
 from pdmesh.core.loading.weight_files import in_order
 from pdmesh.engine.vllm.loading.node_ranks import LoneRank, NodeRanks, TorchRanks
 from pdmesh.engine.vllm.loading.weight_stream import WeightStream, WeightStreamOptions
@@ -131,10 +131,10 @@ WAYS: Final[Mapping[str, Callable[[Rank], int]]] = {
 def run(loads: Loads, store: Path) -> list[Load]:
     """All rounds of one number of ranks, as its first rank timed them."""
     context = multiprocessing.get_context("spawn")
-    free_at = context.Value("d", 0.0)
+    times = shared_times()
     results: Any = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(loads, number, str(store), free_at, results))
+        context.Process(target=_rank, args=(loads, number, str(store), times, results))
         for number in range(loads.num_ranks)
     ]
     for rank in ranks:
@@ -149,7 +149,7 @@ def run(loads: Loads, store: Path) -> list[Load]:
     return list(found)
 
 
-def _rank(loads: Loads, number: int, store: str, free_at: Any, results: Any) -> None:
+def _rank(loads: Loads, number: int, store: str, times: Any, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -158,13 +158,12 @@ def _rank(loads: Loads, number: int, store: str, free_at: Any, results: Any) -> 
         "gloo", init_method=f"file://{store}", rank=number, world_size=loads.num_ranks
     )
     ranks = TorchRanks(range(loads.num_ranks), WAIT_S) if loads.num_ranks > 1 else LoneRank()
-    own_link = multiprocessing.get_context("spawn").Value("d", 0.0)
     rank = Rank(
         loads,
         number,
         ranks,
-        SlowDisk(SharedRate(loads.disk_bytes_per_s, free_at)),
-        SharedRate(loads.link_bytes_per_s, own_link),
+        SlowDisk(SharedRate(loads.disk_bytes_per_s, times)),
+        SharedRate(loads.link_bytes_per_s, shared_times()),
         _weights(loads),
     )
     found = list[Load]()

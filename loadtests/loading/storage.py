@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
+from typing import Any
 
 from pdmesh.core.loading.weight_files import INDEX
 from pdmesh.engine.vllm.loading.window_reader import WeightFile, open_file
@@ -24,7 +26,6 @@ LAYER = {
     "mlp.down_proj.weight": (HIDDEN, INNER),
     "input_layernorm.weight": (HIDDEN,),
 }
-BURST_S = 0.05
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -64,22 +65,32 @@ def _write(path: Path, shapes: Shapes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedRate:
-    """So many bytes a second for all processes that share `free_at`; 0: no limit.
+    """So many bytes a second for all processes that share `times`; 0: no limit.
 
-    What a sleep took too long is made up for later, up to `BURST_S`.
+    `times`: when the bytes so far would have come, and when the last call returned. A sleep that
+    took too long is made up for; time in which nobody asked is not.
     """
 
     bytes_per_s: float
-    free_at: Synchronized[float]
+    times: SynchronizedArray[float]
 
     def take(self, num_bytes: int) -> None:
         """Return when so many bytes would have come."""
         if not self.bytes_per_s:
             return
-        with self.free_at.get_lock():
-            begin = max(self.free_at.value, time.monotonic() - BURST_S)
-            self.free_at.value = end = begin + num_bytes / self.bytes_per_s
+        with self.times.get_lock():
+            free_at, returned_at = self.times
+            now = time.monotonic()
+            begin = max(free_at, min(now, free_at + max(0.0, now - returned_at)))
+            self.times[0] = end = begin + num_bytes / self.bytes_per_s
         time.sleep(max(0.0, end - time.monotonic()))
+        with self.times.get_lock():
+            self.times[1] = time.monotonic()
+
+
+def shared_times() -> Any:
+    """For `SharedRate`, to be passed to spawned processes."""
+    return multiprocessing.get_context("spawn").Array("d", [time.monotonic()] * 2)
 
 
 @dataclass(slots=True)

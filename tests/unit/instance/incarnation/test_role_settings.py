@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import Role, RoleSpec
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
 from pdmesh.engine.base import EngineInfo
@@ -40,6 +41,18 @@ def assigned(text: str, role: Role = Role.DECODE, **settings: Any) -> Speculatio
     spec = RoleSpec(role, "g", "s", options=(("speculation", text),))
     given = settings_for(InstanceSettings(**settings), spec, {})
     return engine_settings(given, role, 1).speculation
+
+
+@pytest.mark.req("S84")
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING])
+def test_a_role_change_keeps_the_weights_loader_unless_the_assignment_names_one(role: Role) -> None:
+    own = InstanceSettings(weights_loader=WeightsLoader.FILE_ORDER)
+    named = RoleSpec(role, "g", "s", options=(("weights_loader", "vllm"),))
+    got = [
+        engine_settings(settings_for(own, spec, {}), role, 1).weights_loader
+        for spec in (RoleSpec(role, "g", "s"), named)
+    ]
+    assert got == [WeightsLoader.FILE_ORDER, WeightsLoader.VLLM]
 
 
 @pytest.mark.req("S67", "S118")

@@ -10,6 +10,7 @@ import pytest
 from pdmesh.core.loading.weight_header import WeightsUnreadable
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.loading.choice import (
     LOAD_FORMAT,
     check_weights,
@@ -63,6 +64,17 @@ def test_a_file_that_is_cut_off_or_missing_is_named_before_vllm_starts(folder: P
     with pytest.raises(WeightsUnreadable, match=f"{last.name}: is missing") as raised:
         check_weights(OURS, folder)
     assert (raised.value.reason, raised.value.field) == ("WEIGHTS_UNREADABLE", last.name)
+
+
+async def test_an_engine_whose_model_is_damaged_does_not_start_and_names_the_file(
+    folder: Path,
+) -> None:
+    (folder / "config.json").write_text("{}")
+    last = max(folder.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1])
+    config = VllmConfig("d", 1, folder, "m", weights_loader=WeightsLoader.FILE_ORDER)
+    with pytest.raises(WeightsUnreadable, match=last.name):
+        await VllmEngine(config).start()
 
 
 def test_folders_that_vllm_reads_in_its_own_way_are_left_to_it(folder: Path) -> None:
