@@ -79,7 +79,7 @@ class SharedRate:
         if not self.bytes_per_s:
             return
         with self.times.get_lock():
-            free_at, returned_at = self.times
+            free_at, returned_at = self.times[0], self.times[1]
             now = time.monotonic()
             begin = max(free_at, min(now, free_at + max(0.0, now - returned_at)))
             self.times[0] = end = begin + num_bytes / self.bytes_per_s
