@@ -94,8 +94,6 @@ class Observer:
         self._publisher = publisher
         self._events: list[RequestFinished] = []
         self._has_events = asyncio.Event()
-        # Bound once: the lazy one of the module looks its methods up for each line.
-        self._logger = log.bind()
         self.num_accepted = 0
         self.num_ended: dict[str, int] = {"completed": 0, "failed": 0, "cancelled": 0}
 
@@ -152,7 +150,7 @@ class Observer:
             _migrations.add(times.num_migrations)
 
     def _log(self, report: CallReport, times: _Times) -> None:
-        self._logger.info(
+        log.info(
             "request.finished",
             request_id=report.request_id,
             trace_id=_trace_id(report.span),
@@ -219,7 +217,7 @@ class Observer:
         if event.num_migrations:
             _migrations.add(event.num_migrations)
         event.trace_id = _trace_id(span)
-        self._logger.info(
+        log.info(
             "request.finished",
             request_id=facts.request_id,
             trace_id=event.trace_id,
