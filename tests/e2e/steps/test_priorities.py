@@ -228,12 +228,12 @@ async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vll
 async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     small: tuple[Host, SchedulingPolicy],
 ) -> None:
-    """Otherwise both would wait for ever."""
+    """Otherwise both would wait for ever. The urgent one needs 12 of the 13 blocks."""
     engine, _ = small
-    under_way, urgent_prompt = prompts(11, [350, 200])
+    under_way, urgent_prompt = prompts(11, [350, 380])
     before = engine.engine.stats().num_tokens
     batch = begin(engine, under_way, 1, BATCH)
-    await computing(engine, before + 1)
+    await computing(engine, before + 2 * STEP_TOKENS)
     with frozen(engine):
         urgent = begin(engine, urgent_prompt, 1, URGENT)
         await asyncio.sleep(0.2)  # it is sent
