@@ -64,10 +64,6 @@ REASONS: Final[Mapping[str, str]] = {
         "that reading and copying overlap is tested, and by how much that shortens loading is "
         "measured (`make bench NAME=loading`), with a device that is emulated"
     ),
-    "S114": (
-        "refused at the start: no model with such layers is small enough to prove here that their "
-        "state is handed over, as that of an EAGLE head is (S115)"
-    ),
     "S120-S121": (
         "not implemented: instances have only tensor-parallel ranks; pipeline and data parallelism "
         "are not passed on to vLLM"

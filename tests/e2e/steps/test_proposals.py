@@ -18,7 +18,9 @@ from tokenizers import Tokenizer
 from pdmesh.core.speculation.schedule import Method, Speculation
 from tests.e2e.cases import Case, differences, generate_all
 from tests.e2e.conftest import engine_config
+from tests.e2e.engine.test_speculation import with_draft
 from tests.e2e.pair import Host, locally, running
+from tests.e2e.tiny_ernie import write_tiny_ernie
 from tests.e2e.tiny_llama import EOS, write_tiny_llama
 
 pytestmark = [
@@ -103,3 +105,30 @@ async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, t
     texts = [tokenizer.decode(tokens) for tokens in expected]
     assert len(set(texts)) >= len(FORMS)
     assert all(tokens[-1] == EOS for tokens in expected[:3]), "each such answer ends"
+
+
+@pytest.mark.req("S67", "S109", "S114")
+async def test_the_kv_of_a_layer_for_multi_token_prediction_is_handed_over(tmp_path: Path) -> None:
+    """The layer is right nearly always where it reads its own KV of the prompt, and nearly never
+    where that KV is another prompt's.
+    """
+    model = write_tiny_ernie(tmp_path / "ernie")
+    rng = random.Random(8)
+    prompts = [tuple(rng.choices(BYTES, k=n)) for n in (70, 100, 130, 150, 190, 230)]
+    cases = [Case(prompt, 40) for prompt in prompts]
+    async with running(replace(engine_config("plain-1", 1, model), max_num_seqs=8)) as host:
+        expected = await generate_all(lambda p, s: locally(host, p, s), cases, 4)
+        without = host.info
+    assert all(len(set(answer)) > 10 for answer in expected), "no answer is easy to guess"
+    layer = Speculation(2, 0.6, 0.001, Method.MTP, is_fixed=True)
+    async with with_draft(model, layer) as run:
+        for generate, half in ((run.generate, slice(0, 3)), (run.generate_per_layer, slice(3, 6))):
+            got = await generate_all(generate, cases[half], 2)
+            assert differences(expected[half], got) == []
+        assert run.num_computed_at_decode == 0
+        counted = run.decode.engine.stats().extra
+        assert counted["num_proposed_tokens"] > 100
+        assert counted["num_accepted_tokens"] > 0.7 * counted["num_proposed_tokens"]
+        with_layer = run.prefill.info
+        assert with_layer.kv_bytes_per_token == 2 * without.kv_bytes_per_token
+        assert with_layer.model_fingerprint != without.model_fingerprint

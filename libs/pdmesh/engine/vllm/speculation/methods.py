@@ -23,11 +23,6 @@ def check_speculation(speculation: Speculation) -> None:
             raise _unusable("method", "suffix needs the package arctic-inference, which is missing")
         case Method.SUFFIX if not speculation.is_fixed:
             raise _unusable("schedule", "the method suffix needs the schedule fixed")
-        case Method.MTP:
-            raise _unusable(
-                "method",
-                "mtp is not proved across the hand-over from prefill to decode; choose another",
-            )
 
 
 def _unusable(field: str, problem: str) -> EngineFailed:
@@ -46,6 +41,8 @@ def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, An
         told["num_speculative_tokens_per_batch_size"] = speculation.schedule(max_batch)
     if speculation.method is Method.SUFFIX:
         return {"method": "suffix", **told}
+    if speculation.method is Method.MTP:
+        return {"method": "mtp", **told}
     if speculation.method in (Method.DRAFT_MODEL, Method.EAGLE):
         return {"method": speculation.method.value, "model": speculation.model, **told}
     return {"method": "custom_class", "model": PROMPT_LOOKUP_CLASS, **told}

@@ -32,10 +32,11 @@ def test_prompt_lookup_and_none_are_possible() -> None:
     check_speculation(replace(LOOKUP, is_fixed=True))
 
 
-def test_layers_whose_hand_over_is_not_proved_are_refused() -> None:
-    error = refused(replace(LOOKUP, method=Method.MTP))
-    assert error.field == "speculation.method"
-    assert "mtp" in error.message
+@pytest.mark.req("S114")
+def test_layers_of_the_model_itself_have_no_folder() -> None:
+    layers = replace(LOOKUP, method=Method.MTP, is_fixed=True)
+    check_speculation(layers)
+    assert speculative_config(layers, 8) == {"method": "mtp", "num_speculative_tokens": 4}
 
 
 @pytest.mark.req("S67", "S113", "S115")
@@ -80,10 +81,9 @@ def test_suffix_decoding_needs_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_with_such_a_method_ends_its_start_at_once(tmp_path: Path) -> None:
-    config = VllmConfig(
-        "decode-0", 1, tmp_path, "m", speculation=replace(LOOKUP, method=Method.MTP)
-    )
-    with pytest.raises(EngineFailed, match=r"speculation\.method: mtp"):
+    suffix = replace(LOOKUP, method=Method.SUFFIX)
+    config = VllmConfig("decode-0", 1, tmp_path, "m", speculation=suffix)
+    with pytest.raises(EngineFailed, match=r"speculation\.(method|schedule): "):
         asyncio.run(VllmEngine(config).start())
 
 
