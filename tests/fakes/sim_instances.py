@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, Self
+from unittest import mock
 
 import grpc
 
@@ -123,27 +124,29 @@ async def sim_instance(
         engine, Admission(capacity), time.monotonic, host_config, HostReports(blocks.add)
     )
     record = common_pb2.InstanceRecord(instance_id=name, incarnation=settings.incarnation)
-    server = rpc.server()
-    rpc.add_service(
-        server,
-        pb.DESCRIPTOR.services_by_name["InstanceService"],
-        InstanceServicer(host, lambda: record, blocks),
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    tasks = [
-        asyncio.create_task(host.run()),
-        asyncio.create_task(blocks.run()),
-        asyncio.create_task(host.tell_progress()),
-    ]
-    try:
-        yield SimInstance(settings, engine, host, f"127.0.0.1:{port}", bus, tasks[0])
-    finally:
-        await server.stop(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await engine.stop()
+    # A test computes much in the process of both ends, and answers no ping meanwhile.
+    with mock.patch.object(rpc, "_KEEPALIVE", ()):
+        server = rpc.server()
+        rpc.add_service(
+            server,
+            pb.DESCRIPTOR.services_by_name["InstanceService"],
+            InstanceServicer(host, lambda: record, blocks),
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        tasks = [
+            asyncio.create_task(host.run()),
+            asyncio.create_task(blocks.run()),
+            asyncio.create_task(host.tell_progress()),
+        ]
+        try:
+            yield SimInstance(settings, engine, host, f"127.0.0.1:{port}", bus, tasks[0])
+        finally:
+            await server.stop(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await engine.stop()
 
 
 @dataclass

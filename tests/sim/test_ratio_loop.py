@@ -66,6 +66,7 @@ def test_an_hour_of_one_workload_moves_nothing() -> None:
 
 
 @pytest.mark.req("S32")
+@pytest.mark.timeout(1800)  # an hour of traffic: on a busy machine it takes more than five minutes
 @pytest.mark.parametrize("start", [Split(2, 6), Split(6, 2)], ids=str)
 def test_without_a_profile_the_loop_ends_within_one_of_the_best_and_stays(start: Split) -> None:
     found = loop.converge(start, 1)

@@ -75,7 +75,7 @@ async def over_http(mesh: GatewayMesh, body: Json, *, is_streamed: bool) -> Answ
     path = "chat/completions" if "messages" in body else "completions"
     if is_streamed:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with httpx.AsyncClient(timeout=120) as http:
+    async with httpx.AsyncClient(timeout=600) as http:  # the first call starts vLLM's parsers
         answer = await http.post(f"{mesh.url}/v1/{path}", json={"model": "tiny", **body})
     assert answer.status_code == 200, answer.text
     if not is_streamed:

@@ -31,7 +31,7 @@ from tests.integration.gateway.api.test_tool_calls import (
 from tests.support.two_apis import legs, over_grpc, over_http
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 # Any: JSON over HTTP, and what messages are made of.
 Json = dict[str, Any]
