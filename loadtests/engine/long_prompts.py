@@ -36,9 +36,8 @@ QUANTILES: Final = {"p50": 0.5, "p99": 0.99}
 BAR: Final = 1.2  # S82: p99 of the time per token, beside a long prompt relative to alone
 ENV: Final = {
     "PDMESH_MAX_MODEL_LEN": "2048",
-    "PDMESH_PREFILL_NUM_SLOTS": "4",
+    "PDMESH_PREFILL_NUM_SLOTS": "8",  # a fusion instance reads it, too
     "PDMESH_DECODE_NUM_SLOTS": "8",
-    "PDMESH_FUSION_NUM_SLOTS": "8",
     "PDMESH_GATEWAY_TTFT_S": "300",
     "PDMESH_ENGINE_HUNG_S": "300",
     "PDMESH_LOG_LEVEL": "warning",
