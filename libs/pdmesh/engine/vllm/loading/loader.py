@@ -6,6 +6,7 @@ What is not a safetensors file, vLLM reads itself. LoRA adapters have a loader o
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -70,13 +71,10 @@ class FileOrderLoader(DefaultModelLoader):
     def _named(
         self, stream: WeightStream, prefix: str, ranks: NodeRanks
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream's tensors, as vLLM names them. Ends with the use of `ranks`."""
-        try:
-            for name, tensor in stream:
-                if not should_skip_weight(name, self.local_expert_ids):
-                    yield prefix + name, tensor
-        finally:
-            ranks.close()
+        """The stream's tensors, as vLLM names them."""
+        for name, tensor in stream:
+            if not should_skip_weight(name, self.local_expert_ids):
+                yield prefix + name, tensor
         if ranks.is_reader:
             log.info("vllm.weights_read", **asdict(stream.report))
 
@@ -88,4 +86,10 @@ def node_ranks() -> NodeRanks | None:
         return LoneRank()
     if not all(in_the_same_node_as(group.cpu_group)):
         return None
-    return TorchRanks(dist.get_process_group_ranks(group.cpu_group))
+    return _ranks_of(tuple(dist.get_process_group_ranks(group.cpu_group)))
+
+
+@functools.cache
+def _ranks_of(members: tuple[int, ...]) -> TorchRanks:
+    """One for the process's life: a model and its draft are loaded by the same ranks."""
+    return TorchRanks(members)

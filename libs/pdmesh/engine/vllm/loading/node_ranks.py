@@ -36,8 +36,6 @@ class NodeRanks(Protocol):
         """What the reader has; the others' `data` does not count. Raises RankLost."""
         ...
 
-    def close(self) -> None: ...
-
 
 class LoneRank:
     """The only rank of its node."""
@@ -50,12 +48,13 @@ class LoneRank:
     def from_reader(self, data: bytes) -> bytes:
         return data
 
-    def close(self) -> None:
-        pass
-
 
 class TorchRanks:
-    """The ranks of a torch.distributed group of their own, over gloo. The first is the reader."""
+    """The ranks of a torch.distributed group of their own, over gloo. The first is the reader.
+
+    A process makes one for the same members: torch would give a second group the first one's name,
+    and it would wait at the addresses of the first.
+    """
 
     def __init__(self, members: Sequence[int], wait_s: float = WAIT_S) -> None:
         """`members`: global ranks. Each of them makes this object; others do nothing."""
@@ -89,9 +88,6 @@ class TorchRanks:
         if length:
             self._call(self._dist.broadcast, told, src=self._reader)
         return bytes(told.numpy())
-
-    def close(self) -> None:
-        self._dist.destroy_process_group(self._group)
 
     def _call(self, function: Any, *args: Any, **options: Any) -> None:
         try:
