@@ -91,6 +91,17 @@ def test_ranks_get_equal_weights_and_each_byte_is_read_once_on_the_node(
         assert other.rchar < OTHER_READS < min((folder / f).stat().st_size for f in names(folder))
 
 
+@pytest.mark.req("S85")
+def test_the_same_ranks_load_a_second_model(folder: Path, tmp_path: Path) -> None:
+    """A draft is loaded after its model, by the same group of ranks."""
+    results = all_of(run_ranks(orders(folder, tmp_path, 2, num_loads=[2, 2])))
+    file_bytes = sum((folder / file).stat().st_size for file in names(folder))
+    assert [result.error for result in results] == ["", ""]
+    assert results[0].digests == results[1].digests
+    assert sum(num_bytes for _, _, num_bytes in results[0].reads) == 2 * file_bytes
+    assert results[1].reads == []
+
+
 @pytest.mark.req("S86")
 def test_tensors_that_one_rank_keeps_are_not_overwritten(folder: Path, tmp_path: Path) -> None:
     results = all_of(run_ranks(orders(folder, tmp_path, 2, keeps=[False, True])))

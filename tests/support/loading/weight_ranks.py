@@ -38,6 +38,7 @@ class RankOrder:
     dies_at: int = -1
     freezes_at: int = -1
     keeps: bool = False
+    num_loads: int = 1
     fails_at: tuple[str, int] | None = None
     index: dict[str, str] | None = None
 
@@ -102,11 +103,14 @@ def load(order: RankOrder) -> RankResult:
         ranks = TorchRanks(range(order.size), order.wait_s)
     disk, result = NotedDisk(fails_at=order.fails_at), RankResult()
     options = WeightStreamOptions(order.window_bytes, order.wait_s, disk.open)
-    stream = WeightStream(Path(order.folder), order.files, order.index, ranks, options)
+    streams = [
+        WeightStream(Path(order.folder), order.files, order.index, ranks, options)
+        for _ in range(order.num_loads)
+    ]
     kept = list[tuple[str, Any]]()
     before = _rchar()
     try:
-        for name, tensor in stream:
+        for name, tensor in (each for stream in streams for each in stream):
             result.order.append(name)
             if len(result.order) == order.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +124,7 @@ def load(order: RankOrder) -> RankResult:
         result.error, result.message = type(error).__name__, error.message
     result.rchar = _rchar() - before
     result.digests |= {name: digest_of(tensor) for name, tensor in kept}
-    result.reads, result.report = disk.reads, asdict(stream.report)
+    result.reads, result.report = disk.reads, asdict(streams[-1].report)
     return result
 
 
