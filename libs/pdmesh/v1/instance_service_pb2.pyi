@@ -120,7 +120,9 @@ Global___KvStage: _TypeAlias = KvStage  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """A batch of commands, sent by the gateway; applied in order."""
+    """A batch of commands, sent by the gateway; applied in order. An instance ignores those that only a later release knows.
+    In release 0.1.0 it ends the session, so a gateway sends what is newer only to instances whose records announce it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -184,7 +184,7 @@ class FleetView:
 
     def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
         """The encoders that may encode images for this instance, which computes prompts."""
-        if not self._encoders:
+        if not (self._encoders and record.fetches_embeddings):
             return []
         cell, out = _encodes_for(record), self._mesh.out_of_service
         return [

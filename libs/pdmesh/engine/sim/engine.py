@@ -150,6 +150,7 @@ class SimEngine:
             partial_sampling=config.partial_sampling,
             max_adapters=config.max_adapters,
             images=config.images,
+            fetches_embeddings=config.images is not None,
         )
 
     async def stop(self) -> None:

@@ -83,6 +83,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_tail_step = info.partial_sampling.step
     if info.images is not None:
         record.images.CopyFrom(images_to_proto(info.images))
+    record.fetches_embeddings = info.fetches_embeddings
     if info.pooling is not None:
         record.pooling.CopyFrom(pooling_to_proto(info.pooling))
     record.load_timings.CopyFrom(loaded.timings.to_proto())

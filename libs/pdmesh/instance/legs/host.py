@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import structlog
+
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, SourceFault
 from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
-from pdmesh.instance.legs import convert
+from pdmesh.instance.legs import convert, instruments
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
 from pdmesh.instance.legs.legs import Leg
 from pdmesh.instance.legs.load_book import LoadBook
@@ -26,6 +28,8 @@ from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
 from pdmesh.instance.legs.source_watch import OnError, SourceWatch
 from pdmesh.v1.instance_service_pb2 import Command, Load, Progress
+
+log = structlog.get_logger(__name__)
 
 ENGINE_DIED: Final = "ENGINE_DIED"
 
@@ -88,6 +92,7 @@ class InstanceHost:
         self._outboxes: dict[Outbox, None] = {}
         self._published_version = -1
         self._num_signs_told = 0
+        self._has_ignored = False  # a command
 
     # -- what it shows ----------------------------------------------------------------------------
 
@@ -200,6 +205,9 @@ class InstanceHost:
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands.
 
+        Commands that only a later release knows are ignored. Their leg lacks what they would have
+        brought, and one that such a command begins is never accepted, so its gateway leaves it
+        after `ANSWER_S`. Without the session, all other legs of the gateway would be lost, too.
         Raises InvalidRequest for commands that no correct gateway sends.
         """
         life = self._life
@@ -210,9 +218,17 @@ class InstanceHost:
                 case "join" | "embedded" | "abort" | "release" as kind:
                     if leg := life.table.find(outbox, getattr(command, kind).key):
                         self._tell(leg, command, kind)
-                case _:
-                    raise InvalidRequest("unknown command", field="commands")
+                case None:
+                    self._ignore(outbox)
+                case kind:
+                    raise InvalidRequest(f"{kind} cannot come here", field="commands")
         self._after_changes()
+
+    def _ignore(self, outbox: Outbox) -> None:
+        instruments.unknown_commands.add(1)
+        if not self._has_ignored:
+            self._has_ignored = True
+            log.warning("session.unknown_command", gateway_id=outbox.gateway_id)
 
     def _tell(self, leg: Leg, command: Command, kind: str) -> None:
         match kind:

@@ -30,6 +30,9 @@ batch_size: Final = metrics.histogram(
 sessions_cut: Final = metrics.counter(
     names.SESSIONS_CUT, "Sessions cut because the gateway did not read"
 )
+unknown_commands: Final = metrics.counter(
+    names.UNKNOWN_COMMANDS, "Commands ignored because only a later release knows them"
+)
 
 tickets_closed: Final = metrics.counter(names.KV_TICKETS_CLOSED, "Tickets closed, by reason")
 errors_dropped: Final = metrics.counter(names.ERRORS_DROPPED, "ErrorReported events not published")

@@ -30,9 +30,13 @@ from pdmesh.engine.base import (
     PrefillJob,
     constraint_failed,
 )
+from pdmesh.errors import InvalidRequest
+from pdmesh.instance.legs import host as legs_host
+from pdmesh.instance.legs import instruments
 from pdmesh.instance.legs.host import HostReports, InstanceHost
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
+from tests.support.logs import capture_logs_of
 
 
 class EndedEngine:
@@ -165,6 +169,28 @@ def test_a_tickets_secret_is_an_argument_so_that_a_run_can_be_repeated() -> None
     engine, numbers = EndedEngine(Failed(1, "", "")), itertools.count(7)
     host = make_host(engine, new_secret=lambda: f"s{next(numbers)}")
     assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]
+
+
+def test_a_command_of_a_later_release_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field 99 of `Command`, which no release has yet. The commands beside it are carried out."""
+    later = pb.Command.FromString(b"\x9a\x06\x02\x08\x05")
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    outbox = host.open("gateway-0")
+    num_ignored = itertools.count()
+    monkeypatch.setattr(instruments.unknown_commands, "add", lambda _: next(num_ignored))
+    lines = capture_logs_of(legs_host, monkeypatch)
+    host.apply(outbox, [prefill(1), later, prefill(2)])
+    host.apply(outbox, [later])
+    assert len(engine.prefills) == 2
+    assert next(num_ignored) == 2
+    assert [line["event"] for line in lines] == ["session.unknown_command"]
+
+
+def test_a_second_hello_is_refused() -> None:
+    host = make_host(EndedEngine(Failed(1, "", "")))
+    with pytest.raises(InvalidRequest):
+        host.apply(host.open("gateway-0"), [pb.Command(hello=pb.Hello(gateway_id="gateway-0"))])
 
 
 @pytest.mark.req("S83")

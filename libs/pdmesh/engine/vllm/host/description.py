@@ -62,6 +62,7 @@ def info_of(
         kv_addresses=endpoint.addresses,
         max_adapters=config.max_adapters,
         images=images,
+        fetches_embeddings=images is not None,  # see `EmbeddingClient`
     )
 
 
