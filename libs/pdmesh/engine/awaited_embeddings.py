@@ -47,6 +47,7 @@ class AwaitedEmbeddings:
         self._patience_s = patience_s
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
+        self.num_gathered = 0  # waits that ended: the prefill goes on, which is a sign of work
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -84,6 +85,7 @@ class AwaitedEmbeddings:
             return num
         finally:
             self._waits.pop(leg, None)
+            self.num_gathered += 1
 
     def numbers(self) -> dict[str, float]:
         """For `EngineStats.extra`."""

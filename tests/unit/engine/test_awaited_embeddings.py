@@ -44,6 +44,7 @@ async def test_nobody_is_awaited_for_longer_than_the_patience() -> None:
     awaited.expect(1)
     assert await awaited.gather(1, 2, fetch_one) == 0
     assert counted(awaited) == {"late": 2}
+    assert awaited.num_gathered == 1, "its images are encoded now, which may take long"
 
 
 async def test_a_leg_that_ended_awaits_nothing() -> None:

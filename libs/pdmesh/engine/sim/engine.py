@@ -311,7 +311,7 @@ class SimEngine:
         return EngineStats(
             num_running=running + self._retriever.num_retrieving,
             num_kv_blocks_free=self._pool.num_free,
-            num_signs=self._num_signs + self._adapters.num_signs,
+            num_signs=self._num_signs + self._adapters.num_signs + self._embeddings.num_signs,
             num_tokens=self._num_tokens,
             extra={
                 "num_retrieving": self._retriever.num_retrieving,

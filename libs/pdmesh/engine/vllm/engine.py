@@ -397,11 +397,12 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         jobs = self._jobs
-        copied = self._adapters.host.num_signs if self._adapters is not None else 0
+        others = self._adapters.host.num_signs if self._adapters is not None else 0
+        others += self._embeddings.awaited.num_gathered if self._embeddings is not None else 0
         return EngineStats(
             num_running=jobs.num_open if jobs else 0,
             num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
-            num_signs=sum(w.num_signs for w in self._working.values()) + copied,
+            num_signs=sum(w.num_signs for w in self._working.values()) + others,
             num_tokens=max((w.num_tokens for w in self._working.values()), default=0),
             extra=self._view.numbers()
             | {"num_kv_connections": sum(self._num_connections.values())}

@@ -51,6 +51,10 @@ class EmbeddingLane:
     def is_idle(self) -> bool:
         return not (self._jobs or len(self._awaited))
 
+    @property
+    def num_signs(self) -> int:
+        return self._awaited.num_gathered
+
     def numbers(self) -> dict[str, float]:
         return self._awaited.numbers()
 

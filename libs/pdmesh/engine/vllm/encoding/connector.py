@@ -68,7 +68,9 @@ class PdmeshEcConnector(ECConnectorBase):
             for request in scheduler_output.scheduled_new_reqs
             for feature in request.mm_features or ()
         )
-        return EmbeddingMetadata(self._planner.take(), images)
+        return EmbeddingMetadata(
+            self._planner.take(scheduler_output.total_num_scheduled_tokens), images
+        )
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._planner.finished(request.kv_transfer_params)

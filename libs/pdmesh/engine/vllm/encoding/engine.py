@@ -10,7 +10,8 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -70,6 +71,7 @@ class VllmEncoderEngine(NoKv):
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by leg
         self._held: set[bytes] = set()
         self._encodings: dict[bytes, asyncio.Task[None]] = {}  # under way, by name
+        self._num_waiting: Counter[bytes] = Counter()  # jobs that await each of them
         self._stored: dict[bytes, asyncio.Future[bool]] = {}
         self._num_requests = self._num_tokens = 0
         self._worker_pids: tuple[int, ...] = ()
@@ -153,7 +155,7 @@ class VllmEncoderEngine(NoKv):
         task.add_done_callback(lambda _: self._tasks.pop(job.leg, None))
 
     def abort(self, leg: int) -> None:
-        """An image that is being encoded is held all the same: its next prompt finds it."""
+        """A few images of aborted jobs are encoded all the same: their next prompt finds them."""
         self._queue.drop(leg)
         if (task := self._tasks.get(leg)) is not None:
             task.cancel()
@@ -169,7 +171,7 @@ class VllmEncoderEngine(NoKv):
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self._tasks),
+            num_running=max(len(self._tasks), len(self._encodings)),
             num_signs=self._view.num_steps,
             num_tokens=self._num_tokens,
             extra=self._view.numbers(),
@@ -184,7 +186,7 @@ class VllmEncoderEngine(NoKv):
     async def _run(self, job: EncodeJob) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        num_computed, awaited = 0, []
+        num_computed, awaited = 0, dict[bytes, asyncio.Task[None]]()
         for image in job.images:
             identifier = identifier_of(job.cache_salt, image.digest)
             name = embedding_name(identifier)
@@ -193,9 +195,10 @@ class VllmEncoderEngine(NoKv):
             if name not in self._encodings:
                 self._begin(name, image, job.cache_salt)
                 num_computed += 1
-            awaited.append(self._encodings[name])
+            awaited[name] = self._encodings[name]
+        self._num_waiting.update(awaited.keys())
         try:
-            await asyncio.gather(*map(asyncio.shield, awaited))
+            await asyncio.gather(*map(asyncio.shield, awaited.values()))
         except EngineDeadError:
             self._die("vLLM's engine process died; see its log")
         except (ImageUnusable, ImageMisfit, EngineFailed) as error:
@@ -208,6 +211,21 @@ class VllmEncoderEngine(NoKv):
         else:
             self._num_tokens += sum(image.num_tokens for image in job.images)
             self._queue.put([Encoded(job.leg, num_computed)])
+        finally:
+            self._num_waiting.subtract(awaited.keys())
+            self._drop_unawaited(awaited)
+
+    def _drop_unawaited(self, names: Iterable[bytes]) -> None:
+        """Of images that nobody awaits, encode no more than a batch: clients may leave at will."""
+        self._num_waiting = +self._num_waiting
+        num_unawaited = len(self._encodings.keys() - self._num_waiting.keys())
+        for name in names:
+            if num_unawaited <= self._config.max_num_seqs:
+                return
+            if not self._num_waiting[name] and (task := self._encodings.pop(name, None)):
+                self._stored.pop(name, None)
+                task.cancel()
+                num_unawaited -= 1
 
     def _begin(self, name: bytes, image: PromptImage, cache_salt: str) -> None:
         work = self._encode(name, image, cache_salt)
@@ -215,8 +233,9 @@ class VllmEncoderEngine(NoKv):
         task.add_done_callback(lambda done: self._ended(name, done))
 
     def _ended(self, name: bytes, task: asyncio.Task[None]) -> None:
-        del self._encodings[name]
-        self._stored.pop(name, None)
+        if self._encodings.get(name) is task:  # otherwise it was dropped, and may have begun anew
+            del self._encodings[name]
+            self._stored.pop(name, None)
         if not task.cancelled():
             task.exception()  # each job that awaits it reports it
 

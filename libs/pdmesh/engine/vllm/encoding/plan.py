@@ -51,6 +51,13 @@ class EmbeddingPlanner:
         if landed := (params or {}).get(LANDED):
             self._plan.dropped_legs.append(landed["leg"])
 
-    def take(self) -> EmbeddingPlan:
+    def take(self, num_tokens: int) -> EmbeddingPlan:
+        """The plan of a step of so many tokens.
+
+        vLLM's first model runner passes nothing of a step without tokens on to its workers, so what
+        is to be dropped waits for the next step. Loads have tokens in their step.
+        """
+        if not num_tokens:
+            return EmbeddingPlan()
         plan, self._plan = self._plan, EmbeddingPlan()
         return plan

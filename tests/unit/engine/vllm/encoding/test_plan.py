@@ -15,10 +15,10 @@ def test_a_request_loads_what_it_was_told_and_drops_it_at_its_end() -> None:
     planner.allocated("a")
     planner.allocated("c")  # it is encoded in the step
     planner.finished(MINE)
-    plan = planner.take()
+    plan = planner.take(1)
     assert plan.loads == [(5, "a")]
     assert plan.dropped_legs == [5]
-    assert planner.take().loads == []
+    assert planner.take(1).loads == []
 
 
 def test_another_request_with_the_same_image_gets_nothing_of_it() -> None:
@@ -31,5 +31,14 @@ def test_another_request_with_the_same_image_gets_nothing_of_it() -> None:
     assert not planner.has("a")
     planner.allocated("a")
     planner.finished(None)
-    plan = planner.take()
+    plan = planner.take(1)
     assert (plan.loads, plan.dropped_legs) == ([], [])
+
+
+def test_a_step_without_tokens_drops_nothing_and_the_next_one_does() -> None:
+    """vLLM's first model runner throws the plan of such a step away."""
+    planner = EmbeddingPlanner()
+    planner.finished(MINE)
+    assert planner.take(0).dropped_legs == []
+    assert planner.take(7).dropped_legs == [5]
+    assert planner.take(7).dropped_legs == []
