@@ -1,7 +1,8 @@
 """The prefills of an engine that await embeddings of their images, and what became of the wait.
 
 One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
-images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
+images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130). From
+an encoder whose fetches keep failing, none are tried for a while (`EmbeddingSources`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+import structlog
+
 from pdmesh.core.deadlines import ENCODE_WAIT_S
+from pdmesh.core.images.embedding_sources import EmbeddingSources
+from pdmesh.core.model import PeerId
 from pdmesh.engine.base import KvPeer
+from pdmesh.errors import KvTransferFailed
+
+log = structlog.get_logger(__name__)
 
 _LEAST_FETCH_S: Final = 0.1  # for an encoder that answered at the last moment
 
 # (encoder, seconds) -> how many of the prompt's first images have their embeddings here now.
+# Raises KvTransferFailed if the encoder could not be fetched from.
 FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
 
 
@@ -29,7 +38,8 @@ class EmbeddingOutcome(Enum):
     FETCHED = "fetched"
     NOT_MADE = "not_made"  # the encoder refused, failed or died
     LATE = "late"  # nobody said anything in time
-    LOST = "lost"  # the encoder died, or had evicted them, before they were fetched
+    LOST = "lost"  # the fetch failed, or the encoder had evicted them
+    SKIPPED = "skipped"  # fetches from the encoder failed lately
 
 
 @dataclass(slots=True)
@@ -48,6 +58,7 @@ class AwaitedEmbeddings:
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
         self.num_gathered = 0  # waits that ended: the prefill goes on, which is a sign of work
+        self._sources = EmbeddingSources()
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -79,13 +90,35 @@ class AwaitedEmbeddings:
                 missed = EmbeddingOutcome.NOT_MADE if done else EmbeddingOutcome.LATE
                 self._counts[missed] += num_images
                 return 0
-            num = await fetch(encoder, max(_LEAST_FETCH_S, wait.until - time.monotonic()))
+            source = PeerId(encoder.instance_id, encoder.incarnation)
+            if not self._sources.may_fetch(source, time.monotonic()):
+                self._counts[EmbeddingOutcome.SKIPPED] += num_images
+                return 0
+            left_s = max(_LEAST_FETCH_S, wait.until - time.monotonic())
+            num = await self._fetched(source, fetch(encoder, left_s))
             self._counts[EmbeddingOutcome.FETCHED] += num
             self._counts[EmbeddingOutcome.LOST] += num_images - num
             return num
         finally:
             self._waits.pop(leg, None)
             self.num_gathered += 1
+
+    async def _fetched(self, source: PeerId, fetching: Awaitable[int]) -> int:
+        """How many images came; its outcome decides whether there are further fetches."""
+        try:
+            num = await fetching
+        except KvTransferFailed as error:
+            log.info("images.not_fetched", encoder=source.instance_id, reason=error.reason)
+            if self._sources.failed(source, error.reason, time.monotonic()):
+                log.warning("images.encoder_avoided", encoder=source.instance_id)
+            return 0
+        self._sources.fetched(source)
+        return num
+
+    @property
+    def avoided(self) -> tuple[PeerId, ...]:
+        """For `EngineStats.avoided_encoders`."""
+        return tuple(self._sources.avoided(time.monotonic()))
 
     def numbers(self) -> dict[str, float]:
         """For `EngineStats.extra`."""

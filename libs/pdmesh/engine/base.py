@@ -27,6 +27,7 @@ from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampli
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.model import PeerId
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
@@ -429,6 +430,7 @@ class EngineStats:
     num_kv_blocks_free: int = 0
     num_signs: int = 0
     num_tokens: int = 0  # computed since the start
+    avoided_encoders: tuple[PeerId, ...] = ()  # it fetches no embeddings from them now
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -187,10 +187,12 @@ class FleetView:
         if not (self._encoders and record.fetches_embeddings):
             return []
         cell, out = _encodes_for(record), self._mesh.out_of_service
+        avoided = {(r.instance_id, r.incarnation) for r in record.avoided_encoders}
         return [
             r
             for r in self._encoders
             if _encodes_for(r) == cell
+            and (r.instance_id, r.incarnation) not in avoided
             and not out.is_out(r.instance_id)
             and not out.is_avoided(r.instance_id, r.incarnation)
         ]

@@ -174,7 +174,7 @@ async def test_an_encoder_that_dies_at_work_changes_no_answer(
             assert response.json()["choices"][0]["token_ids"] == answer
         assert images(mesh, "fetched") > 0
         num_images = sum(len(shown) for _, shown in CHATS)
-        outcomes = ("fetched", "not_made", "late", "lost")
+        outcomes = ("fetched", "not_made", "late", "lost", "skipped")
         assert sum(images(mesh, outcome) for outcome in outcomes) == num_images
         metric = "pdmesh_gateway_images_encoded_prompts_total"
         assert fleet.counted(mesh, ["gateway-0"], metric, pdmesh_outcome="lost") == 1

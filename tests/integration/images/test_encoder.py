@@ -5,6 +5,7 @@ encoder, every answer is right and no client sees an error.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.images.embedding_sources import LIMIT
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
@@ -23,7 +25,7 @@ from tests.integration.images.test_mesh import ENV, TEXT, asked, chat, drawn, pa
 from tests.support.images.encoders import until_encoding
 from tests.support.images.files import png
 from tests.support.sites import fleet
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.req("S130")]
 
@@ -120,6 +122,31 @@ async def test_an_encoder_that_hangs_costs_a_bounded_time(tmp_path: Path) -> Non
         assert drawn(answer) == right(answer, png(131))
         # Its prefill gives up, or the mesh notices first that the encoder is silent.
         assert awaited(mesh, "late") + awaited(mesh, "not_made") == 1
+        assert awaited(mesh, "fetched") == 0
+
+
+@pytest.mark.fault("F34")
+async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked(tmp_path: Path) -> None:
+    """It encodes, and its prefill's fetches from it are lost."""
+    cut = {"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "decode.asking[encoder-0]=drop"}}
+    async with (
+        Mesh(replace(spec(), service_env=cut), tmp_path) as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
+    ):
+        await until_encoding(mesh)
+
+        async def ask(seed: int) -> None:
+            answer = await asked(client, chat(TEXT, part(png(seed))))
+            assert drawn(answer) == right(answer, png(seed))
+
+        seeds = itertools.count(211)
+        await asyncio.gather(*(ask(next(seeds)) for _ in range(LIMIT)))
+        assert (awaited(mesh, "lost"), awaited(mesh, "fetched")) == (LIMIT, 0)
+        num_asked = 0.0
+        async with asyncio.timeout(PATIENCE_S):  # until the gateway reads the prefill's record
+            while prompts(mesh, "encoded") > num_asked:
+                num_asked = prompts(mesh, "encoded")
+                await ask(next(seeds))
         assert awaited(mesh, "fetched") == 0
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.images.embedding_sources import LIMIT
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import KvPeer
+from pdmesh.errors import KvTransferFailed
 
 ENCODER = KvPeer("encoder-0", 1, ("address",))
 
@@ -66,3 +69,38 @@ async def test_a_failure_of_the_fetch_leaves_no_wait() -> None:
     with pytest.raises(RuntimeError):
         await awaited.gather(1, 1, fail)
     assert len(awaited) == 0
+
+
+@pytest.mark.fault("F34")
+async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked() -> None:
+    """Its prompts would wait for each fetch until their patience ends."""
+    asked: list[KvPeer] = []
+
+    async def fail(encoder: KvPeer, deadline_s: float) -> int:
+        asked.append(encoder)
+        raise KvTransferFailed("no byte came", reason=PullFailure.TIMEOUT)
+
+    awaited = AwaitedEmbeddings()
+    for leg in range(LIMIT + 3):
+        awaited.expect(leg)
+        awaited.tell(leg, ENCODER)
+        assert await awaited.gather(leg, 2, fail) == 0
+    assert asked == [ENCODER] * LIMIT
+    assert counted(awaited) == {"lost": 2 * LIMIT, "skipped": 2 * 3}
+    successor = KvPeer(ENCODER.instance_id, ENCODER.incarnation + 1, ENCODER.addresses)
+    awaited.expect(99)
+    awaited.tell(99, successor)
+    assert await awaited.gather(99, 1, fail) == 0
+    assert asked[LIMIT:] == [successor]
+
+
+async def test_embeddings_that_were_evicted_are_no_failure_of_the_encoder() -> None:
+    async def find_none(encoder: KvPeer, deadline_s: float) -> int:
+        return 0
+
+    awaited = AwaitedEmbeddings()
+    for leg in range(2 * LIMIT):
+        awaited.expect(leg)
+        awaited.tell(leg, ENCODER)
+        assert await awaited.gather(leg, 1, find_none) == 0
+    assert counted(awaited) == {"lost": 2 * LIMIT}

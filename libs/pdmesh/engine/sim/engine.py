@@ -313,6 +313,7 @@ class SimEngine:
             num_kv_blocks_free=self._pool.num_free,
             num_signs=self._num_signs + self._adapters.num_signs + self._embeddings.num_signs,
             num_tokens=self._num_tokens,
+            avoided_encoders=self._embeddings.avoided,
             extra={
                 "num_retrieving": self._retriever.num_retrieving,
                 "num_pulls_queued": self._retriever.num_queued,

@@ -404,6 +404,7 @@ class VllmEngine:
             num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
             num_signs=sum(w.num_signs for w in self._working.values()) + others,
             num_tokens=max((w.num_tokens for w in self._working.values()), default=0),
+            avoided_encoders=self._embeddings.awaited.avoided if self._embeddings else (),
             extra=self._view.numbers()
             | {"num_kv_connections": sum(self._num_connections.values())}
             | (self._embeddings.awaited.numbers() if self._embeddings is not None else {}),

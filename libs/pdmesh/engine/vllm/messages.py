@@ -276,6 +276,7 @@ class EmbeddingsFetched(RankMessage):
     rank: int
     leg: int
     num_images: int
+    failure: str = ""  # the KV agent's reason, if the fetch failed
 
 
 class EmbeddingsHeld(RankMessage):

@@ -84,6 +84,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     if info.images is not None:
         record.images.CopyFrom(images_to_proto(info.images))
     record.fetches_embeddings = info.fetches_embeddings
+    record.avoided_encoders.extend(map(_ref, serving.host.avoided_encoders))
     if info.pooling is not None:
         record.pooling.CopyFrom(pooling_to_proto(info.pooling))
     record.load_timings.CopyFrom(loaded.timings.to_proto())

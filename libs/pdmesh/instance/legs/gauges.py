@@ -114,7 +114,7 @@ _engine_total(
 _engine_total(
     names.IMAGES_AWAITED,
     "Images whose embeddings an encoder was to make, by outcome: fetched, or encoded here because "
-    "they were not_made, late or lost",
+    "they were not_made, late, lost, or skipped after failures",
     {f"num_embeddings_{o.value}": {names.ATTR_OUTCOME: o.value} for o in EmbeddingOutcome},
 )
 metrics.gauge(

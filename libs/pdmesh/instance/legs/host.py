@@ -18,6 +18,7 @@ from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, SourceFault
+from pdmesh.core.model import PeerId
 from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert, instruments
@@ -141,6 +142,10 @@ class InstanceHost:
     def loaded_adapters(self) -> tuple[str, ...]:
         """Digests."""
         return self._outputs.loaded_adapters
+
+    @property
+    def avoided_encoders(self) -> tuple[PeerId, ...]:
+        return self.engine.stats().avoided_encoders
 
     @property
     def num_tickets(self) -> int:

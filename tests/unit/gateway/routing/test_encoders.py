@@ -30,9 +30,9 @@ def record(name: str, role: Role.ValueType, **changes: bool) -> InstanceRecord:
     )
 
 
-def asked_for(computes: InstanceRecord) -> list[str]:
+def asked_for(computes: InstanceRecord, *more: InstanceRecord) -> list[str]:
     store = MemoryStore()
-    for each in (record("encoder", ROLE_ENCODER), computes):
+    for each in (record("encoder", ROLE_ENCODER), computes, *more):
         store.records[each.instance_id] = each
     fleet = FleetView(MeshView(MemoryView(store)), "m", lambda: 0.0)
     return [r.instance_id for r in fleet.encoders(computes)]
@@ -53,3 +53,15 @@ async def test_an_encoder_serves_its_own_group_only() -> None:
     other = record("new", ROLE_PREFILL, fetches_embeddings=True)
     other.group_id = "other"
     assert asked_for(other) == []
+
+
+@pytest.mark.fault("F34")
+async def test_an_instance_gets_no_encoder_from_which_it_cannot_fetch() -> None:
+    """Another encoder of the group gets the images then."""
+    computes = record("new", ROLE_PREFILL, fetches_embeddings=True)
+    other = record("other", ROLE_ENCODER)
+    avoided = computes.avoided_encoders.add(instance_id="encoder", incarnation=1)
+    assert asked_for(computes) == []
+    assert asked_for(computes, other) == ["other"]
+    avoided.incarnation = 2
+    assert asked_for(computes, other) == ["encoder", "other"], "that was another incarnation"

@@ -10,18 +10,16 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
-import structlog
 
+from pdmesh.core.model import PeerId
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import Failed, KvPeer, Output, PrefillJob
 from pdmesh.engine.sim.encoding.embeddings import empty_like_embedding, sim_embedding
-from pdmesh.errors import EngineFailed, KvTransferFailed
+from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.embeddings.names import embedding_name, identifier_of
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
-
-log = structlog.get_logger(__name__)
 
 
 class EmbeddingLane:
@@ -54,6 +52,10 @@ class EmbeddingLane:
     @property
     def num_signs(self) -> int:
         return self._awaited.num_gathered
+
+    @property
+    def avoided(self) -> tuple[PeerId, ...]:
+        return self._awaited.avoided
 
     def numbers(self) -> dict[str, float]:
         return self._awaited.numbers()
@@ -102,18 +104,15 @@ class EmbeddingLane:
     async def _fetch(
         self, job: PrefillJob, encoder: KvPeer, targets: list[ByteArray], deadline_s: float
     ) -> int:
+        """Raises KvTransferFailed."""
         names = [embedding_name(identifier_of(job.cache_salt, i.digest)) for i in job.images]
-        try:
-            found = await self._agent.fetch(
-                encoder.addresses[0],
-                encoder.incarnation,
-                names,
-                targets,
-                deadline_s=deadline_s,
-                on_freed=lambda: None,  # nobody reads them after a failure
-                source=encoder.instance_id,
-            )
-        except KvTransferFailed as error:
-            log.info("images.not_fetched", encoder=encoder.instance_id, reason=error.reason)
-            return 0
+        found = await self._agent.fetch(
+            encoder.addresses[0],
+            encoder.incarnation,
+            names,
+            targets,
+            deadline_s=deadline_s,
+            on_freed=lambda: None,  # nobody reads them after a failure
+            source=encoder.instance_id,
+        )
         return len(found)

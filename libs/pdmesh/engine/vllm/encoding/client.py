@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.encoding.plan import LANDED, landed_params
@@ -20,6 +21,7 @@ from pdmesh.engine.vllm.messages import (
     ForgetEmbeddings,
     ToHost,
 )
+from pdmesh.errors import KvTransferFailed
 
 _MARGIN_S = 0.5  # for the workers' answers, after the deadline of their fetches
 
@@ -28,10 +30,12 @@ class _Fetching:
     def __init__(self, num_ranks: int) -> None:
         self.answers: dict[int, int] = {}  # images, by rank
         self.num_ranks = num_ranks
+        self.failure = ""  # of some rank
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def add(self, rank: int, num_images: int) -> None:
-        self.answers[rank] = num_images
+    def add(self, answer: EmbeddingsFetched) -> None:
+        self.answers[answer.rank] = answer.num_images
+        self.failure = self.failure or answer.failure
         if len(self.answers) == self.num_ranks and not self.done.done():
             self.done.set_result(min(self.answers.values()))
 
@@ -68,6 +72,7 @@ class EmbeddingClient:
     async def _fetch(
         self, leg: int, identifiers: list[str], num_rows: int, encoder: KvPeer, deadline_s: float
     ) -> int:
+        """Raises KvTransferFailed if it failed at any rank."""
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)
         order = FetchEmbeddings(
@@ -87,6 +92,9 @@ class EmbeddingClient:
         num = fetching.done.result() if done else 0
         if not num:  # some rank may have some, or may get them later
             self._control.broadcast(ForgetEmbeddings(leg))
+        failure = fetching.failure if done else PullFailure.TIMEOUT
+        if failure:
+            raise KvTransferFailed("a rank has no embeddings", reason=failure)
         return num
 
     def forget(self, leg: int) -> None:
@@ -97,4 +105,4 @@ class EmbeddingClient:
 
     def _on_message(self, message: ToHost) -> None:
         if isinstance(message, EmbeddingsFetched) and message.leg in self._fetching:
-            self._fetching[message.leg].add(message.rank, message.num_images)
+            self._fetching[message.leg].add(message)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.vllm.encoding.plan import EmbeddingPlan
 from pdmesh.engine.vllm.messages import (
     EmbeddingsFetched,
@@ -138,23 +139,24 @@ class EmbeddingWorker:
                 on_freed=lambda: None,
                 source=asked.instance_id,
             )
-        except KvTransferFailed:
+        except KvTransferFailed as error:
             self._fetching.discard(asked.leg)
-            self._control.send(EmbeddingsFetched(self._rank, asked.leg, 0))
+            self._control.send(EmbeddingsFetched(self._rank, asked.leg, 0, error.reason))
             return
 
         def done(fetched: Future[Sequence[bytes]]) -> None:
-            num = 0
-            if fetched.cancelled() or (error := fetched.exception()) is not None:
-                reason = getattr(error, "reason", "CANCELLED") if not fetched.cancelled() else ""
-                log.info("images.not_fetched", encoder=asked.instance_id, reason=reason)
+            num, failure = 0, ""
+            if fetched.cancelled():
+                failure = PullFailure.CLOSING
+            elif (error := fetched.exception()) is not None:
+                failure = getattr(error, "reason", KvTransferFailed.default_reason)
             else:
                 num = len(fetched.result())
             with self._lock:
                 if asked.leg in self._fetching:
                     self._fetching.discard(asked.leg)
                     self._landed[asked.leg] = dict(list(made.items())[:num])
-            self._control.send(EmbeddingsFetched(self._rank, asked.leg, num))
+            self._control.send(EmbeddingsFetched(self._rank, asked.leg, num, failure))
 
         fetching.add_done_callback(done)
 
