@@ -35,15 +35,15 @@ from pdmesh.engine.vllm.encoding.config import (
 )
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.host.images import VllmImages, find_facts
-from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.job_tasks import JobTasks
 from pdmesh.engine.vllm.messages import EmbeddingsHeld, ToHost
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.errors import EngineFailed, ImageMisfit, ImageUnusable
 from pdmesh.kv.embeddings.names import embedding_name, identifier_of
-from pdmesh.net.tasks import end, watched
+from pdmesh.net.tasks import end
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -67,8 +67,7 @@ class VllmEncoderEngine(NoKv):
         self._images: VllmImages | None = None
         self._expansion: tuple[int, ...] = ()
         self._view = SchedulerView()
-        self._queue = OutputQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by leg
+        self._jobs = JobTasks(self._process)
         self._held: set[bytes] = set()
         self._encodings: dict[bytes, asyncio.Task[None]] = {}  # under way, by name
         self._num_waiting: Counter[bytes] = Counter()  # jobs that await each of them
@@ -137,7 +136,8 @@ class VllmEncoderEngine(NoKv):
             return
         self._is_stopping = True
         self._digests.stop()
-        await end([*self._tasks.values(), *self._encodings.values()])
+        await self._jobs.stop()
+        await end(self._encodings.values())
         await self._process.stop()
         if self._control is not None:
             await self._control.close()
@@ -149,29 +149,21 @@ class VllmEncoderEngine(NoKv):
 
     def encode(self, job: EncodeJob) -> None:
         failpoints.hit("encode.accepted")
-        name = f"encode-{job.leg}"
-        task = watched(self._run(job), name, lambda error: self._task_died(name, error))
-        self._tasks[job.leg] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.leg, None))
+        self._jobs.begin(job.leg, f"encode-{job.leg}", self._run(job))
 
     def abort(self, leg: int) -> None:
         """A few images of aborted jobs are encoded all the same: their next prompt finds them."""
-        self._queue.drop(leg)
-        if (task := self._tasks.get(leg)) is not None:
-            task.cancel()
+        self._jobs.abort(leg)
 
-    async def outputs(self) -> AsyncIterator[list[Output]]:
-        async for batch in self._queue.batches():
-            yield batch
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        return self._jobs.outputs()
 
     async def ping(self) -> None:
-        """Ask the engine's process, which answers between two steps."""
-        if not await self._process.is_alive():
-            self._die("vLLM's engine process died; see its log")
+        await self._jobs.ping()
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=max(len(self._tasks), len(self._encodings)),
+            num_running=max(len(self._jobs), len(self._encodings)),
             num_signs=self._view.num_steps,
             num_tokens=self._num_tokens,
             extra=self._view.numbers(),
@@ -200,17 +192,17 @@ class VllmEncoderEngine(NoKv):
         try:
             await asyncio.gather(*map(asyncio.shield, awaited.values()))
         except EngineDeadError:
-            self._die("vLLM's engine process died; see its log")
+            self._jobs.engine_died()
         except (ImageUnusable, ImageMisfit, EngineFailed) as error:
             is_retryable = not isinstance(error, ImageUnusable)
-            self._queue.put([Failed(job.leg, error.reason, error.message, is_retryable)])
+            self._jobs.put(Failed(job.leg, error.reason, error.message, is_retryable))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
             message = f"vLLM failed the request: {error.__class__.__name__}"
             log.warning("vllm.request.failed", leg=job.leg, error=error.__class__.__name__)
-            self._queue.put([Failed(job.leg, EngineFailed.default_reason, message)])
+            self._jobs.put(Failed(job.leg, EngineFailed.default_reason, message))
         else:
             self._num_tokens += sum(image.num_tokens for image in job.images)
-            self._queue.put([Encoded(job.leg, num_computed)])
+            self._jobs.put(Encoded(job.leg, num_computed))
         finally:
             self._num_waiting.subtract(awaited.keys())
             self._drop_unawaited(awaited)
@@ -272,14 +264,4 @@ class VllmEncoderEngine(NoKv):
                         future.set_result(is_held)
 
     def _on_lost(self, error: WorkerLost) -> None:
-        self._die(str(error))
-
-    def _task_died(self, name: str, error: BaseException) -> None:
-        log.error("vllm.task.failed", task=name, exc_info=error)
-        self._die(f"{name} failed: {error.__class__.__name__}")
-
-    def _die(self, message: str) -> None:
-        if self._is_stopping or self._queue.has_failed:
-            return
-        log.error("vllm.died", cause=message)
-        self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
+        self._jobs.die(str(error))

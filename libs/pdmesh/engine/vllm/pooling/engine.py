@@ -25,8 +25,8 @@ from pdmesh.engine.vllm.child.llm_process import LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, environment
-from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.job_tasks import JobTasks
 from pdmesh.engine.vllm.loading.choice import check_weights
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
@@ -34,7 +34,7 @@ from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig, fitted, pooling_arguments
 from pdmesh.engine.vllm.pooling.description import facts_of, takes_token_types
 from pdmesh.errors import EngineFailed, InvalidRequest
-from pdmesh.net.tasks import end, watched
+from pdmesh.net.tasks import end
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -53,8 +53,7 @@ class VllmPoolingEngine(NoKv):
         self._process = LlmProcess()
         self._llm: AsyncLLM | None = None
         self._view = SchedulerView()
-        self._queue = OutputQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._jobs = JobTasks(self._process)
         self._num_tokens = self._num_open_tokens = 0
         self._patience: StepPatience | None = None  # None: a step is short
         self._takes_types = False
@@ -123,7 +122,7 @@ class VllmPoolingEngine(NoKv):
             return
         self._is_stopping = True
         self._digests.stop()
-        await end(self._tasks.values())
+        await self._jobs.stop()
         await self._process.stop()
         log.info("vllm.stopped")
 
@@ -131,24 +130,16 @@ class VllmPoolingEngine(NoKv):
 
     def pool(self, job: PoolJob) -> None:
         failpoints.hit("pool.accepted")
-        name = f"pool-{job.leg}"
-        task = watched(self._compute(job), name, lambda error: self._task_died(name, error))
-        self._tasks[job.leg] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.leg, None))
+        self._jobs.begin(job.leg, f"pool-{job.leg}", self._compute(job))
 
     def abort(self, leg: int) -> None:
-        self._queue.drop(leg)
-        if (task := self._tasks.get(leg)) is not None:
-            task.cancel()  # vLLM aborts the request of a cancelled reader
+        self._jobs.abort(leg)
 
-    async def outputs(self) -> AsyncIterator[list[Output]]:
-        async for batch in self._queue.batches():
-            yield batch
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        return self._jobs.outputs()
 
     async def ping(self) -> None:
-        """Ask the engine's process, which answers between two steps."""
-        if not await self._process.is_alive():
-            self._die("vLLM's engine process died; see its log")
+        await self._jobs.ping()
 
     def stats(self) -> EngineStats:
         num_signs = self._view.num_steps
@@ -156,7 +147,7 @@ class VllmPoolingEngine(NoKv):
             now = time.monotonic()
             num_signs = self._patience.num_signs(num_signs, self._num_open_tokens, now)
         return EngineStats(
-            num_running=len(self._tasks),
+            num_running=len(self._jobs),
             num_signs=num_signs,
             num_tokens=self._num_tokens,
             extra=self._view.numbers(),
@@ -177,11 +168,11 @@ class VllmPoolingEngine(NoKv):
         try:
             found = await asyncio.gather(*readers)
         except EngineDeadError:
-            self._die("vLLM's engine process died; see its log")
+            self._jobs.engine_died()
             return
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
             log.warning("vllm.request.failed", leg=job.leg, error=error.__class__.__name__)
-            self._queue.put([failure_of(job.leg, error, (VLLMClientError, ValueError, TypeError))])
+            self._jobs.put(failure_of(job.leg, error, (VLLMClientError, ValueError, TypeError)))
             return
         finally:
             self._num_open_tokens -= num_tokens
@@ -190,7 +181,7 @@ class VllmPoolingEngine(NoKv):
         num_cached = sum(cached for _, cached in found)
         data = b"".join(values for values, _ in found)
         num_values = len(data) // (4 * len(found))
-        self._queue.put([Pooled(job.leg, data, num_values, num_cached)])
+        self._jobs.put(Pooled(job.leg, data, num_values, num_cached))
 
     async def _input(self, job: PoolJob, place: int) -> tuple[bytes, int]:
         """The values of one input, and how many of its tokens were cached."""
@@ -207,16 +198,6 @@ class VllmPoolingEngine(NoKv):
             values = output.outputs.data.float().cpu().contiguous().numpy().astype("<f4")
             return values.tobytes(), output.num_cached_tokens
         raise EngineFailed("vLLM gave no output")
-
-    def _task_died(self, name: str, error: BaseException) -> None:
-        log.error("vllm.task.failed", task=name, exc_info=error)
-        self._die(f"{name} failed: {error.__class__.__name__}")
-
-    def _die(self, message: str) -> None:
-        if self._is_stopping or self._queue.has_failed:
-            return
-        log.error("vllm.died", cause=message)
-        self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
 
 
 def failure_of(leg: int, error: Exception, refusals: tuple[type[Exception], ...]) -> Failed:

@@ -1,0 +1,73 @@
+"""Jobs of an engine without KV (pooling, encoding): each is one task, whose outputs are queued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+
+import structlog
+
+from pdmesh.engine.base import Output
+from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.host.outputs import OutputQueue
+from pdmesh.errors import EngineFailed
+from pdmesh.net.tasks import end, watched
+
+log = structlog.get_logger(__name__)
+
+
+class JobTasks:
+    """The engine is dead once a task fails in a way that its job did not foresee."""
+
+    def __init__(self, process: LlmProcess) -> None:
+        self._process = process
+        self._queue = OutputQueue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by leg
+        self._is_stopping = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, leg: int) -> bool:
+        return leg in self._tasks
+
+    def begin(self, leg: int, name: str, work: Coroutine[None, None, None]) -> None:
+        task = watched(work, name, lambda error: self._task_died(name, error))
+        self._tasks[leg] = task
+        task.add_done_callback(lambda _: self._tasks.pop(leg, None))
+
+    def put(self, output: Output) -> None:
+        self._queue.put([output])
+
+    def abort(self, leg: int) -> None:
+        self._queue.drop(leg)
+        if (task := self._tasks.get(leg)) is not None:
+            task.cancel()  # vLLM aborts the request of a cancelled reader
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        """Raises EngineFailed after the last outputs of an engine that died."""
+        async for batch in self._queue.batches():
+            yield batch
+
+    async def ping(self) -> None:
+        """Ask the engine's process, which answers between two steps."""
+        if not await self._process.is_alive():
+            self.engine_died()
+
+    def engine_died(self) -> None:
+        self.die("vLLM's engine process died; see its log")
+
+    def die(self, message: str) -> None:
+        if self._is_stopping or self._queue.has_failed:
+            return
+        log.error("vllm.died", cause=message)
+        self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
+
+    async def stop(self) -> None:
+        """End the tasks; from now on, nothing counts as the engine's death."""
+        self._is_stopping = True
+        await end(self._tasks.values())
+
+    def _task_died(self, name: str, error: BaseException) -> None:
+        log.error("vllm.task.failed", task=name, exc_info=error)
+        self.die(f"{name} failed: {error.__class__.__name__}")
