@@ -1,8 +1,8 @@
 """The prefills of an engine that await embeddings of their images, and what became of the wait.
 
 One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
-images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130). From
-an encoder whose fetches keep failing, none are tried for a while (`EmbeddingSources`).
+images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
+After repeated failures, nothing is fetched from an encoder for a while (`EmbeddingSources`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EmbeddingOutcome(Enum):
 
     FETCHED = "fetched"
     NOT_MADE = "not_made"  # the encoder refused, failed or died
-    LATE = "late"  # nobody said anything in time
+    LATE = "late"  # nothing was heard in time
     LOST = "lost"  # the fetch failed, or the encoder had evicted them
     SKIPPED = "skipped"  # fetches from the encoder failed lately
 
@@ -104,7 +104,7 @@ class AwaitedEmbeddings:
             self.num_gathered += 1
 
     async def _fetched(self, source: PeerId, fetching: Awaitable[int]) -> int:
-        """How many images came; its outcome decides whether there are further fetches."""
+        """How many images came. The outcome decides whether further fetches are tried."""
         try:
             num = await fetching
         except KvTransferFailed as error:

@@ -1,8 +1,8 @@
 """Has an encoder make the embeddings of a prompt's images while its prefill waits (S130).
 
 The encoder holds them, and the prefill fetches them. Whatever becomes of the encoder, the prefill
-is told: it has the images, too, and encodes them itself if it must. So no failure here is one of
-the request.
+is told. It has the images, too, and encodes them itself if it must. So no failure here fails the
+request.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EncodeLeg:
             self._tell("lost")
 
     def end(self) -> None:
-        """The prefill has ended: nobody waits any more."""
+        """The prefill has ended, so nothing waits for the embeddings any more."""
         if not self._is_over:
             self._is_over = True
             self._encoder.session.forget(self._key)

@@ -1,8 +1,8 @@
 """Decides whether the options of prefills and decodes let them exchange KV (S67).
 
 A draft's KV travels in the same blocks as the model's, and some of vLLM's arguments change what is
-in a block. Instances that differ in these never pair. Each of them would compute whole requests
-alone, and no hand-over would be seen to fail.
+in a block. Instances that differ in these never pair. Each of them computes whole requests
+alone, so no failed hand-over shows the mistake.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OptionText:
 
 
 def _draft(option: dict[str, object]) -> str:
-    """Whose KV is kept beside the model's; empty: none's."""
+    """The draft whose KV is kept beside the model's; empty if there is none."""
     method = _METHODS.get(str(option.get("method")))
     if method is None or not method.has_kv:
         return ""
@@ -36,7 +36,7 @@ def _draft(option: dict[str, object]) -> str:
     return f"{method.value} {PurePosixPath(folder)}" if folder else method.value
 
 
-# What of an option decides which KV a text has, and how that is called.
+# By option: what its part that decides about KV is called, and how it is read.
 _DECIDES_KV: Final[Mapping[str, tuple[str, Callable[[dict[str, object]], str]]]] = {
     "speculation": ("the draft", _draft),
     "engine_args": ("what changes KV in engine_args", kv_identity),
@@ -45,7 +45,7 @@ KV_OPTIONS: Final = tuple(_DECIDES_KV)
 
 
 def kv_split(option: str, prefill: OptionText, decode: OptionText) -> str:
-    """Why these prefills and decodes would never exchange KV, in a line; empty: they would."""
+    """One line that says why these prefills and decodes exchange no KV; empty if they do."""
     what, decides = _DECIDES_KV[option]
     of_prefill, of_decode = decides(_read(prefill.text)), decides(_read(decode.text))
     if of_prefill == of_decode:

@@ -1,4 +1,4 @@
-"""Decides which instances of a group are ready and still pair with none of the other role.
+"""Decides which ready instances of a group pair with none of the other role.
 
 A request is served all the same, by one instance that computes both phases. So nothing fails, and
 only a look at the group shows that no KV is handed over.

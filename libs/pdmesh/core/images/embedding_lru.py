@@ -18,7 +18,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class EmbeddingLru:
-    """Names and sizes only; who holds the bytes acts on what is returned."""
+    """Names and sizes only; the holder of the bytes acts on what is returned."""
 
     max_bytes: int
     num_bytes: int = 0
@@ -33,7 +33,7 @@ class EmbeddingLru:
     def add(self, name: bytes, num_bytes: int) -> Sequence[bytes] | None:
         """Hold one more, and return the names that leave for it.
 
-        None if there is no room even without all that may leave: then nothing changes.
+        Returns None and changes nothing if there is no room even without all that may leave.
         """
         if name in self._held:
             self._held.move_to_end(name)
@@ -55,7 +55,7 @@ class EmbeddingLru:
         return leaving
 
     def pin(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Keep the longest beginning of `names` that is held until `unpin`; returns it."""
+        """Keep, until `unpin`, the longest beginning of `names` that is held, and return it."""
         found: list[bytes] = []
         for name in names:
             if (entry := self._held.get(name)) is None:

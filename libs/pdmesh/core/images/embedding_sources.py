@@ -1,4 +1,4 @@
-"""From which encoders a prefill fetches no embeddings for a while (S130, F34).
+"""The encoders from which a prefill fetches no embeddings for a while (S130, F34).
 
 A path may be cut between an encoder and a prefill while both are well. Then each prompt with images
 would wait for its fetch, until the prefill encodes them itself. Only another fetch shows that the
@@ -45,8 +45,8 @@ class EmbeddingSources:
     def may_fetch(self, source: PeerId, now: float) -> bool:
         """Whether a prompt fetches from it now.
 
-        The first one whose fetch is allowed again keeps the others from it. If its fetch has no
-        outcome, the next one tries after AVOIDED_S.
+        After AVOIDED_S one prompt tries the source again, and the others still may not. If that
+        fetch has no outcome, another prompt tries after AVOIDED_S.
         """
         found = self._failures.get(source)
         if found is None or found.num < LIMIT:
@@ -57,7 +57,7 @@ class EmbeddingSources:
         return True
 
     def avoided(self, now: float) -> list[PeerId]:
-        """The sources from which nobody may fetch now."""
+        """The sources from which no prompt may fetch now."""
         return [
             source
             for source, found in self._failures.items()

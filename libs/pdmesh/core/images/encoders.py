@@ -1,8 +1,8 @@
 """Which encoder makes the embeddings of a prompt's images.
 
-An image goes to the same encoder from every gateway, for as long as that encoder takes requests:
-so it is encoded once, and prompts about it find its embeddings there (S130). The first image of a
-prompt decides for all of its images, because a conversation goes on with the images that it had.
+Every gateway sends an image to the same encoder, as long as that encoder takes requests. So the
+image is encoded once, and prompts about it find its embeddings there (S130). The first image of a
+prompt decides for all of its images, because a conversation keeps its earlier images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.core.model import PeerId
 
 
 def choose_encoder(encoders: Iterable[PeerId], digest: bytes) -> PeerId | None:
-    """The encoder with the highest weight for this image (rendezvous hashing); None of none.
+    """The encoder with the highest weight for this image (rendezvous hashing); None without any.
 
     If an encoder leaves or comes, only its own images change their encoder.
     """

@@ -1,8 +1,8 @@
-"""Decides which arguments of vLLM's an operator may set himself, and which of them change KV.
+"""Decides which of vLLM's arguments an operator may set, and which of them change KV.
 
-`engine_args` reaches whatever vLLM can do and the mesh has no setting for. The mesh keeps to itself
-what it depends on: which model is served, how KV is laid out and moved, and who schedules. vLLM's
-own parser checks names and values (`engine/vllm/child/extra_arguments.py`).
+`engine_args` sets what the mesh has no setting for. The mesh keeps to itself what it depends on:
+which model is served, how KV is laid out and moved, and how requests are scheduled. vLLM's own
+parser checks names and values (`engine/vllm/child/extra_arguments.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _SAME_KV: Final = frozenset(
 
 
 def refusal(name: str) -> str | None:
-    """Why an operator may not set this argument; None if he may."""
+    """Why an operator may not set this argument; None if that is allowed."""
     if name in _USE:
         return f"the mesh sets it: use {_USE[name]} instead"
     if name in _OWNED or any(part in name for part in _OWNED_PARTS):
@@ -89,7 +89,7 @@ def kv_identity(args: EngineArgs) -> str:
     """The arguments that may change the KV of a text, in one form; empty if there are none.
 
     Instances with different identities exchange no KV. An argument that is not known to leave KV
-    alone counts.
+    alone counts as one that changes it.
     """
     changing = {name: _plain(value) for name, value in args.items() if name not in _SAME_KV}
     return json.dumps(changing, sort_keys=True, separators=(",", ":")) if changing else ""

@@ -1,8 +1,8 @@
 """Decides in which order an engine's step serves requests of different priority (S83).
 
 A lower priority number is more urgent. A class is worth a time: a request of priority p takes its
-turn as if it had come p x `CLASS_S` later. So a request is passed only by more urgent ones that
-came less than that time after it, and waits for no others: none starves. Requests of one priority
+turn as if it had come p x `CLASS_S` later. So only more urgent requests that come
+less than that time after it overtake it, and none starves. Requests of one priority
 are served in order of arrival.
 
 Between two steps, a prompt under way stands back for a more urgent one that could begin; its chunks
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-DEFAULT_PRIORITY: Final = 1  # of a tenant whose entry does not say, as of a job from elsewhere
+DEFAULT_PRIORITY: Final = 1  # of a tenant whose entry has none, and of a job without one
 MAX_PRIORITY: Final = 1_000_000
 # Half of the time that a gateway gives a first token by default, so that the next class is served
 # in time, too.
@@ -32,7 +32,7 @@ class SchedulingPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """What decides about a request. `arrived_at`: seconds of any clock, the same for all."""
+    """What decides a request's order. `arrived_at`: seconds of any clock, the same for all."""
 
     priority: int
     arrived_at: float
@@ -43,7 +43,7 @@ class Urgency:
         return self.arrived_at + self.priority * CLASS_S
 
     def stands_back_for(self, waiting: Urgency) -> bool:
-        """Whether a prompt under way lets one pass that waits; never one of its own class."""
+        """Whether a prompt under way lets a waiting one pass; it lets none of its own class."""
         return waiting.priority < self.priority and waiting.turn_at < self.turn_at
 
 

@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file: which tensors it holds, and where.
 
 A file begins with the header's length (8 bytes, little-endian) and the header (JSON). The tensors'
-bytes follow without gaps, up to the file's end. Whatever differs is an error that names the file,
+bytes follow without gaps, up to the file's end. Anything else is an error that names the file,
 so that a file that was cut off is found before any of its weights is used.
 """
 

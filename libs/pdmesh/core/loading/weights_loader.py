@@ -1,8 +1,8 @@
-"""Decides who reads an engine's weights: vLLM's loader, or ours, which reads files in order (S84).
+"""Decides which loader reads an engine's weights: vLLM's, or ours, which keeps file order (S84).
 
 vLLM's loader maps the files into memory in each rank. On a local disk, whose pages all ranks share,
-that takes the least time. Storage behind a network or FUSE pays for each rank's reads, and for
-their order; there, one reader a node is faster.
+that takes the least time. On storage behind a network or FUSE, each rank's reads cost
+time, and so does their order; there, one reader per node is faster.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
 
 
 def priority_from_proto(m: Prefill | Start) -> int:
-    """Raises InvalidRequest. Gateways of before it was a field do not say it."""
+    """Raises InvalidRequest. Gateways from before this field existed do not set it."""
     if not m.HasField("priority"):
         return DEFAULT_PRIORITY
     if m.priority > MAX_PRIORITY:

@@ -170,7 +170,7 @@ class LegLife:
         )
 
     def _without_answer(self, outbox: Outbox, m: Pool | Encode, ask: Ask, num_tokens: int) -> Leg:
-        """The accepted leg of a work that makes no tokens."""
+        """The accepted leg of work that makes no tokens."""
         self.book.admitted(ask.leg, m.request_id, 0, self._clock())
         trace_id = m.traceparent[3:35]
         leg = Leg(ask.leg, outbox, m.key, ask.work, m.request_id, num_tokens, trace_id)

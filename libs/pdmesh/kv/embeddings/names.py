@@ -1,5 +1,5 @@
-"""The names of embeddings. The owner stands first: a tenant must not learn from the time of an
-answer which images another tenant sends.
+"""The names of embeddings. The owner comes first, so that a tenant cannot learn from the time of
+an answer which images another tenant sends.
 """
 
 from __future__ import annotations

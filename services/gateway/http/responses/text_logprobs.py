@@ -1,7 +1,8 @@
 """Which log probabilities of a parsed answer are those of its text.
 
-The parsers say what the reasoning, the text and the calls are, but not of which tokens. So the
-text is looked for in the bytes of the last tokens. Reasoning comes before it, and calls after it.
+The parsers say what the reasoning, the text and the calls are, but not which tokens make them up.
+So the text is searched for in the bytes of the last tokens. Reasoning comes before it, and calls
+after it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TextLogprobs:
 
 
 def _place(text: bytes, tokens: list[bytes]) -> tuple[int, int]:
-    """Where the tokens begin and end that have this text, or the last ones of its length."""
+    """The range of the tokens that have this text; if none have, the last ones of its length."""
     whole = b"".join(tokens)
     at = whole.rfind(text)
     if at < 0:

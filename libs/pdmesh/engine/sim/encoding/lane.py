@@ -1,4 +1,4 @@
-"""The sim's prefills that await embeddings: they go on when these are here, or will not come.
+"""The sim's prefills that await embeddings, and go on when they are here or will not come.
 
 The sim computes with the image itself. It checks the embeddings that it fetched, and a prompt with
 wrong ones fails, as a model would answer about another image.
@@ -112,7 +112,7 @@ class EmbeddingLane:
             names,
             targets,
             deadline_s=deadline_s,
-            on_freed=lambda: None,  # nobody reads them after a failure
+            on_freed=lambda: None,  # they are not read after a failure
             source=encoder.instance_id,
         )
         return len(found)

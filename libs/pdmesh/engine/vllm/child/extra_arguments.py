@@ -31,7 +31,7 @@ def extra_arguments(engine_args: EngineArgs) -> dict[str, Any]:
 
 
 def parsed(parser: argparse.ArgumentParser, name: str, value: object) -> Any:
-    """One argument's value, as the parser makes it of text. Raises EngineFailed."""
+    """One argument's value, as the parser reads it from text. Raises EngineFailed."""
     if (reason := refusal(name)) is not None:
         raise unusable(name, reason)
     actions = {action.dest: action for action in parser._actions}

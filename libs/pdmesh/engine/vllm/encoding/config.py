@@ -112,8 +112,8 @@ EcRole = Literal["ec_producer", "ec_consumer", "ec_both"]
 def ec_config(
     config: CarriesEmbeddings, role: EcRole, computation: str, path: Path, pool_bytes: int = 0
 ) -> Any:
-    """vLLM's ECTransferConfig (Any: imported late). `computation`: of the model's files and dtype,
-    which both ends must have in common.
+    """vLLM's ECTransferConfig (Any: imported late). `computation`: a digest of the model's files,
+    dtype and the like, which must be equal at both ends.
     """
     from vllm.config import ECTransferConfig
 

@@ -1,5 +1,4 @@
-"""vLLM's side of encoder and prefill apart: an `ECConnectorBase` that forwards to planner and
-worker.
+"""vLLM's side of separate encoders: an `ECConnectorBase` that forwards to planner and worker.
 
 vLLM loads this class by `ec_connector_module_path`, once in its scheduler and once in each worker.
 An encoder publishes what it encoded. A prefill takes what was fetched for a request, and encodes
@@ -87,7 +86,7 @@ class PdmeshEcConnector(ECConnectorBase):
         self.worker.load(self._metadata().plan, encoder_cache)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """vLLM encodes no image again that it still has, although the pool has evicted it."""
+        """vLLM does not encode an image again that it still has, even if the pool evicted it."""
         encoder_cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
         for identifier in self._metadata().images:
             if identifier in encoder_cache:

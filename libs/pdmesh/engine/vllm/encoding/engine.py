@@ -208,7 +208,7 @@ class VllmEncoderEngine(NoKv):
             self._drop_unawaited(awaited)
 
     def _drop_unawaited(self, names: Iterable[bytes]) -> None:
-        """Of images that nobody awaits, encode no more than a batch: clients may leave at will."""
+        """Of images that no job awaits, encode at most a batch: clients may leave at will."""
         self._num_waiting = +self._num_waiting
         num_unawaited = len(self._encodings.keys() - self._num_waiting.keys())
         for name in names:

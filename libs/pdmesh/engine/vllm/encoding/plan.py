@@ -28,7 +28,7 @@ class EmbeddingPlan:
 
 
 class EmbeddingPlanner:
-    """`consider` names the request about which the next questions are."""
+    """`consider` names the request that the next questions are about."""
 
     def __init__(self) -> None:
         self._leg, self._identifiers = 0, frozenset[str]()

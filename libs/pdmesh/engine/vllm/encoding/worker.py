@@ -1,7 +1,7 @@
 """A worker's embeddings: those that an encoder publishes, and those that a prefill fetched.
 
 A KV agent of its own carries them, with the encoder's model in its fingerprint. One thread computes
-steps, one hears the host, and one is the agent's.
+steps, one listens to the host, and one is the agent's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 
 class EmbeddingWorker:
-    """`width`: numbers of one token's embedding. The pool of a prefill is empty: it has 0 bytes."""
+    """`width`: length of one token's embedding. The pool of a prefill is empty: it has 0 bytes."""
 
     def __init__(
         self, config: Mapping[str, Any], rank: int, num_ranks: int, width: int, dtype: torch.dtype
@@ -53,7 +53,7 @@ class EmbeddingWorker:
         self._rank, self._width, self._dtype = rank, width, dtype
         self._pool = EmbeddingPool(config["pool_bytes"])
         self._landed: dict[int, dict[str, torch.Tensor]] = {}  # by leg
-        self._fetching: set[int] = set()  # legs whose fetch somebody awaits
+        self._fetching: set[int] = set()  # legs whose fetch the host awaits
         self._lock = threading.Lock()
         fingerprint = digest((config["computation"], str(width), str(dtype)))
         identity = AgentIdentity(

@@ -1,4 +1,4 @@
-"""Which loader an engine gets, how vLLM is told, and a look at the files before vLLM starts.
+"""Which loader an engine gets, how vLLM is told, and a check of the files before vLLM starts.
 
 vLLM hides the cause of a failed start in its worker's log, so a file that is cut off or missing is
 reported from here.

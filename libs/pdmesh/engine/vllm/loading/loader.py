@@ -1,7 +1,7 @@
 """Our loader in vLLM's registry: vLLM chooses the files, we read them.
 
 vLLM imports this module in each worker, by the name of `WorkerExtension`, before a model is loaded.
-What is not a safetensors file, vLLM reads itself. LoRA adapters have a loader of their own.
+vLLM itself reads what is not a safetensors file. LoRA adapters have a loader of their own.
 """
 
 from __future__ import annotations
@@ -91,5 +91,5 @@ def node_ranks() -> NodeRanks | None:
 
 @functools.cache
 def _ranks_of(members: tuple[int, ...]) -> TorchRanks:
-    """One for the process's life: a model and its draft are loaded by the same ranks."""
+    """One object for the process's life: a model and its draft are loaded by the same ranks."""
     return TorchRanks(members)

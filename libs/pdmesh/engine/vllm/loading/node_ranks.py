@@ -52,8 +52,8 @@ class LoneRank:
 class TorchRanks:
     """The ranks of a torch.distributed group of their own, over gloo. The first is the reader.
 
-    A process makes one for the same members: torch would give a second group the first one's name,
-    and it would wait at the addresses of the first.
+    A process makes only one for the same members: torch would give a second group the name of the
+    first, and the second would wait at the addresses of the first.
     """
 
     def __init__(self, members: Sequence[int], wait_s: float = WAIT_S) -> None:

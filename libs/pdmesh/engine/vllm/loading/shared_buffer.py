@@ -1,6 +1,6 @@
 """One piece of memory that all ranks of a node see: one rank writes weights to it, all read them.
 
-It has no name in the file system, so nothing is left if the processes end, and the small /dev/shm
+It has no name in the file system, so nothing is left when the processes end, and the small /dev/shm
 of a container does not bound it.
 """
 
@@ -30,7 +30,7 @@ def allocate(num_bytes: int, ranks: NodeRanks) -> mmap.mmap:
         found = _open(*_PLACE.unpack(place)[:2]) if not ranks.is_reader else own
         (is_missing,) = ranks.highest([found < 0])
         if is_missing:
-            raise EngineFailed(f"{size} bytes of shared memory for weights are not to be had")
+            raise EngineFailed(f"no shared memory for {size} bytes of weights")
         try:
             return _mapped(found, size)
         finally:

@@ -1,6 +1,6 @@
 """Waiting requests by urgency: vLLM's queue for its policy `priority`, in our order.
 
-vLLM's own orders by priority alone, so requests of a low priority may wait for ever.
+vLLM's own queue orders by priority first, so requests of a low priority may wait forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def urgency_of(request: Request) -> Urgency:
 
 
 class UrgencyQueue(RequestQueue):
-    """A heap by turn; requests of one turn in the order in which they were added."""
+    """A heap by turn; requests with equal turns are in the order in which they were added."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -40,7 +40,7 @@ class UrgencyQueue(RequestQueue):
         return self._heap[0][2]
 
     def prepend_request(self, request: Request) -> None:
-        """A request that gave its place back has it again by its own turn."""
+        """A request that is put back takes its place by its own turn."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:

@@ -1,8 +1,8 @@
-"""vLLM's scheduler, where a prompt under way stands back for a more urgent one (S83).
+"""vLLM's scheduler, in which a prompt under way stands back for a more urgent one (S83).
 
-vLLM's policy `priority` orders the requests that wait, and preempts the least urgent one where
+vLLM's policy `priority` orders the requests that wait, and preempts the least urgent one if
 blocks are lacking. But a prompt that has begun takes all tokens of each step until it is done,
-whatever waits. Here it has none of a step in which a more urgent one can begin. With `fcfs`, or if
+whatever waits. Here it gets none in a step in which a more urgent one can begin. With `fcfs`, or if
 all requests have one priority, nothing differs from vLLM's scheduler.
 """
 
@@ -37,7 +37,7 @@ class UrgentFirstScheduler(Scheduler):
             if urgent is not None:
                 self._stand_back_for(urgent)
         step = super().schedule(*args, **kwargs)
-        # What else vLLM may lack for a request is not known here, so every other step is vLLM's.
+        # vLLM may lack something else for the request, so every other step is vLLM's own.
         self._was_in_vain = urgent is not None and urgent.status is not RequestStatus.RUNNING
         return step
 
@@ -53,7 +53,7 @@ class UrgentFirstScheduler(Scheduler):
         if len(self.running) >= self.max_num_active_reqs:
             return None
         if all(not (r.is_prefill_chunk and r.priority) for r in self.running):
-            return None  # no prompt under way has anybody to stand back for
+            return None  # no prompt under way may stand back: all are of the most urgent class
         for queue in (self.kv_holding_waiting, self.waiting):
             ready = next((request for request in queue if self._is_ready(request)), None)
             if ready is not None:
