@@ -68,7 +68,7 @@ class SharedRate:
     """So many bytes a second for all processes that share `times`; 0: no limit.
 
     `times`: when the bytes so far would have come, and when the last call returned. A sleep that
-    took too long is made up for; time in which nobody asked is not.
+    took too long is made up for; time without a read is not.
     """
 
     bytes_per_s: float

@@ -85,7 +85,7 @@ class InstanceSettings(ServiceSettings):
     )
     weights_loader: WeightsLoader = shared(
         WeightsLoader.AUTO,
-        description="vLLM: who reads the model's weights: file_order (one reader per node, file "
+        description="vLLM: what reads the model's weights: file_order (one reader per node, file "
         "after file), vllm (vLLM's loader, each rank by itself), or auto: file_order if the model "
         "is on FUSE or a network file system",
     )

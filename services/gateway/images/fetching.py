@@ -47,7 +47,7 @@ def resolve(host: str, port: int) -> list[Any]:
 
 
 class FetchTime:
-    """The time that the fetches of a request may still take together, and their waits for places.
+    """The time left to all fetches of a request together, and to all of their waits for places.
 
     The two are apart, because a wait is not the fault of the host.
     """

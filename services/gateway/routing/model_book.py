@@ -68,7 +68,7 @@ class ModelBook:
     def images_of(self, model: str) -> ImageFacts | None:
         """How the model takes images; None if none of its instances takes any.
 
-        Instances may differ, during an upgrade: then how most of those do that take any. Requests
+        If instances differ, as during an upgrade: how most of those that take any do. Requests
         with images go to no others.
         """
         if model in self._images:

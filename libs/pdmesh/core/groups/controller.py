@@ -138,7 +138,7 @@ class GroupController:
         its assignment may have killed it, and would kill every substitute too. So its loss counts
         as a failure of the group, unless the region is lost.
         """
-        # One per group, and one of its encoders: the loss of a node takes several at once.
+        # One failure per group, and one for its encoders: a lost node takes several instances.
         unmade: dict[tuple[str, bool], str] = {}
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
@@ -349,7 +349,7 @@ class GroupController:
         return now - record.short_since > self.clock.limits.gather_s
 
     def _count_failure(self, round_: Round, assignment: Assignment, why: str, now: float) -> None:
-        """An instance failed: after some of them its group pauses, or only its encoders do."""
+        """Count an instance's failure. After several, the group pauses, or only its encoders do."""
         group_id = assignment.role_spec.group_id
         if assignment.role_spec.role is not Role.ENCODER:
             self._fail(round_, group_id, why, now)

@@ -37,8 +37,8 @@ def partition_members(
 def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
     """Instances that are missing, by role.
 
-    A role without any instance comes first: the other role needs it. Encoders come last: nobody
-    needs them.
+    A role without any instance comes first: the other role needs it. Encoders come last: the
+    group serves without them.
     """
     have = Counter(m.role for m in keep)
     roles = sorted(group.counts, key=lambda role: (role is Role.ENCODER, have[role] > 0))

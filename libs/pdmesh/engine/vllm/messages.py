@@ -280,7 +280,7 @@ class EmbeddingsFetched(RankMessage):
 
 
 class EmbeddingsHeld(RankMessage):
-    """Worker: what its pool holds since the last report, and holds no longer, or never took."""
+    """Worker: what its pool has stored since the last report, and what it removed or never took."""
 
     rank: int
     stored: list[bytes]

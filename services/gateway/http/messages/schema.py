@@ -22,7 +22,7 @@ _Anything = Any
 
 
 class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where an image comes from. Sources of other blocks, which are refused, have the last two."""
+    """Where an image comes from. The last two are for other blocks' sources, which are refused."""
 
     type: str
     media_type: str | None = None
