@@ -55,6 +55,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
+@pytest.mark.nightly
 async def test_arguments_reach_both_engines_and_the_answers_are_plain_vllms_with_them(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, t
     assert all(tokens[-1] == EOS for tokens in expected[:3]), "each such answer ends"
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S67", "S109", "S114")
 async def test_the_kv_of_a_layer_for_multi_token_prediction_is_handed_over(tmp_path: Path) -> None:
     """The layer is right nearly always where it reads its own KV of the prompt, and nearly never
