@@ -355,6 +355,11 @@ async def locally(
     leg = Pair(host, host).next_leg(host)
     prompt = array("I", prompt)
     host.engine.prefill(PrefillJob(leg, "r", 0, prompt, sampling, adapter=adapter, images=images))
+    return await whole_answer(host, leg)
+
+
+async def whole_answer(host: Host, leg: int) -> list[int]:
+    """The tokens of a leg that was told to draw all of them. Raises LegFailed."""
     first = await host.next_output(leg)
     if isinstance(first, Failed):
         raise LegFailed(first)

@@ -25,13 +25,10 @@ from pdmesh.engine.base import (
     EncodeJob,
     EngineInfo,
     Failed,
-    Finished,
     KvPeer,
     Output,
-    Prefilled,
     PrefillJob,
     Sampling,
-    Tokens,
 )
 from pdmesh.engine.vllm.encoding.config import VllmEncoderConfig
 from pdmesh.engine.vllm.encoding.engine import VllmEncoderEngine
@@ -39,7 +36,7 @@ from tests.e2e.cases import Case
 from tests.e2e.conftest import DTYPE, plain_vllm, prefill_config
 from tests.e2e.images.test_engine import SMALL, VISION, Wanted, picture, text
 from tests.e2e.images.tiny_llava import IMAGE, write_tiny_llava
-from tests.e2e.pair import Host, LegFailed, Pair, running
+from tests.e2e.pair import Host, Pair, running, whole_answer
 
 pytestmark = [
     pytest.mark.nightly,
@@ -145,17 +142,7 @@ async def answered(
     )
     host.engine.prefill(job)
     host.engine.embedded(leg, peer)
-    first = await host.next_output(leg)
-    if isinstance(first, Failed):
-        raise LegFailed(first)
-    assert isinstance(first, Prefilled), first
-    tokens, is_over = [first.token], first.finish_reason is not None
-    while not is_over:
-        output = await host.next_output(leg)
-        is_over = isinstance(output, Finished)
-        if isinstance(output, Tokens):
-            tokens += output.token_ids
-    return tokens
+    return await whole_answer(host, leg)
 
 
 def counts(host: Host) -> dict[str, int]:

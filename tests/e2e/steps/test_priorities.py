@@ -19,11 +19,11 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.core.instance.urgency import SchedulingPolicy
-from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.engine.base import PrefillJob, Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from tests.e2e.cases import VOCABULARY, Case, differences
 from tests.e2e.conftest import ASYNC_SCHEDULING, plain_vllm
-from tests.e2e.pair import Host, Pair, running
+from tests.e2e.pair import Host, Pair, running, whole_answer
 from tests.fakes.tiny_llama import write_tiny_llama
 from tests.support.waiting import until
 
@@ -98,24 +98,12 @@ def begin(host: Host, prompt: Sequence[int], max_tokens: int, priority: int) -> 
     return leg
 
 
-async def answer(host: Host, leg: int) -> list[int]:
-    first = await host.next_output(leg)
-    assert isinstance(first, Prefilled), first
-    tokens, is_over = [first.token], first.finish_reason is not None
-    while not is_over:
-        output = await host.next_output(leg)
-        is_over = isinstance(output, Finished)
-        if isinstance(output, Tokens):
-            tokens += output.token_ids
-    return tokens
-
-
 async def in_order_of_end(host: Host, legs: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """The legs in the order in which their answers ended, and the answers."""
     ended: list[int] = []
 
     async def one(leg: int) -> list[int]:
-        tokens = await answer(host, leg)
+        tokens = await whole_answer(host, leg)
         ended.append(leg)
         return tokens
 

@@ -8,10 +8,8 @@ device does.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,13 +18,10 @@ import numpy.typing as npt
 
 from pdmesh import failpoints
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
-from pdmesh.engine.base import EngineInfo, EngineStats, Output, Pooled, PoolJob
+from pdmesh.engine.base import EngineInfo, EngineStats, Pooled, PoolJob
 from pdmesh.engine.laws import Law
-from pdmesh.engine.no_kv import NoKv
-from pdmesh.errors import EngineFailed
-from pdmesh.net.tasks import watched
+from pdmesh.engine.serial_jobs import SerialJobs
 
-_SIGN_S: Final = 0.1  # how often a long computation gives a sign
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK: Final = 512  # tokens whose vectors are made at once
@@ -46,18 +41,12 @@ class SimPoolingConfig:
     scores_pairs: bool = False  # it is a cross-encoder; otherwise it makes vectors
 
 
-class SimPoolingEngine(NoKv):
+class SimPoolingEngine(SerialJobs[PoolJob]):
     """See `pdmesh.engine.base.PoolingEngine`."""
 
     def __init__(self, config: SimPoolingConfig) -> None:
+        super().__init__()
         self._config = config
-        self._jobs: dict[int, PoolJob] = {}
-        self._num_signs = self._num_tokens = 0
-        self._work, self._has_output = asyncio.Event(), asyncio.Event()
-        self._outputs: list[Output] = []
-        self._pings: list[asyncio.Future[None]] = []
-        self._loop: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
 
     @property
     def facts(self) -> PoolingFacts:
@@ -68,7 +57,7 @@ class SimPoolingEngine(NoKv):
         return PoolingFacts(embed, self._config.num_dimensions, is_matryoshka=True)
 
     async def start(self) -> EngineInfo:
-        self._loop = watched(self._run(), "sim-pooling", self._die)
+        self._start_loop("sim-pooling")
         config = self._config
         return EngineInfo(
             engine="sim",
@@ -81,34 +70,9 @@ class SimPoolingEngine(NoKv):
             pooling=self.facts,
         )
 
-    async def stop(self) -> None:
-        if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.wait([self._loop], timeout=1.0)
-
     def pool(self, job: PoolJob) -> None:
         failpoints.hit("pool.accepted")
-        self._jobs[job.leg] = job
-        self._work.set()
-
-    def abort(self, leg: int) -> None:
-        self._jobs.pop(leg, None)
-        self._outputs = [o for o in self._outputs if not _is_of(o, leg)]
-
-    async def outputs(self) -> AsyncIterator[list[Output]]:
-        while True:
-            await self._has_output.wait()
-            if self._error is not None:
-                raise EngineFailed("the sim engine died") from self._error
-            batch, self._outputs = self._outputs, []
-            self._has_output.clear()
-            yield batch
-
-    async def ping(self) -> None:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pings.append(answer)
-        self._work.set()
-        await answer
+        self._begin(job)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -117,32 +81,17 @@ class SimPoolingEngine(NoKv):
 
     # -- one job ----------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        while True:
-            if failpoints.hit("engine.step") == "hang":
-                await asyncio.Event().wait()
-            self._answer_pings()
-            leg = next(iter(self._jobs), None)
-            if leg is None:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            await self._compute(self._jobs[leg])
-
     async def _compute(self, job: PoolJob) -> None:
         values: list[bytes] = []
         for place, tokens in enumerate(job.inputs):
             await self._wait_out(self._config.law.prefill_s(len(tokens)))
             failpoints.hit("pool.computing")
-            self._answer_pings()
-            if job.leg not in self._jobs:
-                return  # it was aborted
+            if not self._is_wanted(job):
+                return
             self._num_tokens += len(tokens)
             values.append(self._values(job, place).astype("<f4").tobytes())
-        del self._jobs[job.leg]
         data = b"".join(values)
-        self._outputs.append(Pooled(job.leg, data, len(data) // (4 * len(job.inputs))))
-        self._has_output.set()
+        self._end(job, Pooled(job.leg, data, len(data) // (4 * len(job.inputs))))
 
     def _values(self, job: PoolJob, place: int) -> Vector:
         tokens, seed = job.inputs[place], self._config.seed
@@ -154,26 +103,6 @@ class SimPoolingEngine(NoKv):
             return np.array([logit if job.use_activation is False else 1 / (1 + math.exp(-logit))])
         made = vector(tokens, num, seed)[: job.num_dimensions or num]
         return made if job.use_activation is False else normalised(made)
-
-    async def _wait_out(self, duration: float) -> None:
-        num_parts = max(1, math.ceil(duration / _SIGN_S))
-        for _ in range(num_parts):
-            await asyncio.sleep(duration / num_parts)
-            self._num_signs += 1
-
-    def _answer_pings(self) -> None:
-        for answer in self._pings:
-            if not answer.done():
-                answer.set_result(None)
-        self._pings.clear()
-
-    def _die(self, error: BaseException) -> None:
-        self._error = error
-        self._has_output.set()
-
-
-def _is_of(output: Output, leg: int) -> bool:
-    return isinstance(output, Pooled) and output.leg == leg
 
 
 def normalised(values: Vector) -> Vector:
