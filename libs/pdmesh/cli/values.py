@@ -27,6 +27,11 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names that are separated by commas."""
+    return tuple(name for name in text.split(",") if name)
+
+
 def positive(text: str) -> float:
     value = _number(text)
     if not 0 < value < float("inf"):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.cli import app
+from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import pins
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
@@ -73,7 +73,7 @@ async def flood(client: httpx.AsyncClient, seed: int) -> None:
 
 async def command(mesh: Mesh, *arguments: str) -> int:
     """Run `pdmesh pins ...`."""
-    options = app.build_parser().parse_args(["pins", *arguments, "--nats-url", mesh.nats_url])
+    options = build_parser().parse_args(["pins", *arguments, "--nats-url", mesh.nats_url])
     return await asyncio.to_thread(pins.run, options)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.cli import app
+from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import adapters
 from pdmesh.engine.base import Sampling
 from pdmesh.errors import InvalidRequest, MeshError
@@ -31,7 +31,7 @@ TIERS = {"PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(4 << 20)}
 
 async def command(mesh: Mesh, *arguments: str) -> int:
     """Run `pdmesh adapters ...`; returns its exit status."""
-    options = app.build_parser().parse_args(["adapters", *arguments, "--nats-url", mesh.nats_url])
+    options = build_parser().parse_args(["adapters", *arguments, "--nats-url", mesh.nats_url])
     return await asyncio.to_thread(adapters.run, options)
 
 

@@ -24,6 +24,7 @@ from pdmesh.cli import (
     leader,
     texts,
 )
+from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import admin, chat, events
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import default_state_dir
@@ -140,15 +141,15 @@ def test_every_command_takes_its_state_directory_before_and_after_each_word(
     num_places = 3 if words[0] in {"keys", "pins", "artefact"} else 2
     for place in range(num_places):
         asked = [*words[:place], "--state-dir", "there", *words[place:]]
-        assert app.build_parser().parse_args(asked).state_dir == Path("there"), asked
+        assert build_parser().parse_args(asked).state_dir == Path("there"), asked
     twice = ["--state-dir", "here", words[0], "--state-dir", "there", *words[1:]]
-    assert app.build_parser().parse_args(twice).state_dir == Path("there")
-    assert app.build_parser().parse_args(words).state_dir == default_state_dir()
+    assert build_parser().parse_args(twice).state_dir == Path("there")
+    assert build_parser().parse_args(words).state_dir == default_state_dir()
 
 
 def test_options_of_pins_may_stand_before_its_action() -> None:
     asked = ["pins", "--nats-url", "nats://x", "--admin-token", "t", "list"]
-    options = app.build_parser().parse_args(asked)
+    options = build_parser().parse_args(asked)
     assert (options.nats_url, options.admin_token, options.module) == ("nats://x", "t", "pins")
 
 
@@ -222,7 +223,7 @@ def test_an_invalid_port_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PDMESH_HTTP_PORT", "http")
-    assert app.build_parser().parse_args(["status"]).command == "status"
+    assert build_parser().parse_args(["status"]).command == "status"
     with pytest.raises(SystemExit):
         app.main(["up", "--engine", "sim"])
     assert "argument --http-port: must be 0 to 65535" in capsys.readouterr().err
@@ -236,7 +237,7 @@ def test_a_closed_output_pipe_is_not_reported_as_a_lost_gateway(
 
     monkeypatch.setattr("sys.stdout.write", gone)
     with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(BrokenPipeError):
-        chat.run(app.build_parser().parse_args(["chat", "hi", "--url", url]))
+        chat.run(build_parser().parse_args(["chat", "hi", "--url", url]))
 
 
 def test_a_mesh_without_its_nats_is_still_shown(
@@ -500,7 +501,7 @@ def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
         with pytest.raises(SystemExit) as ended:
             app.main(["apply", str(file)])
         assert ended.value.code == 0
-        said = capsys.readouterr().out
+        said = capsys.readouterr().err
         wanted = "need 40 instances, but only 6 can get a role: they wait for 34 more"
         assert (wanted in said, "they wait for" in said) == (is_too_much, is_too_much)
 
@@ -556,7 +557,7 @@ def test_the_refusal_of_a_value_names_its_bounds(
     asked: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        app.build_parser().parse_args(asked)
+        build_parser().parse_args(asked)
     assert message in capsys.readouterr().err
 
 
@@ -587,8 +588,8 @@ def test_every_command_takes_the_address_of_nats_from_the_environment(
 ) -> None:
     """The address holds a password, and a command line shows it to everybody on the machine."""
     monkeypatch.setenv("PDMESH_NATS_URL", "nats://user:password@there:4222")
-    assert app.build_parser().parse_args(words).nats_url == "nats://user:password@there:4222"
+    assert build_parser().parse_args(words).nats_url == "nats://user:password@there:4222"
     here = [*words, "--nats-url", "nats://here:4222"]
-    assert app.build_parser().parse_args(here).nats_url == "nats://here:4222"
+    assert build_parser().parse_args(here).nats_url == "nats://here:4222"
     monkeypatch.setenv("PDMESH_NATS_URL", "")
-    assert app.build_parser().parse_args(words).nats_url is None
+    assert build_parser().parse_args(words).nats_url is None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli import app
+from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.embedded.ports import PortReservation, PortTaken
@@ -89,7 +90,7 @@ def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
     file = tmp_path / "groups.yaml"
     file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
     asked = ["up", "--engine", "sim", "--groups", str(file), "--blank", "2"]
-    spec = up._spec(app.build_parser().parse_args(asked))
+    spec = up._spec(build_parser().parse_args(asked))
     assert spec.regions == ("eu", "us")
     ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
     wiring = Wiring("nats://x", "redis://x", ports, "secret", "token", tmp_path, tmp_path / "model")
@@ -109,7 +110,7 @@ def test_the_gateways_get_the_parsers_that_are_named(tmp_path: Path) -> None:
         (["--tool-parser", "hermes", "--reasoning-parser", "none"], ("hermes", "none")),
         ([], (None, None)),
     ):
-        spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+        spec = up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
         (env,) = (each.env for each in services(spec, wiring) if each.service == "gateway")
         names = ("PDMESH_GATEWAY_TOOL_PARSER", "PDMESH_GATEWAY_REASONING_PARSER")
         assert tuple(map(env.get, names)) == expected
@@ -124,7 +125,7 @@ def test_impossible_regions_are_refused(tmp_path: Path, regions: str, message: s
     file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
     asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
     with pytest.raises(CommandFailed, match=message):
-        up._spec(app.build_parser().parse_args(asked))
+        up._spec(build_parser().parse_args(asked))
 
 
 @pytest.mark.parametrize(
@@ -140,12 +141,12 @@ def test_an_unusable_port_is_reported_before_anything_starts(
 ) -> None:
     asked = [each.format(tmp_path) for each in asked]
     with pytest.raises(CommandFailed, match=message.format(tmp_path)):
-        up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+        up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_no_key_is_needed_on_a_loopback_address(host: str) -> None:
-    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
+    spec = up._spec(build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
     assert (spec.host, spec.keys_file) == (host, None)
 
 
@@ -153,13 +154,13 @@ def test_the_gateways_may_be_told_whether_keys_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
-    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
+    spec = up._spec(build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
     assert spec.host == "0.0.0.0"
 
 
 def test_a_running_mesh_with_other_options_is_not_reused(tmp_path: Path) -> None:
     def spec(*asked: str) -> MeshSpec:
-        return up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+        return up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
 
     running = state.MeshState(
         7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x",
@@ -203,7 +204,7 @@ def test_a_launcher_whose_log_is_lost_still_reports_a_failure(
 ) -> None:
     """On a full disk the launcher's log is lost: `up --detach` once returned 1 and said nothing."""
     ends = "import os; os.kill(os.getpid(), 9)"
-    options = app.build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
+    options = build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
     with (tmp_path / "log").open("w+") as lines:
         silent = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
         with pytest.raises(CommandFailed, match="ended with code 1 and could not say why"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Final
 
-from google.protobuf.json_format import MessageToDict
-
 from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.output import show
 from pdmesh.cli.table import table
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -28,10 +26,7 @@ async def _add(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.AddAdapter(request, metadata=metadata, timeout=_ADD_S),
     )
-    added = response.adapter
-    checked = ", ".join(response.instance_ids)
-    print(f"{added.name}: {added.model}, rank {added.rank}, content {added.digest[:_SHOWN]}")
-    print(f"checked by {checked}; it is loaded when it is first asked for")
+    show(options, response, lambda: _added_text(response))
     return 0
 
 
@@ -41,25 +36,31 @@ async def _list(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.ListAdapters(request, metadata=metadata, timeout=s),
     )
-    if options.json:
-        print(json.dumps(MessageToDict(response, preserving_proto_field_name=True), indent=2))
-    else:
-        print(adapters_text(response))
+    show(options, response, lambda: adapters_text(response))
     return 0
 
 
 async def _remove(options: argparse.Namespace) -> int:
     request = pb.RemoveAdapterRequest(name=options.adapter)
-    await ask_leader(
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.RemoveAdapter(request, metadata=metadata, timeout=s),
     )
-    print(f"{options.adapter} is removed; keep its files until its running requests have ended")
+    removed = f"{options.adapter} is removed; keep its files until its running requests have ended"
+    show(options, response, lambda: removed)
     return 0
 
 
 _ADD_S: Final = 90.0  # how long adding may take: instances read all files
 _ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": _remove}
+
+
+def _added_text(response: pb.AddAdapterResponse) -> str:
+    added, checked = response.adapter, ", ".join(response.instance_ids)
+    return (
+        f"{added.name}: {added.model}, rank {added.rank}, content {added.digest[:_SHOWN]}\n"
+        f"checked by {checked}; it is loaded when it is first asked for"
+    )
 
 
 def adapters_text(adapters: pb.ListAdaptersResponse) -> str:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import getpass
-import json
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Final
-
-from google.protobuf.json_format import MessageToDict
 
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.output import show
 from pdmesh.cli.table import table
 from pdmesh.cli.texts import text_of
 from pdmesh.cli.usage_text import usage_text
@@ -52,10 +51,8 @@ async def _groups(options: argparse.Namespace) -> int:
             pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
         ),
     )
-    if options.json:
-        print(json.dumps(MessageToDict(states, preserving_proto_field_name=True), indent=2))
-    else:
-        print(groups_text(states, hint(options.state_dir, "apply FILE")))
+    how = hint(options.state_dir, "apply FILE")
+    show(options, states, lambda: groups_text(states, how))
     return 0
 
 
@@ -80,10 +77,7 @@ async def _usage(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.GetUsage(pb.GetUsageRequest(), metadata=metadata, timeout=s),
     )
-    if options.json:
-        print(json.dumps(MessageToDict(response.book, preserving_proto_field_name=True), indent=2))
-    else:
-        print(usage_text(response.book))
+    show(options, response.book, lambda: usage_text(response.book))
     return 0
 
 
@@ -94,7 +88,7 @@ async def _diff(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, f"version {response.version}"))
+    show(options, response, lambda: _changes_text(response.changes, f"version {response.version}"))
     return 1 if response.changes else 0
 
 
@@ -113,11 +107,9 @@ async def _apply(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, f"version {response.version}"))
-    follow = hint(options.state_dir, "groups")
-    print(f"version {response.version} is the desired state; follow it with: {follow}")
+    show(options, response, lambda: _applied_text(response, hint(options.state_dir, "groups")))
     if missing := await _missing_instances(options, text):
-        print(missing)
+        print(f"pdmesh: {missing}", file=sys.stderr)
     return 0
 
 
@@ -151,8 +143,7 @@ async def _rollback(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
     )
-    print(_changes_text(response.changes, "the version before"))
-    print(f"version {response.version} has the content of version {response.restored_version}")
+    show(options, response, lambda: _restored_text(response))
     return 0
 
 
@@ -162,11 +153,15 @@ async def _promote(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s),
     )
-    for scenario in response.scenarios:
-        print(
-            f"scenario {scenario}: all groups get the canary's revision; follow it with: "
-            f"{hint(options.state_dir, 'groups')}"
-        )
+    follow = hint(options.state_dir, "groups")
+    show(
+        options,
+        response,
+        lambda: "\n".join(
+            f"scenario {scenario}: all groups get the canary's revision; follow it with: {follow}"
+            for scenario in response.scenarios
+        ),
+    )
     return 0
 
 
@@ -175,12 +170,13 @@ def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
         request = pb.CordonInstanceRequest(
             instance_id=options.instance, mode=mode, reason=options.reason
         )
-        await ask_leader(
+        response = await ask_leader(
             options,
             lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s),
         )
         how = hint(options.state_dir, f"uncordon {options.instance}")
-        print(f"{options.instance} is being taken out of service; put it back with: {how}")
+        out = f"{options.instance} is being taken out of service; put it back with: {how}"
+        show(options, response, lambda: out)
         return 0
 
     return cordon
@@ -192,9 +188,7 @@ async def _uncordon(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.UncordonInstance(request, metadata=metadata, timeout=s),
     )
-    print(f"{options.instance} is back in service and may get a role")
-    if response.fault:
-        print(f"its faults are judged again; this one would eject it again: {response.fault}")
+    show(options, response, lambda: _put_back_text(options.instance, response.fault))
     return 0
 
 
@@ -278,6 +272,25 @@ def _upgrade_line(upgrade: pb.UpgradeState) -> str:
 
 def _lower(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
+
+
+def _applied_text(response: pb.ApplyDesiredResponse, how_to_follow: str) -> str:
+    version = f"version {response.version}"
+    changes = _changes_text(response.changes, version)
+    return f"{changes}\n{version} is the desired state; follow it with: {how_to_follow}"
+
+
+def _restored_text(response: pb.RollbackDesiredResponse) -> str:
+    changes = _changes_text(response.changes, "the version before")
+    restored = f"version {response.version} has the content of version {response.restored_version}"
+    return f"{changes}\n{restored}"
+
+
+def _put_back_text(instance: str, fault: str) -> str:
+    back = f"{instance} is back in service and may get a role"
+    if not fault:
+        return back
+    return f"{back}\nits faults are judged again; this one would eject it again: {fault}"
 
 
 def _changes_text(changes: Iterable[pb.DesiredChange], compared_with: str) -> str:

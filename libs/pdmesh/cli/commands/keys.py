@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pdmesh import api_keys
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
+from pdmesh.cli.output import show
 from pdmesh.cli.table import table
 from pdmesh.launcher.state import make_private
 
@@ -66,6 +67,26 @@ def _list(options: argparse.Namespace, path: Path) -> int:
             f"no keys yet: {path} is made by {hint(options.state_dir, 'keys add TENANT')}"
         )
     file = api_keys.load(path)
+    show(options, _listed(file), lambda: _keys_text(file))
+    return 0
+
+
+def _listed(file: api_keys.KeyFile) -> list[dict[str, Any]]:
+    """The keys without their hashes, each with the limits of its tenant."""
+    return [
+        {
+            "key_id": key.key_id,
+            "tenant": key.tenant,
+            "created_at": _time(key.created_at),
+            "expires_at": None if key.expires_at is None else _time(key.expires_at),
+            "is_disabled": file.tenants[key.tenant].is_disabled,
+            **{limit: getattr(file.tenants[key.tenant], limit) for limit in _LIMITS},
+        }
+        for key in file.keys
+    ]
+
+
+def _keys_text(file: api_keys.KeyFile) -> str:
     rows = []
     for key in file.keys:
         tenant = file.tenants[key.tenant]
@@ -85,8 +106,7 @@ def _list(options: argparse.Namespace, path: Path) -> int:
             ]
         )
     header = ["KEY", "TENANT", "CREATED", "EXPIRES", "REQ/S", "TOKENS/MIN", "OPEN", "TOKENS/DAY"]
-    print(table([*header, "WEIGHT", "PRIORITY"], rows))
-    return 0
+    return table([*header, "WEIGHT", "PRIORITY"], rows)
 
 
 def _revoke(options: argparse.Namespace, path: Path) -> int:
@@ -106,6 +126,10 @@ def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
         file = api_keys.load(path) if path.exists() else api_keys.KeyFile()
         yield file
         api_keys.save(path, file)
+
+
+def _time(at: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 def _date(at: int) -> str:

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any, Final
 
-from google.protobuf.json_format import MessageToDict
-
 from pdmesh.cli.commands.chat import (
     answers_from,
     base_path,
@@ -26,6 +24,7 @@ from pdmesh.cli.commands.chat import (
 )
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.output import show
 from pdmesh.cli.table import table
 from pdmesh.cli.texts import text_of
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
@@ -57,9 +56,7 @@ async def _add(options: argparse.Namespace) -> int:
     response = await ask_leader(
         options, lambda stub, metadata, s: stub.AddPin(request, metadata=metadata, timeout=s)
     )
-    pin = response.pin
-    num_blocks = max((each.num_blocks for each in pin.coverage), default=0)
-    print(f"{pin.pin_id}: {pin.num_tokens} tokens, {num_blocks} blocks, until {_when(pin.until)}")
+    show(options, response, lambda: _added_text(response.pin))
     return 0
 
 
@@ -68,23 +65,25 @@ async def _list(options: argparse.Namespace) -> int:
         options,
         lambda stub, metadata, s: stub.ListPins(pb.ListPinsRequest(), metadata=metadata, timeout=s),
     )
-    if options.json:
-        print(json.dumps(MessageToDict(response, preserving_proto_field_name=True), indent=2))
-    else:
-        print(pins_text(response))
+    show(options, response, lambda: pins_text(response))
     return 0
 
 
 async def _remove(options: argparse.Namespace) -> int:
     request = pb.RemovePinRequest(pin_id=options.pin)
-    await ask_leader(
+    response = await ask_leader(
         options, lambda stub, metadata, s: stub.RemovePin(request, metadata=metadata, timeout=s)
     )
-    print(f"{options.pin} is no longer pinned")
+    show(options, response, lambda: f"{options.pin} is no longer pinned")
     return 0
 
 
 _ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": _remove}
+
+
+def _added_text(pin: pb.PinState) -> str:
+    num_blocks = max((each.num_blocks for each in pin.coverage), default=0)
+    return f"{pin.pin_id}: {pin.num_tokens} tokens, {num_blocks} blocks, until {_when(pin.until)}"
 
 
 def pins_text(pins: pb.ListPinsResponse) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Iterable
-
-from google.protobuf.json_format import MessageToDict
 
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.output import as_data, show
 from pdmesh.v1 import admin_service_pb2 as pb
 
 
@@ -26,10 +24,7 @@ async def _ratio(options: argparse.Namespace) -> int:
         raise CommandFailed("choose a change: --more, --add, --remove or --profile", code=2)
     else:
         decisions = await _decisions(options)
-    if options.json:
-        print(json.dumps([MessageToDict(d, preserving_proto_field_name=True) for d in decisions]))
-    else:
-        print(decisions_text(decisions))
+    show(options, [as_data(each) for each in decisions], lambda: decisions_text(decisions))
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ import grpc
 from pdmesh.cli.connect import connected
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed, no_mesh
+from pdmesh.cli.output import show
 from pdmesh.cli.table import table
 from pdmesh.config import without_password
 from pdmesh.core.groups.unpaired import ReadyInstance, unpaired
@@ -102,7 +102,7 @@ class Status:
 
 def run(options: argparse.Namespace) -> int:
     status = asyncio.run(collect(options))
-    print(json.dumps(asdict(status), indent=2) if options.json else _text(status))
+    show(options, asdict(status), lambda: _text(status))
     return 1 if status.problem else 0
 
 

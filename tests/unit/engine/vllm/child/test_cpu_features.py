@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.cli import app
+from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.engine.vllm.child import cpu_features, preflight
@@ -89,10 +89,10 @@ def test_up_refuses_a_missing_feature_that_the_environment_asks_for(
     with pytest.raises(
         CommandFailed, match=f"^{variable}: kv_cache_dtype fp8 needs AVX-512 or AMX"
     ):
-        up._spec(app.build_parser().parse_args(asked))
+        up._spec(build_parser().parse_args(asked))
     monkeypatch.setattr(cpu_features, "own_flags", lambda: ZEN4)
     with pytest.raises(CommandFailed, match=r"is not a Hugging Face model|vLLM is not installed"):
-        up._spec(app.build_parser().parse_args(asked))
+        up._spec(build_parser().parse_args(asked))
 
 
 @pytest.mark.usefixtures("on_zen3")
@@ -111,4 +111,4 @@ def test_up_refuses_a_missing_feature_that_the_groups_file_asks_for(
     )
     asked = ["up", "--engine", "vllm", "--groups", str(file), "--blank", "4"]
     with pytest.raises(CommandFailed, match=r"groups\.yaml: services\.chat: kv_cache_dtype fp8"):
-        up._spec(app.build_parser().parse_args(asked))
+        up._spec(build_parser().parse_args(asked))

@@ -1,0 +1,70 @@
+"""The arguments of commands that look at a mesh or ask it something."""
+
+from __future__ import annotations
+
+import os
+
+from pdmesh.cli import values
+from pdmesh.cli.arguments import options
+from pdmesh.cli.arguments.options import Commands
+
+
+def add_status(commands: Commands) -> None:
+    commands.add_parser(
+        "status",
+        parents=[options.of_mesh(), options.of_output(), options.of_watch()],
+        help="show what is running",
+    )
+
+
+def add_chat(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat", parents=[options.of_state()], help="ask the model a question"
+    )
+    parser.add_argument("prompt", help="the question; - reads it from stdin")
+    parser.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
+    parser.add_argument("--model", default="default", help="a served model (default: the first)")
+    parser.add_argument(
+        "--max-tokens",
+        type=values.positive_int,
+        default=256,
+        metavar="N",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, which is greedy)",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("PDMESH_API_KEY", ""),
+        help="the API key (default: $PDMESH_API_KEY)",
+    )
+
+
+def add_events(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "events",
+        parents=[options.of_mesh(), options.of_output()],
+        help="follow the mesh's events",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "pattern", nargs="?", default="", help="NATS subject, e.g. mesh.v1.health.*.decode-0"
+    )
+    which.add_argument(
+        "--domain",
+        type=values.names,
+        default=(),
+        metavar="A,B",
+        help="only events of these domains, e.g. health,group",
+    )
+    parser.add_argument(
+        "--periodic",
+        action="store_true",
+        help="also show heartbeats and loads, which every process sends all the time; without it, "
+        "only a PATTERN shows them",
+    )

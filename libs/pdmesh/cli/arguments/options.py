@@ -1,0 +1,131 @@
+"""Options that several commands have. Each may stand before the command or after any of its words.
+
+The parser of the whole line holds the defaults. The commands hold none, as theirs would replace
+what was given before the command; so the last value on the line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+from pdmesh.cli import values
+from pdmesh.cli.hints import default_state_dir
+from pdmesh.cli.parser import CommandParser
+
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
+
+
+def with_defaults(parser: argparse.ArgumentParser) -> None:
+    """Add every shared option with its default."""
+    _add_state_dir(parser)
+    _add_nats_url(parser)
+    _add_token(parser)
+    parser.set_defaults(
+        state_dir=default_state_dir(),
+        nats_url=os.environ.get("PDMESH_NATS_URL") or None,
+        admin_token=os.environ.get("PDMESH_ADMIN_TOKEN", ""),
+        admin_token_file=None,
+        output="text",
+        watch=False,
+    )
+
+
+def of_state() -> CommandParser:
+    """A parent of commands that need no running mesh."""
+    parent = CommandParser(add_help=False)
+    _add_state_dir(parent)
+    return parent
+
+
+def of_mesh() -> CommandParser:
+    """A parent of commands that talk to a mesh."""
+    parent = CommandParser(add_help=False, parents=[of_state()])
+    _add_nats_url(parent)
+    return parent
+
+
+def of_admin() -> CommandParser:
+    """A parent of commands that ask the leading master."""
+    parent = CommandParser(add_help=False, parents=[of_mesh(), of_output()])
+    _add_token(parent)
+    return parent
+
+
+def of_output() -> CommandParser:
+    """A parent of commands whose result a program may read."""
+    parent = CommandParser(add_help=False)
+    add = parent.add_argument
+    add(
+        "-o",
+        "--output",
+        choices=["text", "json", "yaml"],
+        default=argparse.SUPPRESS,
+        help="form of the result (default: text)",
+    )
+    add(
+        "--json",
+        dest="output",
+        action="store_const",
+        const="json",
+        default=argparse.SUPPRESS,
+        help="the same as -o json",
+    )
+    return parent
+
+
+def of_watch() -> CommandParser:
+    """A parent of commands that can be repeated until Ctrl-C."""
+    parent = CommandParser(add_help=False)
+    add = parent.add_argument
+    add(
+        "-w",
+        "--watch",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show it again and again, until Ctrl-C",
+    )
+    add(
+        "--every",
+        type=values.positive,
+        default=2.0,
+        metavar="SECONDS",
+        help="pause between two views of --watch (default: %(default)g)",
+    )
+    return parent
+
+
+def _add_state_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help=f"where the mesh keeps its state and logs (default: {default_state_dir()})",
+    )
+
+
+def _add_nats_url(parser: argparse.ArgumentParser) -> None:
+    """The URL may come from the environment: other users can read a password on a command line."""
+    parser.add_argument(
+        "--nats-url",
+        default=argparse.SUPPRESS,
+        help="NATS of a mesh started elsewhere (default: $PDMESH_NATS_URL)",
+    )
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--admin-token",
+        default=argparse.SUPPRESS,
+        help="the admin token (default: $PDMESH_ADMIN_TOKEN)",
+    )
+    add(
+        "--admin-token-file",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="file with the admin token",
+    )

@@ -1,0 +1,168 @@
+"""The arguments of commands that manage what a mesh keeps: pins, adapters, keys, artefacts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pdmesh.cli import values
+from pdmesh.cli.arguments import options
+from pdmesh.cli.arguments.options import Commands
+from pdmesh.cli.parser import CommandParser
+
+
+def add_pins(commands: Commands) -> None:
+    admin = options.of_admin()
+    parser = commands.add_parser(
+        "pins", parents=[admin], help="manage pinned prefixes, whose KV is not evicted"
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", parents=[admin], help="pin a prefix, or replace a pin")
+    add.add_argument("pin", help="the pin's name: [a-z0-9-]+")
+    prefix = add.add_mutually_exclusive_group(required=True)
+    prefix.add_argument(
+        "--system", type=Path, metavar="FILE", help="the system prompt of chats; - reads stdin"
+    )
+    prefix.add_argument("--text", type=Path, metavar="FILE", help="the beginning of a plain prompt")
+    prefix.add_argument(
+        "--token-ids", type=Path, metavar="FILE", help="token ids, separated by spaces or commas"
+    )
+    add.add_argument(
+        "--tenant", default="default", help="tenant of the prompts (default: %(default)s)"
+    )
+    add.add_argument("--scenario", default="", help="pin only at instances of this scenario")
+    add.add_argument("--model", default="", help="model of the prompts (default: the only model)")
+    add.add_argument("--cache-salt", default="", help="the cache_salt of the prompts")
+    add.add_argument(
+        "--ttl",
+        type=values.duration,
+        default="24h",
+        help="how long the pin lasts: 10s, 30m, 12h, 7d (default: 24h)",
+    )
+    add.add_argument("--reason", default="", help="a reason, recorded with the pin")
+    add.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
+    add.add_argument(
+        "--api-key",
+        default=os.environ.get("PDMESH_API_KEY", ""),
+        help="the API key (default: $PDMESH_API_KEY)",
+    )
+    shown = actions.add_parser(
+        "list", parents=[admin, options.of_watch()], help="show pins and their holders"
+    )
+    remove = actions.add_parser("remove", parents=[admin], help="remove a pin")
+    remove.add_argument("pin", help="the pin's name")
+    for each in (add, shown, remove):
+        each.set_defaults(module="pins")
+
+
+def add_adapters(commands: Commands) -> None:
+    admin = options.of_admin()
+    parser = commands.add_parser(
+        "adapters", parents=[admin], help="manage LoRA adapters, which clients name as models"
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", parents=[admin], help="serve an adapter, or replace it")
+    add.add_argument("adapter", help="its name for clients: letters, digits, - and _")
+    add.add_argument(
+        "--model", default="", help="the model that it changes (default: the only one)"
+    )
+    add.add_argument(
+        "--path",
+        type=values.absolute_path,
+        required=True,
+        metavar="DIR",
+        help="folder with adapter_config.json and adapter_model.safetensors, as instances see it",
+    )
+    shown = actions.add_parser(
+        "list",
+        parents=[admin, options.of_watch()],
+        help="show adapters and the instances that have loaded them",
+    )
+    remove = actions.add_parser("remove", parents=[admin], help="take an adapter from clients")
+    remove.add_argument("adapter", help="its name")
+    for each in (add, shown, remove):
+        each.set_defaults(module="adapters")
+
+
+def add_keys(commands: Commands) -> None:
+    parser = commands.add_parser("keys", parents=[options.of_state()], help="manage API keys")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    common = CommandParser(add_help=False, parents=[options.of_state()])
+    common.add_argument(
+        "--file", type=Path, help="the key file (default: keys.json in --state-dir)"
+    )
+    add = actions.add_parser("add", parents=[common], help="make a key and show it once")
+    add.add_argument("tenant", help="the key's tenant; a new name adds a tenant")
+    add.add_argument(
+        "--expires-days",
+        type=values.positive,
+        metavar="DAYS",
+        help="days until the key expires (default: never)",
+    )
+    # The limits are those of the tenant, over all its keys.
+    add.add_argument(
+        "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
+    )
+    add.add_argument(
+        "--tokens-per-min",
+        type=values.positive,
+        metavar="N",
+        help="tokens of prompts and answers (default: no limit)",
+    )
+    add.add_argument(
+        "--max-concurrent",
+        type=values.positive_int,
+        metavar="N",
+        help="open requests (default: no limit)",
+    )
+    add.add_argument(
+        "--tokens-per-day",
+        type=values.positive_int,
+        metavar="N",
+        help="tokens per UTC day (default: no limit)",
+    )
+    add.add_argument(
+        "--weight",
+        type=values.positive_int,
+        metavar="N",
+        help="weight of the tenant when calls wait for a slot (default: 1)",
+    )
+    add.add_argument(
+        "--priority", type=values.count, metavar="N", help="0 is served first (default: 1)"
+    )
+    add.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="models that the tenant may use (default: all)"
+    )
+    actions.add_parser(
+        "list", parents=[common, options.of_output()], help="list key ids, tenants and limits"
+    )
+    revoke = actions.add_parser("revoke", parents=[common], help="revoke a key")
+    revoke.add_argument("key_id", help="the key's id, as in `pdmesh keys list`")
+
+
+def add_artefact(commands: Commands) -> None:
+    common = options.of_state()
+    parser = commands.add_parser("artefact", parents=[common], help="prepare a model for one role")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser(
+        "build", parents=[common], help="make an artefact and print the path of its manifest"
+    )
+    build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
+    roles = ["prefill", "decode", "fusion", "pooling", "encoder"]
+    build.add_argument("--role", choices=roles, required=True)
+    build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    build.add_argument(
+        "--name", default="", help="the model's name for clients (default: the folder's name)"
+    )
+    build.add_argument(
+        "--set",
+        type=values.assignment,
+        action="append",
+        metavar="NAME=VALUE",
+        help="a setting of the engine that will load the artefact, e.g. dtype=float32; may be "
+        "repeated",
+    )
+    verify = actions.add_parser(
+        "verify", parents=[common], help="check every file against the manifest"
+    )
+    verify.add_argument("manifest", type=Path)

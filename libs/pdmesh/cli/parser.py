@@ -1,0 +1,41 @@
+"""A parser of arguments that suggests the word which the user may have meant."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an unknown word at the command that does not know it, with its usage."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse overloads it by its second argument
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as exc:
+            hint = suggestion(str(value), map(str, action.choices or ()))
+            if not hint:
+                raise
+            raise argparse.ArgumentError(action, f"there is no {value!r}{hint}") from exc
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        first = unknown[0].partition("=")[0]
+        hint = suggestion(first, known) if first.startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """For example `; did you mean status?`, or nothing if no known word is close."""
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

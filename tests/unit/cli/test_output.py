@@ -1,0 +1,93 @@
+"""What commands print for people and for programs, once and repeatedly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from argparse import Namespace
+
+import pytest
+import yaml
+
+from pdmesh.cli.arguments import build_parser
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.output import show
+from pdmesh.cli.watching import watched
+from pdmesh.errors import Unavailable
+from pdmesh.v1 import admin_service_pb2 as pb
+
+BOOK = pb.DesiredVersion(version=7, author="Zoë", text="groups: {}\n")
+
+
+def test_one_result_has_a_form_for_people_and_two_for_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = {}
+    for output in ("text", "json", "yaml"):
+        show(Namespace(output=output), BOOK, lambda: "version 7")
+        printed[output] = capsys.readouterr().out
+    assert printed["text"] == "version 7\n"
+    assert json.loads(printed["json"]) == yaml.safe_load(printed["yaml"])
+    assert "Zoë" in printed["yaml"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["status"], ["events"], ["groups"], ["diff", "f"], ["apply", "f"], ["rollback"], ["promote"],
+        ["drain", "i"], ["cordon", "i"], ["uncordon", "i"], ["ratio"], ["pins", "list"],
+        ["pins", "remove", "x"], ["adapters", "list"], ["keys", "list"]],
+)  # fmt: skip
+def test_every_command_with_a_result_prints_it_for_programs_too(words: list[str]) -> None:
+    parse = build_parser().parse_args
+    assert parse(words).output == "text"
+    assert parse([*words, "-o", "yaml"]).output == "yaml"
+    assert parse([*words, "--json"]).output == "json"
+
+
+class Interrupted:
+    """Stands for the pause between two views; the user presses Ctrl-C in the last one."""
+
+    def __init__(self, num_pauses: int) -> None:
+        self.num_left = num_pauses
+
+    def __call__(self, seconds: float) -> None:
+        assert seconds == 2.0
+        self.num_left -= 1
+        if not self.num_left:
+            raise KeyboardInterrupt
+
+
+def test_a_watched_command_shows_a_later_failure_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = iter(["one", Unavailable("no master leads"), CommandFailed("NATS is away"), "two"])
+
+    def run(options: argparse.Namespace) -> int:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        print(result)
+        return 0
+
+    monkeypatch.setattr(time, "sleep", Interrupted(4))
+    assert watched(run, Namespace(every=2.0)) == 0
+    assert capsys.readouterr().out == "one\nno master leads\nNATS is away\ntwo\n"
+
+
+def test_a_watched_command_that_fails_at_first_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(options: argparse.Namespace) -> int:
+        raise CommandFailed("no mesh is running here")
+
+    with pytest.raises(CommandFailed, match="no mesh"):
+        watched(run, Namespace(every=2.0))
+
+
+def test_a_terminal_shows_one_view_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(time, "sleep", Interrupted(2))
+    assert watched(lambda options: print("view") or 0, Namespace(every=2.0)) == 0
+    assert capsys.readouterr().out == "\x1b[H\x1b[Jview\n" * 2
