@@ -28,6 +28,8 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from pdmesh.telemetry import labels as known_labels
+
 _SCOPE: Final = InstrumentationScope("pdmesh")
 _all: Final[list[Histogram]] = []
 
@@ -59,6 +61,7 @@ class Histogram:
         key = frozenset(labels.items()) if labels else _NO_LABELS
         series = self._series.get(key)
         if series is None:
+            known_labels.check(self._name, labels or ())
             series = self._series[key] = _Series([0] * (len(self._bounds) + 1))
         series.counts[bisect_left(self._bounds, value)] += 1
         series.sum += value

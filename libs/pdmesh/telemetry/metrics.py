@@ -18,6 +18,7 @@ from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
+from pdmesh.telemetry import labels as known_labels
 from pdmesh.telemetry.histograms import Histogram, PeriodicReader, PrometheusReader
 
 Labels = Mapping[str, str]
@@ -66,15 +67,24 @@ class Counter:
     Use it on one thread only, because it takes no lock. It counts in a dict and sums only when it
     is read. This needs a fifth of the CPU of the SDK's own counter, and saves a few percent of a
     core at thousands of requests per second.
+
+    A counter without labels is 0 from the beginning: a rate would not see the first count of a
+    series that begins with it.
     """
 
     def __init__(self, name: str, help: str, unit: str) -> None:
+        self._name = name
         self._sums: dict[frozenset[tuple[str, str]], float] = {}
+        if not known_labels.labels_of(name):
+            self._sums[_NO_KEY] = 0
         _meter.create_observable_counter(name, [self._observe], unit, help)
 
     def add(self, amount: float, labels: Labels = _NO_LABELS) -> None:
         key = frozenset(labels.items()) if labels else _NO_KEY
-        self._sums[key] = self._sums.get(key, 0) + amount
+        if (sum_now := self._sums.get(key)) is None:
+            known_labels.check(self._name, labels)
+            sum_now = 0
+        self._sums[key] = sum_now + amount
 
     def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
         return [Observation(total, dict(key)) for key, total in list(self._sums.items())]
@@ -97,20 +107,24 @@ def gauge(name: str, help: str, read: Read, unit: str = "1") -> None:
     `read` must not change anything: it runs on the event loop for /metrics, and on the exporter's
     thread for OTLP.
     """
-    _meter.create_observable_gauge(name, [_observer(read)], unit, help)
+    _meter.create_observable_gauge(name, [_observer(name, read)], unit, help)
 
 
 def total(name: str, help: str, read: Read, unit: str = "1") -> None:
     """A count that only grows and that its owner keeps. It is read like a gauge."""
-    _meter.create_observable_counter(name, [_observer(read)], unit, help)
+    _meter.create_observable_counter(name, [_observer(name, read)], unit, help)
 
 
-def _observer(read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
+def _observer(name: str, read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         value = read()
         if isinstance(value, int | float):
             return [Observation(_number(value))]
-        return [Observation(_number(each), dict(labels)) for each, labels in value]
+        observed = []
+        for each, labels in value:
+            known_labels.check(name, labels)
+            observed.append(Observation(_number(each), dict(labels)))
+        return observed
 
     return observe
 

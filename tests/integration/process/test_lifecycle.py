@@ -25,7 +25,7 @@ from pdmesh.config import ServiceSettings, settings_config
 from pdmesh.lifecycle import StartupError, run
 from pdmesh.telemetry import metrics, traces
 
-things = metrics.counter("pdmesh.test.things", "Things counted")
+things = metrics.counter("test.things", "Things counted")
 
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
@@ -126,7 +126,7 @@ def test_health_and_metrics_show_the_state_of_a_process(
     (tmp_path / "gate").touch()
     assert process.get("/health/ready")[0] == 200
     metrics = process.get("/metrics")[1]
-    assert 'pdmesh_test_things_total{role="prefill"} 3.0' in metrics
+    assert 'test_things_total{role="prefill"} 3.0' in metrics
     assert process.stop() == 0
 
 

@@ -11,10 +11,10 @@ _PROGRAM = """
 from opentelemetry.sdk.resources import Resource
 from pdmesh.telemetry import metrics
 
-early = metrics.counter("pdmesh.test.early", "Made before configure")
+early = metrics.counter("test.early", "Made before configure")
 early.add(2)
 metrics.configure(Resource.create({}), None)
-late = metrics.counter("pdmesh.test.late", "Made after configure")
+late = metrics.counter("test.late", "Made after configure")
 late.add(1, {"role": "prefill", "outcome": "ok"})
 late.add(3, {"outcome": "ok", "role": "prefill"})
 late.add(5, {"outcome": "failed", "role": "prefill"})
@@ -29,11 +29,9 @@ def test_a_counter_sums_by_its_labels_in_any_order_and_keeps_counting_after_a_sc
     command = [sys.executable, "-c", _PROGRAM]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
-    assert 'pdmesh_test_late_total{outcome="ok",role="prefill"} 4.0' in lines
-    assert 'pdmesh_test_late_total{outcome="failed",role="prefill"} 15.0' in lines
-    assert any(
-        line.startswith("pdmesh_test_early_total") and line.endswith(" 2.0") for line in lines
-    )
+    assert 'test_late_total{outcome="ok",role="prefill"} 4.0' in lines
+    assert 'test_late_total{outcome="failed",role="prefill"} 15.0' in lines
+    assert any(line.startswith("test_early_total") and line.endswith(" 2.0") for line in lines)
 
 
 _EXPORT = """
@@ -41,11 +39,11 @@ import sys
 from opentelemetry.sdk.resources import Resource
 from pdmesh.telemetry import metrics
 
-metrics.gauge("pdmesh.test.ready", "A yes", lambda: True)
-metrics.gauge("pdmesh.test.share", "A part", lambda: [(0.5, {"role": "decode"})])
-metrics.total("pdmesh.test.total", "A count", lambda: 7)
-metrics.counter("pdmesh.test.counter", "Another").add(2)
-metrics.histogram("pdmesh.test.times", "Times").record(0.1)
+metrics.gauge("test.ready", "A yes", lambda: True)
+metrics.gauge("test.share", "A part", lambda: [(0.5, {"role": "decode"})])
+metrics.total("test.total", "A count", lambda: 7)
+metrics.counter("test.counter", "Another").add(2)
+metrics.histogram("test.times", "Times").record(0.1)
 meters = metrics.configure(Resource.create({"service.name": "tested"}), sys.argv[1])
 print(metrics.render().decode())
 meters.shutdown()
@@ -62,15 +60,15 @@ def test_every_kind_of_metric_reaches_a_collector() -> None:
         collector.close()
     arrived = {name: metric for (_, name), metric in collector.metrics.items()}
     none = frozenset[tuple[str, str]]()
-    assert arrived["pdmesh.test.ready"].points == {none: 1}
-    assert arrived["pdmesh.test.share"].points == {frozenset({("role", "decode")}): 0.5}
-    assert arrived["pdmesh.test.counter"].points == {none: 2}
-    assert arrived["pdmesh.test.times"].points == {none: 1}
-    assert (arrived["pdmesh.test.total"].kind, arrived["pdmesh.test.total"].points) == (
+    assert arrived["test.ready"].points == {none: 1}
+    assert arrived["test.share"].points == {frozenset({("role", "decode")}): 0.5}
+    assert arrived["test.counter"].points == {none: 2}
+    assert arrived["test.times"].points == {none: 1}
+    assert (arrived["test.total"].kind, arrived["test.total"].points) == (
         "sum",
         {none: 7},
     )
-    assert "# TYPE pdmesh_test_total counter" in shown
+    assert "# TYPE test_total counter" in shown
 
 
 _DISTRIBUTION = """
@@ -78,10 +76,10 @@ from opentelemetry.metrics import get_meter
 from opentelemetry.sdk.resources import Resource
 from pdmesh.telemetry import metrics
 
-ours = metrics.histogram("pdmesh.test.ours", "Ours", buckets=[0.1, 1.0])
+ours = metrics.histogram("test.ours", "Ours", buckets=[0.1, 1.0])
 metrics.configure(Resource.create({}), None)
 theirs = get_meter("theirs").create_histogram(
-    "pdmesh.test.theirs", "s", "Theirs", explicit_bucket_boundaries_advisory=[0.1, 1.0]
+    "test.theirs", "s", "Theirs", explicit_bucket_boundaries_advisory=[0.1, 1.0]
 )
 for histogram in (ours, theirs):
     for value in (0.0, 0.1, 0.5, 1.0, 7.0):
@@ -94,8 +92,8 @@ print(metrics.render().decode())
 def test_our_histograms_look_the_same_as_those_of_the_sdk() -> None:
     command = [sys.executable, "-c", _DISTRIBUTION]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ours = [line for line in shown.splitlines() if line.startswith("pdmesh_test_ours")]
-    theirs = [line for line in shown.splitlines() if line.startswith("pdmesh_test_theirs")]
+    ours = [line for line in shown.splitlines() if line.startswith("test_ours")]
+    theirs = [line for line in shown.splitlines() if line.startswith("test_theirs")]
     assert ours == [line.replace("theirs", "ours") for line in theirs]
-    assert 'pdmesh_test_ours_seconds_bucket{le="0.1",role="decode"} 2.0' in ours
-    assert 'pdmesh_test_ours_seconds_count{role="prefill"} 1.0' in ours
+    assert 'test_ours_seconds_bucket{le="0.1",role="decode"} 2.0' in ours
+    assert 'test_ours_seconds_count{role="prefill"} 1.0' in ours

@@ -25,7 +25,8 @@ def test_names_are_grouped_by_the_comment_above_them() -> None:
 
 def test_a_metric_is_explained_once_and_a_name_that_takes_lines_is_not_lost() -> None:
     page = telemetry_doc.document()
-    assert "| `pdmesh.scenario.chosen` | Calls by what chose their scenario" in page
+    spelled = "`pdmesh_scenario_chosen_total{pdmesh_scenario, by}`"
+    assert f"| `pdmesh.scenario.chosen`<br>{spelled} | Calls by what chose their scenario" in page
     assert "| `pdmesh.outcome` |" in page
     with pytest.raises(ValueError, match="A is explained more than once"):
         telemetry_doc.meaning_of(Constant("A", "a", "why"), ["What (gauge)"])
