@@ -14,6 +14,7 @@ import structlog
 
 from pdmesh.engine.vllm.child import child_main
 from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds
 from pdmesh.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def build(
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        check_cache_kinds(config.model_config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():

@@ -8,11 +8,15 @@ decides from what the scheduler reports; the ranks carry out the decisions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, ImageAt, block_hashes
 from pdmesh.kv.tiers.owner import owner_of
+
+NULL_BLOCK: Final = 0  # vLLM's stand-in for a block that has left a request's window
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,8 @@ class TierPlanner:
             return
         count = num_external_tokens // self._block_size
         end = offer.first + offer.count
-        ids = tuple(block_ids[end - count : end])
-        self._plan.loads.append(TierLoad(offer.leg, end - count, ids))
+        ids = _held(block_ids[end - count : end])
+        self._plan.loads.append(TierLoad(offer.leg, end - len(ids), ids))
 
     def scheduled(
         self,
@@ -147,7 +151,7 @@ class TierPlanner:
         parent = chain.names[-1] if chain.names else b""
         images = [(at - named, digest) for at, digest in chain.images if at >= named]
         chain.names += block_hashes(chain.root, fresh, self._block_size, parent, images)
-        ids = tuple(block_ids()[chain.num_saved : num_full])
+        ids = _held(block_ids()[chain.num_saved : num_full])
         self._plan.saves.append(TierSave(tuple(chain.names[:num_full]), chain.owner, ids))
         chain.num_saved = num_full
 
@@ -165,3 +169,9 @@ class TierPlanner:
     @property
     def is_idle(self) -> bool:
         return not (self._chains or self._offers)
+
+
+def _held(block_ids: Sequence[int]) -> tuple[int, ...]:
+    """The blocks that the request holds: those before its window have `NULL_BLOCK` for an id."""
+    num_null = sum(1 for _ in itertools.takewhile(lambda i: i == NULL_BLOCK, block_ids))
+    return tuple(block_ids[num_null:])

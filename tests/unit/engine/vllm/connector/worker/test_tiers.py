@@ -16,6 +16,7 @@ from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import (
+    NULL_BLOCK,
     TierLoad,
     TierPlan,
     TierPlanner,
@@ -93,6 +94,17 @@ def test_blocks_are_saved_as_they_become_full_under_their_mesh_names() -> None:
         TierSave(NAMES[:2], OWNER, (11,)),
     ]
     assert plan.num_tokens == 11
+
+
+def test_blocks_that_have_left_a_window_are_neither_saved_nor_loaded() -> None:
+    """vLLM has them in a request's list with the id of its null block."""
+    core = planner()
+    core.scheduled("a", 12, 4, lambda: [NULL_BLOCK, NULL_BLOCK, 12, 13])
+    assert core.take_plan().saves == [TierSave(NAMES[:4], OWNER, (12, 13))]
+    core = planner(offer=(7, 1, 3))
+    assert core.num_external_tokens("a", 4) == 12
+    core.allocated("a", [10, NULL_BLOCK, NULL_BLOCK, 13, 14], 12)
+    assert core.take_plan().loads == [TierLoad(7, 3, (13,))]
 
 
 def test_a_draft_that_may_be_rejected_has_no_name() -> None:

@@ -1,0 +1,32 @@
+"""Which models keep all that a request needs as KV by token; the mesh moves no other state."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pdmesh.errors import EngineFailed
+
+_LINEAR: Final = "linear_attention"  # a layer's kind in a model's configuration
+
+
+def check_cache_kinds(model: Any) -> None:
+    """Raises EngineFailed that names what of the model keeps no KV by token.
+
+    Any: vLLM's `ModelConfig`, which is no stable type.
+    """
+    if (feature := without_kv(model)) is not None:
+        raise EngineFailed(
+            f"{model.served_model_name} has {feature}: the mesh moves KV by token and no other "
+            "state (docs/cache-kinds.md)",
+            reason="MODEL_UNSUPPORTED",
+        )
+
+
+def without_kv(model: Any) -> str | None:
+    """The model's layers, in words, whose state is no KV by token; None if there are none."""
+    if model.is_attention_free:  # transformers calls Mamba's layers linear attention
+        return "state-space layers"
+    if model.has_inner_state:
+        kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+        return "linear attention" if _LINEAR in kinds else "state-space layers"
+    return "cross attention" if model.is_encoder_decoder else None

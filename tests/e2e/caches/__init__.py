@@ -1,0 +1,1 @@
+"""Models with other kinds of KV cache than full attention: each through prefill and decode."""

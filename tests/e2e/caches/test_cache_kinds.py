@@ -1,0 +1,221 @@
+"""Models with sliding-window layers through prefill and decode: outputs equal plain vLLM's.
+
+Plain vLLM runs as it would alone: it keeps a cache group of each kind, and frees what has left the
+window. Prompts and answers are longer than the window.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from safetensors.numpy import save_file
+from transformers import AutoConfig
+
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.errors import EngineFailed
+from pdmesh.kv.tiers.config import TierConfig
+from tests.e2e.caches.tiny_windowed import WINDOW, write_tiny_gemma, write_tiny_mistral
+from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
+from tests.e2e.conftest import ASYNC_SCHEDULING, DTYPE, Plain, plain_vllm
+from tests.e2e.pair import Host, Pair, running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="module"),
+]
+BLOCK_SIZE = 32
+MAX_MODEL_LEN = 768
+POOL = TierConfig(host_pool_bytes=192 << 20, timeout_s=20.0)
+SERVED_BY_POOL = ("host", "served")
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "sliding-and-full": write_tiny_gemma,
+    "sliding": write_tiny_mistral,
+}
+
+
+def windowed_cases(seed: int = 6) -> list[Case]:
+    """Prompts of lengths around blocks and windows, shared prefixes, and answers over a window."""
+    rng = random.Random(seed)
+    edges = [1, 31, 32, 33, *(WINDOW + d for d in (-1, 0, 1)), 127, 128, 129, 131, 132, 133, 500]
+    shared = tuple(rng.choices(VOCABULARY, k=400))
+    done: list[Case] = []
+    for length in [*edges, *(rng.randint(2, 400) for _ in range(12))]:
+        prompt = tuple(rng.choices(VOCABULARY, k=length))
+        done.append(Case(prompt, rng.choice((2, 3, 5, 8))))
+    for length in (150, 260, 261, 320, 400):
+        own = tuple(rng.choices(VOCABULARY, k=60))
+        done.append(Case(shared[:length] + own, 5))
+    done += [Case(tuple(rng.choices(VOCABULARY, k=n)), WINDOW + 40) for n in (20, 90, 310)]
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A pair on one model, and what plain vLLM draws with it."""
+
+    kind: str
+    model_dir: Path
+    plain: Plain
+    prefill: Host
+    decode: Host
+
+    def decided(self) -> tuple[list[Case], list[list[int]]]:
+        return self.plain.decided(windowed_cases())
+
+
+def config(model_dir: Path, instance_id: str, incarnation: int) -> VllmConfig:
+    return VllmConfig(
+        instance_id,
+        incarnation,
+        model_dir,
+        "tiny",
+        dtype=DTYPE,
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=64 << 20,
+        staging_bytes=32 << 20,
+        landing_bytes=32 << 20,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=192,  # long prompts are computed in several steps
+        async_scheduling=ASYNC_SCHEDULING,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=["sliding-and-full", pytest.param("sliding", marks=pytest.mark.nightly)],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model_dir(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS[kind](tmp_path_factory.mktemp(kind))
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    with plain_vllm(
+        model_dir,
+        windowed_cases(),
+        tmp_path_factory.mktemp("plain"),
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=64 << 20,
+    ) as plain:
+        yield plain
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(kind: str, model_dir: Path, plain: Plain) -> AsyncIterator[Served]:
+    """The prefill's cache is small, so that it evicts prompts, and has a host pool."""
+    small = replace(config(model_dir, "prefill", 1), kv_cache_bytes=6 << 20, tiers=POOL)
+    async with (
+        running(small) as prefill,
+        running(config(model_dir, "decode", 2)) as decode,
+    ):
+        yield Served(kind, model_dir, plain, prefill, decode)
+
+
+async def idle(*hosts: Host) -> None:
+    for host in hosts:
+        await host.until_idle()
+
+
+@pytest.mark.req("S1", "S3")
+async def test_a_whole_prompt_handed_over_gives_the_outputs_of_plain_vllm(served: Served) -> None:
+    todo, expected = served.decided()
+    assert sum(len(case.prompt) > WINDOW for case in todo) > 15
+    assert max(map(len, expected)) > WINDOW, "an answer leaves its prompt's window"
+    run = Pair(served.prefill, served.decode, salt="whole")
+    for _ in range(2):  # the second time, both sides find prefixes in their caches
+        got = await generate_all(run.generate, todo, num_concurrent=4)
+        assert differences(expected, got) == []
+    assert run.num_computed_at_decode == 0
+    assert run.num_handed_over > 50
+    await idle(served.prefill, served.decode)
+
+
+@pytest.mark.req("S48")
+async def test_a_prompt_handed_over_per_layer_gives_the_outputs_of_plain_vllm(
+    served: Served,
+) -> None:
+    todo, expected = served.decided()
+    run = Pair(served.prefill, served.decode, salt="per-layer")
+    for _ in range(2):
+        got = await generate_all(run.generate_per_layer, todo, num_concurrent=4)
+        assert differences(expected, got) == []
+    assert run.num_computed_at_decode == 0
+    assert run.num_handed_over > 50
+    await idle(served.prefill, served.decode)
+
+
+@pytest.mark.req("S76", "S77")
+async def test_evicted_blocks_come_from_the_host_pool_with_equal_outputs(served: Served) -> None:
+    todo, expected = served.decided()
+    host = served.prefill
+    run = Pair(host, served.decode, salt="tiers")
+    assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+    before = host.tier_counts.get(SERVED_BY_POOL, 0)
+    assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+    await host.until(lambda: host.tier_counts.get(SERVED_BY_POOL, 0) - before > 30)
+    await idle(host, served.decode)
+
+
+async def test_an_answer_goes_on_elsewhere_with_equal_outputs(served: Served) -> None:
+    """A request that moves brings the tokens that it has drawn, and is prefilled with them."""
+    todo, expected = served.decided()
+    run = Pair(served.prefill, served.decode, salt="moves")
+
+    async def moved(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        first = (sampling.max_tokens + 1) // 2
+        drawn = await run.generate(prompt, replace(sampling, max_tokens=first))
+        rest = replace(sampling, max_tokens=sampling.max_tokens - first)
+        return [*drawn, *(await run.generate([*prompt, *drawn], rest) if rest.max_tokens else ())]
+
+    assert differences(expected, await generate_all(moved, todo, num_concurrent=4)) == []
+    await idle(served.prefill, served.decode)
+
+
+@pytest.mark.req("S77")
+async def test_the_comparison_fails_when_the_kv_is_zeroed_on_arrival(served: Served) -> None:
+    todo, expected = served.decided()
+    picked = [i for i, case in enumerate(todo) if case.max_tokens >= 3]
+    broken = replace(config(served.model_dir, "broken", 3), failpoints="decode.pulled=zero-kv")
+    async with running(broken) as decode:
+        run = Pair(served.prefill, decode, salt="broken")
+        got = await generate_all(run.generate, [todo[i] for i in picked], 4)
+    assert len(differences([expected[i] for i in picked], got)) > len(picked) // 2
+    await idle(served.prefill)
+
+
+_FEW_LAYERS = {"num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "feature"),
+    [
+        ("qwen3_next", "Qwen3NextForCausalLM", "linear attention"),
+        ("mamba", "MambaForCausalLM", "state-space layers"),
+    ],
+)
+async def test_a_model_with_another_state_ends_the_start_with_one_line(
+    tmp_path: Path, model_type: str, architecture: str, feature: str
+) -> None:
+    facts = AutoConfig.for_model(model_type, **_FEW_LAYERS, architectures=[architecture])
+    facts.save_pretrained(tmp_path)
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(EngineFailed, match=f"^tiny has {feature}: ") as caught:
+        async with running(config(tmp_path, "refuses", 4)):
+            pytest.fail("it started")
+    assert caught.value.reason == "MODEL_UNSUPPORTED"

@@ -1,0 +1,61 @@
+"""Models that keep more than KV by token are refused, and the refusal names what they have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, without_kv
+from pdmesh.errors import EngineFailed
+
+
+def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
+    usual: dict[str, object] = {
+        "served_model_name": "m",
+        "has_inner_state": False,
+        "is_attention_free": False,
+        "is_encoder_decoder": False,
+        "hf_text_config": SimpleNamespace(),
+    }
+    return SimpleNamespace(**(usual | facts))
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
+def test_layers_that_see_all_tokens_or_a_window_of_them_keep_kv(kinds: object) -> None:
+    check_cache_kinds(model(hf_text_config=SimpleNamespace(layer_types=kinds)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "feature"),
+    [
+        (
+            {
+                "has_inner_state": True,
+                "hf_text_config": SimpleNamespace(
+                    layer_types=["linear_attention", "full_attention"]
+                ),
+            },
+            "linear attention",
+        ),
+        ({"has_inner_state": True}, "state-space layers"),
+        (
+            {
+                "is_attention_free": True,
+                "has_inner_state": True,
+                "hf_text_config": SimpleNamespace(layer_types=["linear_attention"]),
+            },
+            "state-space layers",
+        ),
+        ({"is_encoder_decoder": True}, "cross attention"),
+    ],
+)
+def test_a_model_with_another_state_is_refused_in_a_line_that_names_it(
+    facts: dict[str, object], feature: str
+) -> None:
+    assert without_kv(model(**facts)) == feature
+    with pytest.raises(EngineFailed, match=rf"^m has {feature}: .*docs/cache-kinds\.md") as caught:
+        check_cache_kinds(model(**facts))
+    assert caught.value.reason == "MODEL_UNSUPPORTED"
+    assert "\n" not in str(caught.value)
