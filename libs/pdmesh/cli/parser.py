@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from pdmesh.core.suggestion import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -33,9 +34,3 @@ class CommandParser(argparse.ArgumentParser):
         first = unknown[0].partition("=")[0]
         hint = suggestion(first, known) if first.startswith("-") else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """For example `; did you mean status?`, or nothing if no known word is close."""
-    close = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

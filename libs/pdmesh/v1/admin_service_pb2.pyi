@@ -602,6 +602,52 @@ class GetDesiredResponse(_message.Message):
 Global___GetDesiredResponse: _TypeAlias = GetDesiredResponse  # noqa: Y015
 
 @_typing.final
+class ListDesiredVersionsRequest(_message.Message):
+    """Sent by operators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """at most so many, the latest; 0: all that are kept"""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDesiredVersionsRequest: _TypeAlias = ListDesiredVersionsRequest  # noqa: Y015
+
+@_typing.final
+class ListDesiredVersionsResponse(_message.Message):
+    """Sent by the master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredVersion]:
+        """without their texts, the current one first"""
+
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[Global___DesiredVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDesiredVersionsResponse: _TypeAlias = ListDesiredVersionsResponse  # noqa: Y015
+
+@_typing.final
 class DiffDesiredRequest(_message.Message):
     """Sent by operators."""
 
@@ -1071,6 +1117,7 @@ class ListGroupStatesResponse(_message.Message):
     UPGRADES_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     PAGE_URL_FIELD_NUMBER: _builtins.int
+    SEEN_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
     """of the desired state"""
@@ -1078,6 +1125,8 @@ class ListGroupStatesResponse(_message.Message):
     """why nothing is changed now; empty: the leader acts"""
     page_url: _builtins.str
     """where the same is shown in a browser"""
+    seen_version: _builtins.int
+    """the version that groups and upgrades here answer: the current one, or an earlier one at first"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
@@ -1111,10 +1160,11 @@ class ListGroupStatesResponse(_message.Message):
         upgrades: _abc.Iterable[Global___UpgradeState] | None = ...,
         decisions: _abc.Iterable[Global___RatioDecision] | None = ...,
         page_url: _builtins.str = ...,
+        seen_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "decisions", b"decisions", "epoch", b"epoch", "groups", b"groups", "out_of_service", b"out_of_service", "page_url", b"page_url", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "decisions", b"decisions", "epoch", b"epoch", "groups", b"groups", "out_of_service", b"out_of_service", "page_url", b"page_url", "paused", b"paused", "seen_version", b"seen_version", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

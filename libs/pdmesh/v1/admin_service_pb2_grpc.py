@@ -41,6 +41,11 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredResponse.FromString,
                 _registered_method=True)
+        self.ListDesiredVersions = channel.unary_unary(
+                '/pdmesh.v1.AdminService/ListDesiredVersions',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsResponse.FromString,
+                _registered_method=True)
         self.DiffDesired = channel.unary_unary(
                 '/pdmesh.v1.AdminService/DiffDesired',
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.DiffDesiredRequest.SerializeToString,
@@ -125,6 +130,13 @@ class AdminServiceServicer:
 
     def GetDesired(self, request, context):
         """The desired state, current or of an earlier version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDesiredVersions(self, request, context):
+        """The versions of the desired state that are kept, and who applied them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,6 +253,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredResponse.SerializeToString,
             ),
+            'ListDesiredVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDesiredVersions,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsResponse.SerializeToString,
+            ),
             'DiffDesired': grpc.unary_unary_rpc_method_handler(
                     servicer.DiffDesired,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.DiffDesiredRequest.FromString,
@@ -346,6 +363,33 @@ class AdminService:
             '/pdmesh.v1.AdminService/GetDesired',
             pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.GetDesiredResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDesiredVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/ListDesiredVersions',
+            pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.ListDesiredVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetDesiredRequest, _admin_service_pb2.GetDesiredResponse]
     """The desired state, current or of an earlier version."""
+    ListDesiredVersions: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListDesiredVersionsRequest, _admin_service_pb2.ListDesiredVersionsResponse]
+    """The versions of the desired state that are kept, and who applied them."""
     DiffDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DiffDesiredRequest, _admin_service_pb2.DiffDesiredResponse]
     """What a new desired state would change. Changes nothing."""
     ApplyDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ApplyDesiredRequest, _admin_service_pb2.ApplyDesiredResponse]
@@ -75,6 +77,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetDesiredRequest, _admin_service_pb2.GetDesiredResponse]  # type: ignore[assignment]
     """The desired state, current or of an earlier version."""
+    ListDesiredVersions: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListDesiredVersionsRequest, _admin_service_pb2.ListDesiredVersionsResponse]  # type: ignore[assignment]
+    """The versions of the desired state that are kept, and who applied them."""
     DiffDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DiffDesiredRequest, _admin_service_pb2.DiffDesiredResponse]  # type: ignore[assignment]
     """What a new desired state would change. Changes nothing."""
     ApplyDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ApplyDesiredRequest, _admin_service_pb2.ApplyDesiredResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetDesiredResponse, _abc.Awaitable[_admin_service_pb2.GetDesiredResponse]]:
         """The desired state, current or of an earlier version."""
+
+    @_abc_1.abstractmethod
+    def ListDesiredVersions(
+        self,
+        request: _admin_service_pb2.ListDesiredVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListDesiredVersionsResponse, _abc.Awaitable[_admin_service_pb2.ListDesiredVersionsResponse]]:
+        """The versions of the desired state that are kept, and who applied them."""
 
     @_abc_1.abstractmethod
     def DiffDesired(

@@ -20,9 +20,11 @@ from pdmesh.core.groups.desired import (
 )
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import MovePlan, Trigger
+from pdmesh.core.suggestion import suggestion
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
+from pdmesh.net.nats.desired_store import VERSIONS_KEPT
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
@@ -62,6 +64,15 @@ class AdminServicer:
         if found is None and request.version:
             raise InvalidRequest(f"there is no version {request.version}", field="version")
         return pb.GetDesiredResponse(desired=found)
+
+    async def ListDesiredVersions(  # noqa: N802
+        self, request: pb.ListDesiredVersionsRequest, context: Context
+    ) -> pb.ListDesiredVersionsResponse:
+        self._enter(context)
+        versions = await self._view.desired.versions(request.limit or VERSIONS_KEPT)
+        for version in versions:
+            version.ClearField("text")
+        return pb.ListDesiredVersionsResponse(versions=versions)
 
     async def DiffDesired(  # noqa: N802
         self, request: pb.DiffDesiredRequest, context: Context
@@ -153,6 +164,7 @@ class AdminServicer:
             page_url=self._access.page_url(),
         )
         if observed is not None and observed.epoch == epoch:
+            response.seen_version = min(observed.version, self._upgrades.seen_version)
             reports = self._groups.controller.reports
             response.groups.extend(group_states(observed, reports.values()))
         out = {entry.instance_id for entry in self._view.out_of_service.known}
@@ -246,7 +258,8 @@ class AdminServicer:
         is_assigned = self._view.is_assigned(instance_id)  # even between two incarnations
         record = self._view.registry.records.get(instance_id)
         if record is None and not is_assigned:
-            raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
+            hint = suggestion(instance_id, self._view.registry.records)
+            raise InvalidRequest(f"there is no {instance_id}{hint}", field="instance_id")
         if record is not None and record.role not in ROLES:
             raise InvalidRequest(
                 f"{instance_id} is not an instance but a {record.service}", field="instance_id"

@@ -74,6 +74,7 @@ class UpgradeLoop:
         self._publisher, self._leadership, self._clock = publisher, leadership, clock
         self._on_shares = on_shares
         self._epoch = 0
+        self.seen_version = 0  # of the desired state, for which the reports hold
         self._controller = UpgradeController(KV_TRANSPORT)
         self._lost_versions: set[int] = set()
         self._deciding = asyncio.Lock()  # held from a look at a record until the result is written
@@ -112,6 +113,7 @@ class UpgradeLoop:
             return  # the reconciler has not looked yet
         if epoch != self._epoch:  # times of an earlier leadership have no meaning now
             self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
+            self.seen_version = 0
         asked, known = current
         look = observe(
             asked,
@@ -129,6 +131,7 @@ class UpgradeLoop:
             ),
         )
         await self._carry_out(self._controller.handle(look, self._clock()))
+        self.seen_version = observed.version
 
     async def promote(self, scenario: str) -> list[str]:
         """Give a canary's revision to all groups; returns the scenarios that had a canary.

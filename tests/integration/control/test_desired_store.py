@@ -18,6 +18,7 @@ from tests.support.waiting import until
 async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
     store = desired_store(bus)
     assert await store.version() is None
+    assert await store.versions(100) == []
     seen: list[int] = []
     view = store.book()
     view.follow(lambda: seen.append(view.current.version if view.current else 0))
@@ -27,6 +28,8 @@ async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
     await until(lambda: seen[-1:] == [3])
     kept = [await store.version(number) for number in (0, 1, 2, 3, 9)]
     assert [v.text if v else None for v in kept] == ["a: 1", "a: 1", "a: 2", "a: 1", None]
+    assert [v.version for v in await store.versions(2)] == [3, 2]
+    assert [v.version for v in await view.versions(100)] == [3, 2, 1]
     await view.close()
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from pdmesh.cli import app
 from pdmesh.cli.arguments import build_parser
-from pdmesh.cli.parser import suggestion
 
 
 @pytest.mark.parametrize(
@@ -28,10 +27,6 @@ def test_an_unknown_word_is_refused_with_the_closest_known_one(
         app.main(asked)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_nothing_is_suggested_for_a_word_that_is_like_none() -> None:
-    assert suggestion("zzz", ["status", "events"]) == ""
 
 
 @pytest.mark.parametrize("words", [["groups"], ["pins", "list"], ["drain", "decode-0"]])

@@ -59,6 +59,27 @@ def add_desired(commands: Commands) -> None:
             help="accept a file without groups, which releases all instances",
         )
         _add_reason(parser)
+        parser.add_argument(
+            "--wait", action="store_true", help="return when the groups are as the file says"
+        )
+        _add_timeout(parser)
+    _add(commands, "history", "show the versions of the desired state").add_argument(
+        "--limit", type=values.positive_int, default=20, metavar="N", help="default: %(default)s"
+    )
+    _add_rollout(commands)
+
+
+def _add_rollout(commands: Commands) -> None:
+    parser = _add(commands, "rollout", "wait for a version of the desired state")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    status = actions.add_parser(
+        "status", parents=[options.of_admin()], help="return when the groups are as it says"
+    )
+    status.add_argument(
+        "--version", type=values.version, metavar="N", default=0, help="default: the current one"
+    )
+    _add_timeout(status)
+    status.set_defaults(module="rollout")
 
 
 def add_instances(commands: Commands) -> None:
@@ -83,6 +104,16 @@ def _add(commands: Commands, name: str, help: str, *, is_watched: bool = False) 
     parser = commands.add_parser(name, parents=parents, help=help)
     parser.set_defaults(module="admin")
     return parser
+
+
+def _add_timeout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=values.positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait (default: %(default)g)",
+    )
 
 
 def _add_reason(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `cordon`, `uncordon`.
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `history`, `drain`, `cordon` and so on.
 
 These commands show the groups, and show and change the desired state.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Final
 
+from pdmesh.cli.commands.rollout import done_text, wait
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
@@ -110,6 +111,23 @@ async def _apply(options: argparse.Namespace) -> int:
     show(options, response, lambda: _applied_text(response, hint(options.state_dir, "groups")))
     if missing := await _missing_instances(options, text):
         print(f"pdmesh: {missing}", file=sys.stderr)
+    if options.wait:
+        await _until_rolled_out(options, response.version)
+    return 0
+
+
+async def _until_rolled_out(options: argparse.Namespace, version: int) -> None:
+    """Say so on stderr: the result was printed before."""
+    print(done_text(version, await wait(options, version)), file=sys.stderr)
+
+
+async def _history(options: argparse.Namespace) -> int:
+    request = pb.ListDesiredVersionsRequest(limit=options.limit)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ListDesiredVersions(request, metadata=metadata, timeout=s),
+    )
+    show(options, response, lambda: history_text(response.versions))
     return 0
 
 
@@ -144,6 +162,8 @@ async def _rollback(options: argparse.Namespace) -> int:
         lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
     )
     show(options, response, lambda: _restored_text(response))
+    if options.wait:
+        await _until_rolled_out(options, response.version)
     return 0
 
 
@@ -197,11 +217,26 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "diff": _diff,
     "apply": _apply,
     "rollback": _rollback,
+    "history": _history,
     "promote": _promote,
     "drain": _cordon(pb.LEAVE_MODE_DRAIN),
     "cordon": _cordon(pb.LEAVE_MODE_AT_ONCE),
     "uncordon": _uncordon,
 }
+
+
+def history_text(versions: Iterable[pb.DesiredVersion]) -> str:
+    rows = [
+        (
+            str(each.version),
+            each.applied_at.ToDatetime().strftime("%Y-%m-%d %H:%M:%SZ"),
+            each.author or "-",
+            f"{each.canary_share:.0%}" if each.canary_share else "-",
+            each.reason,
+        )
+        for each in versions
+    ]
+    return table(("VERSION", "APPLIED", "AUTHOR", "CANARY", "REASON"), rows)
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:

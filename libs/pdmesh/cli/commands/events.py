@@ -14,7 +14,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.parser import suggestion
+from pdmesh.core.suggestion import suggestion
 from pdmesh.errors import InvalidRequest
 from pdmesh.events.v1 import events_pb2
 from pdmesh.net import subjects

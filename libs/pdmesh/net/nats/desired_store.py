@@ -51,6 +51,16 @@ class DesiredStore:
             return current
         return _parse(await self._bucket.get(_key(number)))
 
+    async def versions(self, limit: int) -> list[DesiredVersion]:
+        """The latest versions that are kept, at most `limit` of them, the current one first."""
+        current = _parse(await self._get_current())
+        if current is None:
+            return []
+        first = max(1, current.version - VERSIONS_KEPT)
+        numbers = range(current.version - 1, max(first, current.version - limit + 1) - 1, -1)
+        entries = await asyncio.gather(*(self._bucket.get(_key(number)) for number in numbers))
+        return [current, *(each for each in map(_parse, entries) if each is not None)]
+
     async def apply(
         self,
         text: str,
@@ -200,6 +210,10 @@ class DesiredBook:
     async def version(self, number: int = 0) -> DesiredVersion | None:
         """Like `DesiredStore.version`, read from the store."""
         return await self._store.version(number)
+
+    async def versions(self, limit: int) -> list[DesiredVersion]:
+        """Like `DesiredStore.versions`, read from the store."""
+        return await self._store.versions(limit)
 
     async def apply(
         self,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from typing import Any, Final
 
 from pdmesh.core.instance.engine_args import EngineArgs, refusal
+from pdmesh.core.suggestion import suggestion
 from pdmesh.errors import EngineFailed
 
 _FLAGS: Final = {"true": True, "false": False}
@@ -36,8 +36,7 @@ def parsed(parser: argparse.ArgumentParser, name: str, value: object) -> Any:
         raise unusable(name, reason)
     actions = {action.dest: action for action in parser._actions}
     if name not in actions:
-        near = difflib.get_close_matches(name, [each for each in actions if not refusal(each)], 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = suggestion(name, [each for each in actions if not refusal(each)])
         raise unusable(name, f"vLLM has no argument of this name{meant}")
     option = f"--{name.replace('_', '-')}"
     try:

@@ -1,0 +1,28 @@
+"""A line on stderr that says how far something is: rewritten on a terminal, else one per change."""
+
+from __future__ import annotations
+
+import sys
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class ProgressLine:
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._shown = ""
+
+    def say(self, text: str) -> None:
+        if text == self._shown:
+            return
+        self._shown = text
+        if self._is_terminal:
+            print(f"{_CLEAR_LINE}{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave an empty line to what is printed next."""
+        if self._is_terminal and self._shown:
+            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
+        self._shown = ""

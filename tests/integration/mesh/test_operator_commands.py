@@ -1,0 +1,76 @@
+"""An operator's day with `pdmesh` on a real mesh on sim: change, wait, look back, go back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.sites.command import Pdmesh, pdmesh
+
+__all__ = ["pdmesh"]
+
+
+def groups(prefill: int, option: str = "sim_num_layers: 2") -> str:
+    return f"""
+services:
+  model:
+    options: {{{option}}}
+scenarios:
+  default: {{service: model, upgrade: {{soak_s: 1}}, allow_single: true}}
+groups:
+  chat: {{prefill: {prefill}, decode: 1}}
+"""
+
+
+def applied(pdmesh: Pdmesh, file: Path, text: str, *options: str) -> tuple[int, str]:
+    """The exit code, and what a person sees on stderr."""
+    file.write_text(text)
+    done = pdmesh.run("apply", str(file), "--wait", *options)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(groups(1))
+    pdmesh.until_ready(
+        pdmesh.up("--prefill", "0", "--decode", "0", "--blank", "6", "--groups", str(file))
+    )
+    code, said = applied(pdmesh, file, groups(2), "--reason", "more prefills")
+    assert (code, said.splitlines()[-1]) == (
+        0,
+        "version 2 is rolled out: 1 of 1 groups are as they shall be",
+    )
+    states = yaml.safe_load(pdmesh.run("groups", "-o", "yaml").stdout)
+    assert [len(group["members"]) for group in states["groups"]] == [3]
+
+    mistyped = pdmesh.run("drain", states["groups"][0]["members"][0]["instance_id"][:-1] + "_0")
+    assert mistyped.returncode == 1
+    assert "did you mean instance" in mistyped.stderr
+
+    code, said = applied(pdmesh, file, groups(2, "sim_token_bytes: 7"))  # not a multiple of 8
+    assert code == 1
+    assert re.search("upgrade of default: (going|went) back", said), said
+    assert "BAD_OPTION" in said
+
+    code, said = applied(pdmesh, file, groups(9), "--timeout", "5")  # more than there are
+    assert code == 1
+    assert "they wait for 4 more" in said
+    assert "not rolled out after 5 s: 0 of 1 groups are as they shall be; chat" in said
+
+    back = pdmesh.run("rollback", "2", "--wait")
+    assert back.returncode == 0, back.stderr
+    assert "has the content of version 2" in back.stdout
+    assert pdmesh.run("rollout", "status").stdout == (
+        "version 6 is rolled out: 1 of 1 groups are as they shall be\n"
+    )
+    history = json.loads(pdmesh.run("history", "--limit", "5", "--json").stdout)["versions"]
+    assert [version["version"] for version in history] == ["6", "5", "4", "3", "2"]
+    assert history[2]["author"] == "master-scheduler"  # it took the bad version back
+    assert history[-1]["reason"] == "more prefills"
+    assert all("text" not in version for version in history)
+    assert "more prefills" in pdmesh.run("history").stdout
