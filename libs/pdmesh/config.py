@@ -162,6 +162,11 @@ class ServiceSettings(BaseSettings):
     mesh_token_file: Path | None = shared(
         None, description="File with the mesh token, instead of mesh_token"
     )
+    tls_dir: Path | None = shared(
+        None,
+        description="Directory with tls.crt, tls.key and ca.crt, for mutual TLS between the mesh's "
+        "processes; the certificate names this process",
+    )
     nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(
         "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"

@@ -148,6 +148,25 @@ class WrongMeshToken(MeshError):
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_MESH_TOKEN"
 
 
+class WrongPeer(MeshError):
+    """The caller's certificate is for another process than the call is, or than the caller says."""
+
+    grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_PEER"
+
+
+class UntrustedPeer(MeshError):
+    """The process that was called has no certificate that names it and is valid now."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "UNTRUSTED_PEER"
+    is_retryable = True
+
+
+class BadCertificates(MeshError):
+    """The certificate files of this process cannot be used; the message names the file."""
+
+    default_reason = "BAD_CERTIFICATES"
+
+
 class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import structlog
 from opentelemetry.sdk.resources import Resource
@@ -31,9 +31,13 @@ from pdmesh.errors import MeshError
 from pdmesh.net.grpc import rpc
 from pdmesh.net.loopback import is_loopback, join
 from pdmesh.net.tasks import end
+from pdmesh.net.tls.own import own_certificates, use_certificates
 from pdmesh.telemetry import logs, metrics, names, traces
 from pdmesh.telemetry.loop_watch import LoopWatch
 from pdmesh.telemetry.ops_server import OpsServer
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
 
 S = TypeVar("S", bound=ServiceSettings)
 T = TypeVar("T")
@@ -154,7 +158,7 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     app = App(service, settings.instance_id, new_incarnation(), asyncio.Event())
     _stop_on_signals(app.stopping)
     try:
-        _join_mesh(settings)
+        _join_mesh(service, settings)
         async with _observed(settings, app):
             await main(settings, app)
     except StoppedEarly:
@@ -172,7 +176,7 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     return 0
 
 
-def _join_mesh(settings: ServiceSettings) -> None:
+def _join_mesh(service: str, settings: ServiceSettings) -> None:
     """Inner ports trust their callers.
 
     So on an address that others reach, callers must show the mesh's token.
@@ -185,6 +189,24 @@ def _join_mesh(settings: ServiceSettings) -> None:
             "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
         )
     rpc.use_mesh_token(token)
+    use_certificates(_certificates(service, settings))
+
+
+def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder | None:
+    """Raises BadCertificates, StartupError: a process is only what its certificate says."""
+    if settings.tls_dir is None:
+        return None
+    from pdmesh.net.tls.folder import CertificateFolder
+
+    found = CertificateFolder(settings.tls_dir)
+    named = found.identity
+    if (named.role, named.instance_id) != (service, settings.instance_id):
+        prefix = type(settings).model_config.get("env_prefix", "")
+        raise StartupError(
+            f"the certificate in {settings.tls_dir} is for {named}, but this process is "
+            f"{service}/{settings.instance_id}: set {prefix}TLS_DIR and {prefix}INSTANCE_ID"
+        )
+    return found
 
 
 @contextlib.asynccontextmanager
@@ -206,6 +228,13 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     telling = _told(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
     metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
+    if (certificates := own_certificates()) is not None:
+        metrics.gauge(
+            names.CERTIFICATE_LEFT,
+            "Time until this process's certificate expires",
+            certificates.seconds_left,
+            "s",
+        )
     watch = asyncio.create_task(LoopWatch(settings.loop_watch_s).run(), name="loop-watch")
     calm_the_collector()
     try:

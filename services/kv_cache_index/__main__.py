@@ -110,7 +110,7 @@ async def _listen(settings: Settings, index: PrefixIndex) -> tuple[grpc.aio.Serv
     server = rpc.server()
     service = kv_index_service_pb2.DESCRIPTOR.services_by_name["KvIndexService"]
     rpc.add_service(server, service, KvIndexServicer(index))
-    port = server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
+    port = rpc.listen(server, join(settings.inner_host, settings.grpc_port))
     await server.start()
     return server, port
 

@@ -170,7 +170,7 @@ class Master:
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
         rpc.add_service(self._server, admin, self._control.servicer)
         settings = self._settings
-        self.port = self._server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
+        self.port = rpc.listen(self._server, join(settings.inner_host, settings.grpc_port))
         await self._server.start()
         self._observe()
         self._tasks.add(self.election.start())

@@ -8,15 +8,21 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.config import BadSetting, url_problem, without_password
+from pdmesh.errors import BadCertificates
 from pdmesh.launcher import state
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.tls.own import use_certificates
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
 
 _CONNECT_S: Final = 3.0
 
@@ -30,18 +36,20 @@ def be_quiet() -> None:
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     """The bus of the mesh started here, or of the one at --nats-url.
 
-    From then on, calls carry the token of that mesh.
+    From then on, calls carry the token of that mesh. If it has mutual TLS, they also show the
+    certificate in PDMESH_TLS_DIR, by default that of the mesh started here.
     """
-    url = options.nats_url
+    url, tls_dir = options.nats_url, os.environ.get("PDMESH_TLS_DIR", "")
     _use_mesh_token(options)
     if url is None:
         mesh = state.read(options.state_dir)
         if mesh is None:
             raise no_mesh(options.state_dir)
-        url = mesh.nats_url
+        url, tls_dir = mesh.nats_url, tls_dir or mesh.tls_dir
     if problem := url_problem(url):
         raise CommandFailed(f"--nats-url or PDMESH_NATS_URL: {problem}")
     be_quiet()
+    use_certificates(_certificates(tls_dir))
     try:
         async with asyncio.timeout(_CONNECT_S):
             bus = await NatsBus.connect(url, "pdmesh-cli")
@@ -54,6 +62,18 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         yield bus
     finally:
         await bus.close()
+
+
+def _certificates(tls_dir: str) -> CertificateFolder | None:
+    """Raises CommandFailed."""
+    if not tls_dir:
+        return None
+    from pdmesh.net.tls.folder import CertificateFolder
+
+    try:
+        return CertificateFolder(Path(tls_dir))
+    except BadCertificates as exc:
+        raise CommandFailed(exc.message) from exc
 
 
 def _use_mesh_token(options: argparse.Namespace) -> None:

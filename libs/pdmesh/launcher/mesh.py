@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pdmesh.config import BadSetting
 from pdmesh.core.control.supervision import (
@@ -27,7 +27,7 @@ from pdmesh.core.control.supervision import (
 from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
-from pdmesh.errors import MeshError
+from pdmesh.errors import BadCertificates, MeshError
 from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
@@ -43,6 +43,10 @@ from pdmesh.launcher.spec import (
 )
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
+from pdmesh.net.tls.own import using_certificates
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
 
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
@@ -76,6 +80,7 @@ class Mesh:
         self._wiring: Wiring | None = None
         self._supervisor: Supervisor | None = None
         self._health: ProcessHealth | None = None
+        self.certificates: CertificateFolder | None = None  # of commands; None: no TLS
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -235,6 +240,7 @@ class Mesh:
         processes = services(self.spec, self.wiring)
         if problem := unpaired(processes):
             raise MeshFailed(problem)
+        self._issue_certificates(processes)
         await self._check_external()
         await self._start_servers()
         for process in processes:
@@ -254,9 +260,9 @@ class Mesh:
             n for n, s in self.supervisor.specs.items() if s.tier is StopOrder.CONTROL
         )
         try:
-            await first_groups.apply(
-                file, self.nats_url, {**os.environ, **self.spec.env}, self.wiring.mesh_token
-            )
+            environment = {**os.environ, **self.spec.env}
+            with using_certificates(self.certificates):
+                await first_groups.apply(file, self.nats_url, environment, self.wiring.mesh_token)
         except MeshError as exc:
             raise MeshFailed(f"{file}: {exc.message}") from exc
 
@@ -287,7 +293,21 @@ class Mesh:
             mesh_token=self._mesh_token(),
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
+            tls_dir=self.state_dir / "tls" if spec.tls else None,
         )
+
+    def _issue_certificates(self, processes: Iterable[ProcessSpec]) -> None:
+        """Raises MeshFailed."""
+        if self.wiring.tls_dir is None:
+            return
+        from pdmesh.launcher import certificates
+
+        try:
+            self.certificates = certificates.issue(
+                self.wiring.tls_dir, processes, self.spec.inner_host
+            )
+        except BadCertificates as exc:
+            raise MeshFailed(exc.message) from exc
 
     def _mesh_token(self) -> str:
         """The token from the services' settings, else one of this mesh's own. Raises MeshFailed."""
@@ -423,6 +443,7 @@ class Mesh:
             processes=processes,
             regions={region: self.http_url_in(region) for region in self.spec.regions},
             asked=asked_of(self.spec),
+            tls_dir=str(self.certificates.path) if self.certificates is not None else "",
         )
         if described == self._last_state:
             return

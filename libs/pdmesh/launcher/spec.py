@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 from pdmesh.config import SHARED_PREFIX, without_password
 from pdmesh.core.groups.kv_options import KV_OPTIONS, OptionText, kv_split
+from pdmesh.core.identity import ProcessIdentity, folder_of
 
 EngineKind = Literal["vllm", "sim"]
 
@@ -76,6 +77,7 @@ class MeshSpec:
     keys_file: Path | None = None  # API keys and tenants; without it, all callers are admitted
     # admit callers without keys even on an address that others can reach
     allow_anonymous: bool = False
+    tls: bool = False  # mutual TLS between the processes, with certificates made by the launcher
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -108,6 +110,7 @@ _OPTIONS: Final = {
     "--redis-url": "redis_url",
     "--keys": "keys_file",
     "--allow-anonymous": "allow_anonymous",
+    "--tls": "tls",
 }
 
 
@@ -157,6 +160,7 @@ class Wiring:
     mesh_token: str
     state_dir: Path
     model_dir: Path
+    tls_dir: Path | None = None  # of the mesh's authority; None: no TLS
 
 
 _TIERS: Final = {
@@ -242,6 +246,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
     own = {
         "INSTANCE_ID": name,
         "OPS_FILE": str(ops_file),
+        **_tls_settings(service, name, wiring),
         **({"REGION": region} if region else {}),
         **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
         **(_instance_settings(kind, spec, wiring) if _TIERS[service] is StopOrder.INSTANCE else {}),
@@ -262,6 +267,12 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         ops_file=ops_file,
         region=region,
     )
+
+
+def _tls_settings(service: str, name: str, wiring: Wiring) -> dict[str, str]:
+    if wiring.tls_dir is None:
+        return {}
+    return {"TLS_DIR": str(folder_of(wiring.tls_dir, ProcessIdentity(service, name)))}
 
 
 def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:

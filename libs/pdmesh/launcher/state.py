@@ -57,6 +57,7 @@ class MeshState:
     regions: dict[str, str] = field(default_factory=dict)
     # The options that the mesh was started with.
     asked: dict[str, str] = field(default_factory=dict)
+    tls_dir: str = ""  # the certificate of commands; empty: no TLS
 
 
 def mesh_file(state_dir: Path) -> Path:

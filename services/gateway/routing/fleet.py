@@ -279,8 +279,8 @@ class FleetView:
         """
         return self._book.text_of(model)
 
-    def text_sources(self, model: str) -> list[str]:
-        """The addresses of the instances with the files that `text_of` returns."""
+    def text_sources(self, model: str) -> list[InstanceRecord]:
+        """The instances with the files that `text_of` returns."""
         return self._book.text_sources(model)
 
     def served_texts(self) -> list[tuple[str, str]]:

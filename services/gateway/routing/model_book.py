@@ -90,14 +90,10 @@ class ModelBook:
         """The models that have instances, by name, each with the digest of its tokenizer files."""
         return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
 
-    def text_sources(self, model: str) -> list[str]:
-        """The addresses of the instances that have the files that `text_of` names."""
+    def text_sources(self, model: str) -> list[InstanceRecord]:
+        """The instances that have the files that `text_of` names."""
         text = self.text_of(model)
-        return [
-            r.grpc_address
-            for r in self.serving(model)
-            if text is not None and r.text.digest == text.digest
-        ]
+        return [r for r in self.serving(model) if text is not None and r.text.digest == text.digest]
 
 
 def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:

@@ -9,6 +9,7 @@ import grpc
 
 from pdmesh.errors import Unavailable
 from pdmesh.net.grpc import rpc
+from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import PlanResponse, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -18,8 +19,8 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 class PlanStream:
     """The stream opens at its first use, and again after it broke. It takes one query at a time."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = rpc.channel(address)
+    def __init__(self, master: InstanceRecord) -> None:
+        self._channel = rpc.channel_to(master)
         # Any: the stubs only know the call that takes an iterator of requests.
         self._stub: Any = SchedulerServiceStub(self._channel)
         self._call: Any = None

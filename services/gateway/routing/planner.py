@@ -59,6 +59,9 @@ _MAX_BATCH: Final = 256
 _RETRY_MASTER_S: Final = 0.25  # how long to rank here after a failure of the master
 
 
+_Place = tuple[str, str]  # a master's instance id, and its address
+
+
 class Asker(Protocol):
     def on_event(self, event: Event) -> None: ...
 
@@ -96,7 +99,7 @@ class Planner:
         self._fence = EpochFence()
         self._asks: list[_Ask] = []
         self._has_asks = asyncio.Event()
-        self._streams: dict[str, PlanStream] = {}  # by address
+        self._streams: dict[_Place, PlanStream] = {}
         self._leader = ""  # instance id of the last master that answered
         self._ask_master_at = 0.0
         self.num_planned = 0
@@ -189,11 +192,11 @@ class Planner:
         raise Unavailable("no master")
 
     async def _call(self, master: InstanceRecord, asked: PlanStreamRequest) -> PlanResponse:
-        address = master.grpc_address
-        stream = self._streams.get(address)
+        place = _place(master)
+        stream = self._streams.get(place)
         if stream is None:
-            self._drop_streams_but({m.grpc_address for m in self._fleet.masters()})
-            stream = self._streams[address] = PlanStream(address)
+            self._drop_streams_but({_place(m) for m in self._fleet.masters()})
+            stream = self._streams[place] = PlanStream(master)
         response = await stream.ask(asked, self._timeout_s)
         if not self._fence.admit(response.epoch, time.monotonic()):
             raise StalePlan("a master of an older epoch answered")
@@ -208,9 +211,9 @@ class Planner:
             pressure = Pressure(scenario, waiting, each.max_waiting, each.prefills_per_s)
             self._pressures.hear(pressure, told.get(scenario, {}), now)
 
-    def _drop_streams_but(self, addresses: set[str]) -> None:
-        for address in [a for a in self._streams if a not in addresses]:
-            stream = self._streams.pop(address)
+    def _drop_streams_but(self, places: set[_Place]) -> None:
+        for place in [p for p in self._streams if p not in places]:
+            stream = self._streams.pop(place)
             task = asyncio.ensure_future(stream.close())
             task.add_done_callback(lambda done: done.exception())
 
@@ -254,6 +257,10 @@ class Planner:
             message = f"no instance serves {model} for the scenario {scenario}"
             return PlanFailed(ask.plan, ScenarioNotFound(message, field="scenario"))
         return PlanReceived(ask.plan, prefills, decodes)
+
+
+def _place(master: InstanceRecord) -> _Place:
+    return master.instance_id, master.grpc_address
 
 
 def _refusal(result: PlanResult, is_away: bool) -> MeshError:

@@ -82,7 +82,7 @@ class InstanceSession:
         )
         # It refused a leg for now, and has not said yet that it has a slot, as it then will.
         self.is_full = False
-        self._address = record.grpc_address
+        self._record = record
         self._hello = hello
         self._on_slots_freed = on_slots_freed
         self._legs: dict[int, LegOwner] = {}
@@ -138,7 +138,7 @@ class InstanceSession:
         reason = "closed"
         try:
             if self._channel is None:
-                self._channel = rpc.channel(self._address)
+                self._channel = rpc.channel_to(self._record)
             # Any: the stubs only know the call that takes an iterator of requests.
             stub: Any = InstanceServiceStub(self._channel)
             call = stub.Session()
@@ -149,7 +149,7 @@ class InstanceSession:
                 writer.cancel()
                 call.cancel()
         except grpc.aio.AioRpcError as exc:
-            reason = exc.code().name
+            reason = rpc.failure_of(exc)
         except Exception:
             log.exception("session.bug", instance_id=self.instance_id)
             reason = "BUG"

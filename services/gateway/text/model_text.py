@@ -12,6 +12,7 @@ import grpc
 from pdmesh.errors import MeshError, Unavailable
 from pdmesh.net.grpc import rpc
 from pdmesh.text_files import MAX_BYTES, BadTextFiles, TextFiles, is_text_file, read_text_files
+from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import GetModelTextRequest
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 
@@ -25,10 +26,10 @@ class WrongText(MeshError):
     default_reason = "WRONG_TEXT"
 
 
-async def fetch_text(address: str, digest: str, folder: Path) -> TextFiles:
+async def fetch_text(source: InstanceRecord, digest: str, folder: Path) -> TextFiles:
     """Write the files into an empty folder. Raises MeshError, OSError."""
     try:
-        async with rpc.channel(address) as channel:
+        async with rpc.channel_to(source) as channel:
             # Any: the stubs have no type for an asynchronous call.
             stub: Any = InstanceServiceStub(channel)
             await _write(stub, digest, folder)

@@ -34,9 +34,11 @@ from pdmesh.services.gateway.text.model_text import fetch_text
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from pdmesh.telemetry import metrics, names
 from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
-from pdmesh.v1.common_pb2 import ModelText
+from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 log = structlog.get_logger(__name__)
+
+TextSources = Callable[[], Sequence[InstanceRecord]]  # the instances that have a model's files
 
 _loads = metrics.counter(names.GATEWAY_TOKENIZER_LOADS, "Tokenizers loaded, by outcome")
 _LOADED: Final = {names.ATTR_OUTCOME: "loaded"}
@@ -96,9 +98,7 @@ class TokenizerPool:
         self._own = files
         self._keep(files, await self._parsed(files))
 
-    async def get(
-        self, model: str, text: ModelText | None, sources: Callable[[], Sequence[str]]
-    ) -> Tokenizer:
+    async def get(self, model: str, text: ModelText | None, sources: TextSources) -> Tokenizer:
         """The tokenizer of a model.
 
         `text`: the model's files, as its instances report them. `sources`: the addresses of
@@ -124,9 +124,7 @@ class TokenizerPool:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.lanes.close()
 
-    async def _awaited(
-        self, model: str, digest: str, sources: Callable[[], Sequence[str]]
-    ) -> Tokenizer:
+    async def _awaited(self, model: str, digest: str, sources: TextSources) -> Tokenizer:
         load = self._loads.get(digest)
         if load is None:
             now = self._clock()
@@ -152,9 +150,7 @@ class TokenizerPool:
         if not load.cancelled():
             load.exception()  # all its waiters may have left
 
-    async def _load(
-        self, model: str, digest: str, sources: Callable[[], Sequence[str]]
-    ) -> Tokenizer:
+    async def _load(self, model: str, digest: str, sources: TextSources) -> Tokenizer:
         async with self._fetches:
             try:
                 return await self._loaded(digest, sources)
@@ -169,7 +165,7 @@ class TokenizerPool:
                 now = self._clock()
                 raise _unavailable(self._residency.failed(digest, now) - now) from None
 
-    async def _loaded(self, digest: str, sources: Callable[[], Sequence[str]]) -> Tokenizer:
+    async def _loaded(self, digest: str, sources: TextSources) -> Tokenizer:
         files = await asyncio.to_thread(_unchanged, self._own, digest)
         if files is not None:
             tokenizer = await self._parsed_in_turn(files)
@@ -252,7 +248,7 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
         raise BadModelDir(f"the tokenizer cannot be read: {exc!r}") from exc
 
 
-async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Path) -> TextFiles:
+async def _fetched(digest: str, sources: TextSources, folder: Path) -> TextFiles:
     """Fetch the files from an instance.
 
     An instance that refuses as Overloaded has the files, so it is asked again after the time that
@@ -272,7 +268,9 @@ async def _fetched(digest: str, sources: Callable[[], Sequence[str]], folder: Pa
     raise AssertionError("a timeout swallows nothing")
 
 
-async def _fetched_once(digest: str, sources: Sequence[str], folders: Iterator[Path]) -> TextFiles:
+async def _fetched_once(
+    digest: str, sources: Sequence[InstanceRecord], folders: Iterator[Path]
+) -> TextFiles:
     """Ask some instances in random order, and return the first files that arrive.
 
     A silent instance may only be slow, so it goes on while the next one is asked. If all fail, an

@@ -176,7 +176,7 @@ class Adapters:
 
 
 async def _inspect(record: InstanceRecord, path: str) -> InspectAdapterResponse:
-    channel = rpc.channel(record.grpc_address)
+    channel = rpc.channel_to(record)
     try:
         stub = InstanceServiceStub(channel)
         return await stub.InspectAdapter(InspectAdapterRequest(path=path), timeout=_INSPECT_S)

@@ -13,12 +13,14 @@ import structlog
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from pdmesh.core.groups.announcements import GroupChanged, GroupTracker
+from pdmesh.core.identity import ProcessIdentity
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement, Plan
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.errors import InvalidRequest, NotLeader
+from pdmesh.net.grpc.peers import caller_of, check_says
 from pdmesh.net.registry import RegistryView
 from pdmesh.services.master_scheduler.placement import convert
 from pdmesh.telemetry import metrics, names, traces
@@ -66,7 +68,11 @@ class SchedulerServicer:
         self._view, self._leadership, self._clock = view, leadership, clock
 
     async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:  # noqa: N802
+        return self._answer(request, caller_of(context))
+
+    def _answer(self, request: pb.PlanRequest, caller: ProcessIdentity | None) -> pb.PlanResponse:
         epoch = self._epoch_of_leader()
+        check_says(caller, request.gateway_id, "gateway_id")
         if len(request.queries) > _MAX_QUERIES:
             raise InvalidRequest(f"must have at most {_MAX_QUERIES} queries", field="queries")
         now = self._clock()
@@ -81,9 +87,9 @@ class SchedulerServicer:
     async def PlanStream(  # noqa: N802
         self, requests: AsyncIterator[pb.PlanStreamRequest], context: Context
     ) -> AsyncIterator[pb.PlanStreamResponse]:
+        caller = caller_of(context)
         async for request in requests:
-            response = await self.Plan(request.request, context)
-            yield pb.PlanStreamResponse(response=response)
+            yield pb.PlanStreamResponse(response=self._answer(request.request, caller))
 
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context

@@ -12,6 +12,7 @@ import pytest
 from pdmesh.errors import Overloaded, Unavailable
 from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import gateway_mesh
 
@@ -21,6 +22,10 @@ def question(num_queries: int) -> pb.PlanStreamRequest:
     return pb.PlanStreamRequest(request=request)
 
 
+def master_at(port: int) -> InstanceRecord:
+    return InstanceRecord(service="master-scheduler", grpc_address=f"127.0.0.1:{port}")
+
+
 @pytest.fixture
 async def master() -> FakeMaster:
     return FakeMaster()
@@ -28,7 +33,7 @@ async def master() -> FakeMaster:
 
 async def test_many_plan_queries_share_one_stream(master: FakeMaster) -> None:
     async with serving(master) as port:
-        stream = PlanStream(f"127.0.0.1:{port}")
+        stream = PlanStream(master_at(port))
         for number in range(1, 20):
             assert (await stream.ask(question(number), 2.0)).epoch == number
         assert master.num_streams == 1
@@ -39,7 +44,7 @@ async def test_a_late_answer_is_never_taken_for_the_answer_to_the_next_query(
     master: FakeMaster,
 ) -> None:
     async with serving(master) as port:
-        stream = PlanStream(f"127.0.0.1:{port}")
+        stream = PlanStream(master_at(port))
         assert (await stream.ask(question(1), 2.0)).epoch == 1
         master.is_silent = True
         with pytest.raises(Unavailable):
@@ -53,7 +58,7 @@ async def test_the_masters_error_reaches_the_caller_and_the_stream_opens_again(
     master: FakeMaster,
 ) -> None:
     async with serving(master) as port:
-        stream = PlanStream(f"127.0.0.1:{port}")
+        stream = PlanStream(master_at(port))
         assert (await stream.ask(question(1), 2.0)).epoch == 1
         master.is_refusing = True
         with pytest.raises(Overloaded):
@@ -68,7 +73,7 @@ async def test_a_master_that_was_restarted_is_asked_again_without_an_error(
     master: FakeMaster,
 ) -> None:
     async with serving(master) as port:
-        stream = PlanStream(f"127.0.0.1:{port}")
+        stream = PlanStream(master_at(port))
         assert (await stream.ask(question(1), 2.0)).epoch == 1
     async with serving(master, port):
         await asyncio.sleep(0.3)  # the channel's first attempt to reconnect may have failed
@@ -77,7 +82,7 @@ async def test_a_master_that_was_restarted_is_asked_again_without_an_error(
 
 
 async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
-    stream = PlanStream("127.0.0.1:1")
+    stream = PlanStream(master_at(1))
     with pytest.raises(Unavailable):
         await stream.ask(question(1), 0.5)
     await stream.close()

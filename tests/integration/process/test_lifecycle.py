@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sites.certificates import TestAuthority
 from tests.support.waiting import wait_until
 
 SERVICE = """
@@ -221,6 +223,29 @@ def test_an_inner_port_that_others_reach_needs_the_mesh_token(
     processes.append(process := Process(tmp_path, **address))
     wait_until(process.ops_file.exists)
     assert process.get("/health/live")[0] == 200
+
+
+def test_a_process_starts_only_with_a_certificate_that_is_valid_and_its_own(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    authority = TestAuthority(tmp_path / "tls")
+    own = authority.issue("kv-cache-index", "index-0")
+    refused = {
+        authority.issue("kv-cache-index", "index-1"): "index-1, but this process is kv-cache-index",
+        authority.issue("gateway", "index-0"): "is for gateway/index-0, but this process is",
+        authority.issue("prefill", "late", days=-1): "tls.crt expired at",
+        tmp_path / "nowhere": "tls.crt: No such file or directory",
+    }
+    for folder, reason in refused.items():
+        processes.append(process := Process(tmp_path, PDMESH_TLS_DIR=str(folder)))
+        assert process.process.wait(60) == 1
+        (line,) = process.lines()
+        assert (line["event"], reason in line["reason"]) == ("service.failed", True), line
+    processes.append(process := Process(tmp_path, PDMESH_TLS_DIR=str(own)))
+    process.until_up()
+    left = r"(?m)^pdmesh_process_certificate_left_seconds(?:\{.*\})? (\S+)"
+    (found,) = re.findall(left, process.get("/metrics")[1])
+    assert 0 < float(found) <= 86_400
 
 
 def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Process]) -> None:

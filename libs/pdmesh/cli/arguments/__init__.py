@@ -28,6 +28,7 @@ def build_parser() -> CommandParser:
     stores.add_pins(commands)
     stores.add_adapters(commands)
     stores.add_artefact(commands)
+    stores.add_certs(commands)
     return parser
 
 

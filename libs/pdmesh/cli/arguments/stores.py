@@ -1,4 +1,4 @@
-"""The arguments of commands that manage what a mesh keeps: pins, adapters, keys, artefacts."""
+"""The arguments of commands that manage what a mesh keeps: pins, adapters, keys and the like."""
 
 from __future__ import annotations
 
@@ -166,3 +166,35 @@ def add_artefact(commands: Commands) -> None:
         "verify", parents=[common], help="check every file against the manifest"
     )
     verify.add_argument("manifest", type=Path)
+
+
+def add_certs(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "certs", parents=[options.of_state()], help="make certificates for mutual TLS"
+    )
+    parser.add_argument(
+        "processes",
+        nargs="+",
+        metavar="ROLE/ID",
+        help="a process by its service and its name, e.g. prefill/prefill-0; operator/NAME for "
+        "people's commands",
+    )
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a DNS name or an IP address of these processes; may be repeated",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the authority's folder, made at first use (default: tls in the state directory)",
+    )
+    parser.add_argument(
+        "--days",
+        type=values.positive,
+        default=365.0,
+        help="how long the certificates are valid (default: %(default)g)",
+    )

@@ -142,6 +142,11 @@ def add_up(commands: Commands) -> None:
     )
     add("--allow-anonymous", action="store_true", help="admit callers without keys")
     add(
+        "--tls",
+        action="store_true",
+        help="use mutual TLS between the mesh's processes, with an authority of this mesh",
+    )
+    add(
         "--timeout",
         type=values.positive,
         default=300.0,

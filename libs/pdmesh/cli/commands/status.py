@@ -197,7 +197,7 @@ async def _ask_master(records: Mapping[str, InstanceRecord]) -> ListGroupsRespon
     for record in records.values():
         if record.service != "master-scheduler" or not record.grpc_address:
             continue
-        async with rpc.channel(record.grpc_address) as channel:
+        async with rpc.channel_to(record) as channel:
             try:
                 return await SchedulerServiceStub(channel).ListGroups(
                     ListGroupsRequest(), timeout=_ASK_S
@@ -214,7 +214,7 @@ async def _ask_instances(records: Mapping[str, InstanceRecord]) -> dict[str, Get
 
 
 async def _ask_instance(record: InstanceRecord) -> GetStatusResponse | None:
-    async with rpc.channel(record.grpc_address) as channel:
+    async with rpc.channel_to(record) as channel:
         try:
             return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=_ASK_S)
         except grpc.aio.AioRpcError:

@@ -123,6 +123,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         redis_url=options.redis_url,
         keys_file=_keys_file(options),
         allow_anonymous=options.allow_anonymous,
+        tls=options.tls,
         start_timeout_s=options.timeout,
     )
 

@@ -120,7 +120,7 @@ class Serving:
 
 def _listen(server: grpc.aio.Server, settings: InstanceSettings) -> int:
     try:
-        return server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
+        return rpc.listen(server, join(settings.inner_host, settings.grpc_port))
     except RuntimeError as exc:
         variable = f"{type(settings).model_config.get('env_prefix', '')}GRPC_PORT"
         raise StartupError(

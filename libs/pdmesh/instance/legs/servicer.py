@@ -18,6 +18,7 @@ from pdmesh.instance.legs.host import InstanceHost
 from pdmesh.instance.legs.model_text import ModelTextSource
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.publishing import KvBlocksPublisher
+from pdmesh.net.grpc.peers import caller_of, check_says
 from pdmesh.text_files import TextFiles
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import (
@@ -60,6 +61,7 @@ class InstanceServicer:
         if first is None or not first.commands:
             raise InvalidRequest("a session must begin with hello", field="commands")
         hello = self._check(first.commands[0].hello)
+        check_says(caller_of(context), hello.gateway_id, "gateway_id")
         outbox = self._host.open(hello.gateway_id)
         writer = asyncio.current_task()
         assert writer is not None

@@ -28,15 +28,16 @@ class _Channels:
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
-        self._open: dict[str, grpc.aio.Channel] = {}
+        self._open: dict[tuple[str, str], grpc.aio.Channel] = {}
 
-    async def to(self, address: str) -> grpc.aio.Channel:
-        if address not in self._open:
-            present = {record.grpc_address for record in self._view.records.values()}
-            for gone in [a for a in self._open if a not in present]:
+    async def to(self, record: InstanceRecord) -> grpc.aio.Channel:
+        place = _place(record)
+        if place not in self._open:
+            present = {_place(record) for record in self._view.records.values()}
+            for gone in [p for p in self._open if p not in present]:
                 await self._open.pop(gone).close(None)
-            self._open[address] = rpc.channel(address)
-        return self._open[address]
+            self._open[place] = rpc.channel_to(record)
+        return self._open[place]
 
     async def close(self) -> None:
         for channel in self._open.values():
@@ -53,7 +54,7 @@ class InstanceSource:
     async def __call__(self, record: InstanceRecord) -> Snapshot:
         if not record.grpc_address:
             raise Unavailable(f"{record.instance_id} has no address")
-        stub = InstanceServiceStub(await self._channels.to(record.grpc_address))
+        stub = InstanceServiceStub(await self._channels.to(record))
         return await _gather(stub.GetKvSnapshot(GetKvSnapshotRequest(), timeout=_TIMEOUT_S))
 
     async def close(self) -> None:
@@ -78,10 +79,10 @@ class IndexSource:
         self._asked_at = {
             i: at for i, at in self._asked_at.items() if now - at < _ASK_INSTANCE_WITHIN_S
         }
-        address = self._index_address()
-        if address and record.instance_id not in self._asked_at:
+        index = self._index()
+        if index is not None and record.instance_id not in self._asked_at:
             self._asked_at[record.instance_id] = now
-            stub = KvIndexServiceStub(await self._channels.to(address))
+            stub = KvIndexServiceStub(await self._channels.to(index))
             request = SnapshotRequest(instance_ids=[record.instance_id])
             try:
                 snapshot = await _gather(stub.Snapshot(request, timeout=_TIMEOUT_S))
@@ -95,9 +96,13 @@ class IndexSource:
         await self._channels.close()
         await self._instance.close()
 
-    def _index_address(self) -> str:
+    def _index(self) -> InstanceRecord | None:
         found = [r for _, r in sorted(self._view.records.items()) if r.service == "kv-cache-index"]
-        return found[0].grpc_address if found else ""
+        return found[0] if found and found[0].grpc_address else None
+
+
+def _place(record: InstanceRecord) -> tuple[str, str]:
+    return record.instance_id, record.grpc_address
 
 
 async def _gather(parts: Any) -> Snapshot:

@@ -41,7 +41,7 @@ class HolderDirectory:
         self._kv_region = ""  # the region that its KV stays in, by its record
         self._corrupt: set[KvSource] = set()  # the peers that it ejects, by its record
         self._channel: grpc.aio.Channel | None = None
-        self._address = ""
+        self._place = ("", "")
         self._not_before = 0.0
 
     async def run(self, registry: Registry) -> None:
@@ -94,12 +94,13 @@ class HolderDirectory:
 
     async def _index(self) -> grpc.aio.Channel | None:
         records = sorted(self._records.items())
-        found = [r.grpc_address for _, r in records if r.service == "kv-cache-index"]
+        found = [r for _, r in records if r.service == "kv-cache-index"]
         if not found:
             return None
-        if found[0] != self._address:
+        place = found[0].instance_id, found[0].grpc_address
+        if place != self._place:
             old = self._channel
-            self._address, self._channel = found[0], rpc.channel(found[0])
+            self._place, self._channel = place, rpc.channel_to(found[0])
             if old is not None:
                 await old.close(_ASK_S)  # pending calls have this time to end
         return self._channel

@@ -13,6 +13,7 @@ from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.admin_service_pb2_grpc import AdminServiceStub
+from pdmesh.v1.common_pb2 import InstanceRecord
 
 if TYPE_CHECKING:
     from pdmesh.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
@@ -45,7 +46,7 @@ async def call_leader(
     why: MeshError = Unavailable("no master leads")
     while asyncio.get_running_loop().time() < deadline:
         if leader := await _leader(bus):
-            async with rpc.channel(leader, mesh_token) as channel:
+            async with rpc.channel_to(leader, mesh_token) as channel:
                 try:
                     return await invoke(AdminServiceStub(channel), metadata, _CALL_S)
                 except grpc.aio.AioRpcError as exc:
@@ -56,8 +57,8 @@ async def call_leader(
     raise Unavailable(f"no leading master answers: {why.message}")
 
 
-async def _leader(bus: NatsBus) -> str:
-    """The address of the master whose record says that it leads; empty: there is none.
+async def _leader(bus: NatsBus) -> InstanceRecord | None:
+    """The master whose record says that it leads; None: there is none.
 
     If two masters claim to lead, it is the one with the later epoch.
     """
@@ -70,4 +71,4 @@ async def _leader(bus: NatsBus) -> str:
         ]
     finally:
         await view.close()
-    return max(leaders, key=lambda r: r.epoch).grpc_address if leaders else ""
+    return max(leaders, key=lambda r: r.epoch) if leaders else None

@@ -71,7 +71,7 @@ class Canary:
             async with asyncio.timeout(self._timeout_s):
                 await self._send()
         except grpc.aio.AioRpcError as exc:
-            raise CanaryFailed(exc.code().name) from exc
+            raise CanaryFailed(rpc.failure_of(exc)) from exc
         except TimeoutError as exc:
             if any(leg.is_behind_others for leg in self._legs):
                 raise CanaryRefused from exc
@@ -121,7 +121,7 @@ class Canary:
             instance_id=record.instance_id,
             incarnation=record.incarnation,
         )
-        async with rpc.channel(record.grpc_address) as channel:
+        async with rpc.channel_to(record) as channel:
             # Any: the stubs only know a call that takes an iterator.
             stub: Any = InstanceServiceStub(channel)
             call = stub.Session()

@@ -1,8 +1,8 @@
 """The credential that a mesh's own processes send with every gRPC call.
 
-It stands in for mutual TLS, which the mesh does not use yet. A server refuses a call without this
-token before it reads any message of the call. The token is only for inner ports: the gateways'
-public ports neither ask for it nor accept it as a key.
+Without mutual TLS it alone keeps strangers out. A server refuses a call without this token before
+it reads any message of the call. The token is only for inner ports: the gateways' public ports
+neither ask for it nor accept it as a key.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ text).
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import grpc
 import structlog
@@ -22,11 +25,19 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from pdmesh import errors
-from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.errors import InvalidRequest, MeshError, UntrustedPeer
 from pdmesh.net.grpc.mesh_token import TokenChannel, TokenCheck
+from pdmesh.net.grpc.peers import check_caller
 from pdmesh.net.grpc.proto_bounds import check_num_fields
+from pdmesh.net.grpc.secure_channel import SecureChannel
+from pdmesh.net.tls.own import own_certificates
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder, Certificates
 
 log = structlog.get_logger(__name__)
+Check = Callable[[grpc.aio.ServicerContext[Any, Any]], None]  # raises if the caller may not call
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
@@ -45,6 +56,22 @@ _KEEPALIVE: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+_CHANNEL: Final = (
+    *_KEEPALIVE,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # It also bounds each attempt to connect: 100 ms fails on a busy machine.
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+_NAME: Final = "grpc.ssl_target_name_override"
+# How gRPC's texts say that a server's certificate is not accepted.
+_UNVERIFIED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_MISNAMED: Final = "Hostname Verification Check failed"
 
 _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
@@ -75,31 +102,48 @@ def mesh_token() -> str:
     return _Credential.token
 
 
-def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
+def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.aio.Channel:
+    """A channel to a registered process, as `channel` makes it.
+
+    With mutual TLS it connects only to a server whose certificate names this process.
+    """
+    own, name = own_certificates(), ""
+    if own is not None:
+        peer = replace(own.identity, role=record.service, instance_id=record.instance_id)
+        name = peer.dns_name
+    return channel(record.grpc_address, mesh_token, name)
+
+
+def channel(address: str, mesh_token: str | None = None, name: str = "") -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
     It sends the mesh's token: by default this process's token, none if "". It connects directly and
-    ignores proxies of the environment, which are for traffic out of a mesh.
+    ignores proxies of the environment, which are for traffic out of a mesh. If this process has
+    certificates, it is over mutual TLS, and the server's certificate must have `name`, by default
+    the host of the address.
     """
     token = _Credential.token if mesh_token is None else mesh_token
-    made = _channel(address)
+    own = own_certificates()
+    made = _plain(address) if own is None else _secure(own, address, name)
     return TokenChannel(made, token) if token else made
 
 
-def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(
-        address,
-        options=(
-            *_KEEPALIVE,
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            # It also bounds each attempt to connect: 100 ms fails on a busy machine.
-            ("grpc.min_reconnect_backoff_ms", 1000),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.enable_retries", 0),
-            ("grpc.enable_http_proxy", 0),
-        ),
+def _plain(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=_CHANNEL)
+
+
+def _secure(own: CertificateFolder, address: str, name: str) -> grpc.aio.Channel:
+    options = (*_CHANNEL, (_NAME, name)) if name else _CHANNEL
+
+    def make(latest: Certificates) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, _client_side(latest), options=options)
+
+    return SecureChannel(own, make)
+
+
+def _client_side(certificates: Certificates) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        certificates.authorities, certificates.key, certificates.chain
     )
 
 
@@ -135,6 +179,42 @@ def server(
     )
 
 
+def listen(target: grpc.aio.Server, address: str) -> int:
+    """Listen for the mesh's own processes, and return the port.
+
+    If this process has certificates, callers must show one of the same authorities. Raises
+    RuntimeError.
+    """
+    certificates = own_certificates()
+    if certificates is None:
+        return target.add_insecure_port(address)
+    return target.add_secure_port(address, _server_side(certificates))
+
+
+def _server_side(folder: CertificateFolder) -> grpc.ServerCredentials:
+    used = folder.latest()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks before each handshake, on a thread of its own."""
+        nonlocal used
+        latest = folder.latest()
+        if latest is used:
+            return None
+        used = latest
+        return _configuration(latest)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used),
+        changed,  # type: ignore[arg-type]  # None: no change; grpc-stubs does not know
+        require_client_authentication=True,
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.authorities)
+
+
 async def start(target: grpc.aio.Server) -> None:
     """Start the server; if the start is cancelled, stop the server again.
 
@@ -165,21 +245,22 @@ def add_service(
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
         handler = getattr(servicer, method.name)
+        check = functools.partial(check_caller, f"/{service.full_name}/{method.name}")
         parse = _parser(method.input_type, max_fields)
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         if method.client_streaming and method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                _stream_stream(handler, parse), response_serializer=serialize
+                _stream_stream(handler, parse, check), response_serializer=serialize
             )
         elif method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                _unary_stream(handler, parse), response_serializer=serialize
+                _unary_stream(handler, parse, check), response_serializer=serialize
             )
         elif method.client_streaming:
             raise ValueError(f"{method.full_name}: client streaming alone is not used here")
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                _unary_unary(handler, parse), response_serializer=serialize
+                _unary_unary(handler, parse, check), response_serializer=serialize
             )
     target.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(service.full_name, handlers),)
@@ -201,10 +282,13 @@ def _parser(message_type: Any, max_fields: int | None) -> Callable[[bytes], Mess
 
 
 def _unary_unary(
-    handler: Callable[[Any, Any], Awaitable[Message]], parse: Callable[[bytes], Message]
+    handler: Callable[[Any, Any], Awaitable[Message]],
+    parse: Callable[[bytes], Message],
+    check: Check,
 ) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], Awaitable[Message]]:
     async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
         try:
+            check(context)
             return await handler(parse(data), context)
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
             await fail(context, exc)
@@ -213,12 +297,15 @@ def _unary_unary(
 
 
 def _unary_stream(
-    handler: Callable[[Any, Any], AsyncIterator[Message]], parse: Callable[[bytes], Message]
+    handler: Callable[[Any, Any], AsyncIterator[Message]],
+    parse: Callable[[bytes], Message],
+    check: Check,
 ) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
     async def call(
         data: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Message]:
         try:
+            check(context)
             async for response in handler(parse(data), context):
                 yield response
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
@@ -230,6 +317,7 @@ def _unary_stream(
 def _stream_stream(
     handler: Callable[[AsyncIterator[Any], Any], AsyncIterator[Message]],
     parse: Callable[[bytes], Message],
+    check: Check,
 ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
     async def call(
         chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -239,6 +327,7 @@ def _stream_stream(
                 yield parse(data)
 
         try:
+            check(context)
             async for response in handler(requests(), context):
                 yield response
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
@@ -281,6 +370,21 @@ def to_status(exc: MeshError) -> Status:
     return status
 
 
+def untrusted(exc: grpc.aio.AioRpcError) -> str:
+    """Why the server's certificate was not accepted; empty: the call failed for another reason."""
+    details = exc.details() or ""
+    if found := _UNVERIFIED.search(details):
+        return f"the server's certificate is not accepted: {found[1]}"
+    if _MISNAMED in details:
+        return "the server's certificate is not accepted: it names another process"
+    return ""
+
+
+def failure_of(exc: grpc.aio.AioRpcError) -> str:
+    """For a log line: the status, and what is wrong with the server's certificate."""
+    return untrusted(exc) or exc.code().name
+
+
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
     """The MeshError that a peer raised, or the closest one if the transport itself failed."""
     reason, field, retry_after_ms = "", None, None
@@ -297,6 +401,8 @@ def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
             elif detail.Unpack(retry):
                 retry_after_ms = retry.retry_delay.ToMilliseconds()
     code = exc.code().name
+    if not reason and (why := untrusted(exc)):
+        return UntrustedPeer(why)
     kind = errors.BY_REASON.get(reason) or _ERRORS_BY_CODE.get(code, MeshError)
     return kind(
         exc.details() or code, reason=reason or None, field=field, retry_after_ms=retry_after_ms

@@ -22,7 +22,7 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerPool, TokenizerRules
 from pdmesh.text_files import TextFiles, read_text_files
 from pdmesh.v1 import instance_service_pb2 as pb
-from pdmesh.v1.common_pb2 import ModelText
+from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 from tests.fakes.tiny_model import write_tiny_model
 from tests.support.waiting import until
 
@@ -40,15 +40,15 @@ class Library:
         self.gate = asyncio.Event()
         self.gate.set()
         self.change: Callable[[pb.GetModelTextResponse], pb.GetModelTextResponse] = lambda r: r
-        self.address = ""
+        self.record = InstanceRecord()
 
     def add(self, folder: Path) -> ModelText:
         text = read_text_files(folder)
         self.texts[text.digest] = text
         return ModelText(digest=text.digest, vocabulary=text.vocabulary)
 
-    def sources(self) -> list[str]:
-        return [self.address]
+    def sources(self) -> list[InstanceRecord]:
+        return [self.record]
 
     async def GetModelText(
         self, request: pb.GetModelTextRequest, context: Any
@@ -68,11 +68,15 @@ class Library:
     Session = GetStatus = GetKvSnapshot = InspectAdapter = never
 
 
+def instance_at(port: int) -> InstanceRecord:
+    return InstanceRecord(grpc_address=f"127.0.0.1:{port}")
+
+
 @contextlib.asynccontextmanager
 async def serving_library() -> AsyncIterator[Library]:
     server, library = rpc.server(), Library()
     rpc.add_service(server, pb.DESCRIPTOR.services_by_name["InstanceService"], library)
-    library.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    library.record = instance_at(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     yield library
     library.gate.set()
@@ -198,7 +202,7 @@ async def test_while_an_instance_is_silent_another_one_is_asked(
     text = library.add(write_tiny_model(tmp_path / "m"))
     monkeypatch.setattr("random.sample", lambda found, count: list(found)[:count])
     async with pool_of() as pool:
-        assert await pool.get("m", text, lambda: [library.address, hanging.address])
+        assert await pool.get("m", text, lambda: [library.record, hanging.record])
     assert (hanging.num_asked, library.num_asked) == (1, 1)
 
 
@@ -209,7 +213,7 @@ async def test_an_instance_that_was_silent_may_still_answer(
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._SILENT_S", 0.05)
     text = hanging.add(write_tiny_model(tmp_path / "m"))
     async with pool_of() as pool:
-        asking = asyncio.create_task(pool.get("m", text, lambda: [hanging.address] * 3))
+        asking = asyncio.create_task(pool.get("m", text, lambda: [hanging.record] * 3))
         await until(lambda: hanging.num_asked == 3)
         hanging.gate.set()
         assert await asking
@@ -234,7 +238,7 @@ async def test_the_wait_does_not_grow_while_instances_stay_busy(
         for _ in range(3):
             library.num_busy = 1
             with pytest.raises(TokenizerUnavailable) as failed:
-                await pool.get("m", text, lambda: ["127.0.0.1:1", library.address])
+                await pool.get("m", text, lambda: [instance_at(1), library.record])
             assert failed.value.retry_after_ms == library.busy_ms
         assert await pool.get("m", text, library.sources)
 
@@ -311,7 +315,7 @@ async def test_if_an_instance_is_gone_another_one_is_asked(
 ) -> None:
     text = library.add(write_tiny_model(tmp_path / "m"))
     async with pool_of() as pool:
-        sources = ["127.0.0.1:1", library.address, "127.0.0.1:2"]
+        sources = [instance_at(1), library.record, instance_at(2)]
         assert await pool.get("m", text, lambda: sources)
 
 

@@ -14,21 +14,9 @@ import pytest
 from pdmesh.errors import WrongMeshToken
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.mesh_token import METADATA_KEY
-from pdmesh.v1.common_pb2 import InstanceRecord
-from pdmesh.v1.instance_service_pb2 import (
-    DESCRIPTOR,
-    GetKvSnapshotRequest,
-    GetKvSnapshotResponse,
-    GetModelTextRequest,
-    GetModelTextResponse,
-    GetStatusRequest,
-    GetStatusResponse,
-    InspectAdapterRequest,
-    InspectAdapterResponse,
-    SessionRequest,
-    SessionResponse,
-)
+from pdmesh.v1.instance_service_pb2 import DESCRIPTOR, GetKvSnapshotRequest, GetStatusRequest
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from tests.support.sites.counting_servicer import CountingServicer, ask_all_ways
 
 TOKEN = "0123456789abcdef0123"
 STATUS = "/pdmesh.v1.InstanceService/GetStatus"
@@ -43,42 +31,6 @@ WRONG = [
 ]
 
 
-class Servicer:
-    """Counts the calls that reached it."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    async def GetStatus(self, request: GetStatusRequest, context: object) -> GetStatusResponse:
-        self.num_calls += 1
-        return GetStatusResponse(record=InstanceRecord(instance_id="i-0"))
-
-    async def GetKvSnapshot(
-        self, request: GetKvSnapshotRequest, context: object
-    ) -> AsyncIterator[GetKvSnapshotResponse]:
-        self.num_calls += 1
-        yield GetKvSnapshotResponse(sequence=7)
-
-    async def GetModelText(
-        self, request: GetModelTextRequest, context: object
-    ) -> AsyncIterator[GetModelTextResponse]:
-        self.num_calls += 1
-        yield GetModelTextResponse(name="config.json")
-
-    async def InspectAdapter(
-        self, request: InspectAdapterRequest, context: object
-    ) -> InspectAdapterResponse:
-        self.num_calls += 1
-        return InspectAdapterResponse(rank=4)
-
-    async def Session(
-        self, requests: AsyncIterator[SessionRequest], context: object
-    ) -> AsyncIterator[SessionResponse]:
-        self.num_calls += 1
-        async for _ in requests:
-            yield SessionResponse()
-
-
 @pytest.fixture(autouse=True)
 def the_process_has_its_own_token_again() -> Iterator[None]:
     before = rpc.mesh_token()
@@ -87,9 +39,11 @@ def the_process_has_its_own_token_again() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def serving(token: str, *, is_public: bool = False) -> AsyncIterator[tuple[str, Servicer]]:
+async def serving(
+    token: str, *, is_public: bool = False
+) -> AsyncIterator[tuple[str, CountingServicer]]:
     rpc.use_mesh_token(token)
-    server, servicer = rpc.server(is_public=is_public), Servicer()
+    server, servicer = rpc.server(is_public=is_public), CountingServicer()
     rpc.add_service(server, DESCRIPTOR.services_by_name["InstanceService"], servicer)
     port = server.add_insecure_port("127.0.0.1:0")
     await rpc.start(server)
@@ -97,17 +51,6 @@ async def serving(token: str, *, is_public: bool = False) -> AsyncIterator[tuple
         yield f"127.0.0.1:{port}", servicer
     finally:
         await server.stop(None)
-
-
-async def ask_all_ways(channel: grpc.aio.Channel) -> tuple[str, int, int]:
-    stub: Any = InstanceServiceStub(channel)  # grpc-stubs cannot type calls for asyncio
-    status = await stub.GetStatus(GetStatusRequest(), metadata=(("x-other", "1"),))
-    sequences = [part.sequence async for part in stub.GetKvSnapshot(GetKvSnapshotRequest())]
-    call = stub.Session()
-    await call.write(SessionRequest())
-    await call.read()
-    await call.done_writing()
-    return status.record.instance_id, sequences[0], 1
 
 
 async def test_a_caller_with_the_token_is_served() -> None:

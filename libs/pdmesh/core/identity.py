@@ -1,0 +1,81 @@
+"""Who a process of the mesh is, as its certificate says, and which roles may call a method.
+
+A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`. The role is the
+name of the service, `operator` for people's tools. A process that calls another checks a DNS name
+made of the same three parts: TLS libraries compare only DNS names, and the address of a process may
+change. A method that is not listed here may be called by nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+OPERATOR: Final = "operator"
+TRUST_DOMAIN: Final = "pdmesh"  # by default
+
+_LABEL: Final = r"[a-z0-9-]+"
+_URI: Final = re.compile(rf"spiffe://([a-z0-9._-]+)/({_LABEL})/({_LABEL})")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    role: str
+    instance_id: str
+    trust_domain: str = TRUST_DOMAIN
+
+    @classmethod
+    def from_uri(cls, uri: str) -> Self:
+        """Raises ValueError if the URI does not name a process."""
+        found = _URI.fullmatch(uri)
+        if found is None:
+            raise ValueError(f"{uri!r} is not spiffe://TRUST-DOMAIN/ROLE/ID")
+        trust_domain, role, instance_id = found.groups()
+        return cls(role, instance_id, trust_domain)
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.instance_id}"
+
+    @property
+    def uri(self) -> str:
+        return f"spiffe://{self.trust_domain}/{self.role}/{self.instance_id}"
+
+    @property
+    def dns_name(self) -> str:
+        return f"{self.instance_id}.{self.role}.{self.trust_domain}"
+
+
+def folder_of(root: Path, identity: ProcessIdentity) -> Path:
+    """Where the certificate of a process lies in the folder of the mesh's own authority."""
+    return root / identity.role / identity.instance_id
+
+
+_INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
+_EVERYONE: Final = None
+
+# A whole service, or one of its methods, which wins. None: the port is public, with rules of its
+# own.
+_CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
+    "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
+    "/pdmesh.v1.InstanceService/GetStatus": frozenset({OPERATOR}),
+    "/pdmesh.v1.InstanceService/GetKvSnapshot": frozenset({"master-scheduler", "kv-cache-index"}),
+    "/pdmesh.v1.InstanceService/GetModelText": frozenset({"gateway"}),
+    "/pdmesh.v1.InstanceService/InspectAdapter": frozenset({"master-scheduler"}),
+    "/pdmesh.v1.SchedulerService/Plan": frozenset({"gateway"}),
+    "/pdmesh.v1.SchedulerService/PlanStream": frozenset({"gateway"}),
+    "/pdmesh.v1.SchedulerService/ListGroups": frozenset({OPERATOR}),
+    "/pdmesh.v1.AdminService": frozenset({OPERATOR}),
+    "/pdmesh.v1.KvIndexService/Match": _INSTANCES,
+    "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
+    "/pdmesh.v1.InferenceService": _EVERYONE,
+    "/grpc.health.v1.Health": _EVERYONE,
+}
+
+
+def callers_of(method: str) -> frozenset[str] | None:
+    """The roles that may call a method, `/package.Service/Method`; None if its port is public."""
+    service = method.rpartition("/")[0]
+    return _CALLERS.get(method, _CALLERS.get(service, frozenset()))

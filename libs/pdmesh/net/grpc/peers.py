@@ -1,0 +1,51 @@
+"""What a caller's certificate says about it, and whether it may make its call.
+
+Without mutual TLS callers have no certificate, and everything here passes: the mesh token alone
+keeps strangers out then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from pdmesh.core.identity import ProcessIdentity, callers_of
+from pdmesh.errors import WrongPeer
+from pdmesh.net.tls.own import own_certificates
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def check_caller(method: str, context: Context) -> None:
+    """Raises WrongPeer if this process has a certificate and the caller may not call `method`.
+
+    `method`: /package.Service/Method.
+    """
+    own = own_certificates()
+    callers = callers_of(method)
+    if own is None or callers is None:
+        return
+    caller = caller_of(context)
+    if caller is None or caller.trust_domain != own.identity.trust_domain:
+        raise WrongPeer(f"{method}: the caller's certificate names no process of this mesh")
+    if caller.role not in callers:
+        raise WrongPeer(f"{method} is not for {caller}, but for: {', '.join(sorted(callers))}")
+
+
+def check_says(caller: ProcessIdentity | None, instance_id: str, field: str) -> None:
+    """Raises WrongPeer if the caller says that it is another process than its certificate says."""
+    if caller is not None and caller.instance_id != instance_id:
+        raise WrongPeer(f"the certificate is for {caller}, not {instance_id!r}", field=field)
+
+
+def caller_of(context: Context) -> ProcessIdentity | None:
+    """The process that the caller's certificate names; None: it has none, or it names none."""
+    if own_certificates() is None:
+        return None
+    uris = context.auth_context().get("peer_spiffe_id", ())
+    try:
+        (uri,) = uris
+        return ProcessIdentity.from_uri(uri.decode())
+    except ValueError:
+        return None

@@ -1,0 +1,200 @@
+"""A process's certificate, its key and the authorities that it trusts: three files in a folder.
+
+They are named as cert-manager names them. A new certificate takes effect without a restart: every
+handshake uses the latest files. While files cannot be used, for example because only one of two has
+been replaced yet, the earlier ones stay in use, and one line in the log says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+import structlog
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from pdmesh.core.identity import ProcessIdentity
+from pdmesh.errors import BadCertificates
+
+log = structlog.get_logger(__name__)
+
+CERTIFICATE: Final = "tls.crt"  # the certificate, and those between it and the authority
+KEY: Final = "tls.key"
+AUTHORITIES: Final = "ca.crt"
+_FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
+
+_RETRY: Final = timedelta(seconds=10)
+
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What the files held when they were read; PEM."""
+
+    chain: bytes
+    key: bytes
+    authorities: bytes
+    identity: ProcessIdentity
+    expires_at: datetime
+
+
+class CertificateFolder:
+    """Raises BadCertificates if the folder's files cannot be used."""
+
+    def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self.path = path
+        self._clock = now
+        self._lock = threading.Lock()
+        self._stamp = _stamp(path)
+        self._latest = read(path, now())
+        self._problem = ""  # of the files that are there now
+        self._retry_at: datetime | None = None
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        """It stays the same: files that name another process are not used."""
+        return self._latest.identity
+
+    def latest(self) -> Certificates:
+        """The same object until the files change. Any thread may call it."""
+        with self._lock:
+            stamp = _stamp(self.path)
+            if stamp != self._stamp or self._is_retry_due():
+                self._stamp = stamp
+                self._reload()
+        return self._latest
+
+    def seconds_left(self) -> float:
+        """Time until the certificate expires; negative afterwards."""
+        return (self.latest().expires_at - self._clock()).total_seconds()
+
+    def _is_retry_due(self) -> bool:
+        """A certificate that was not valid yet becomes valid without a change of the files."""
+        return self._retry_at is not None and self._clock() >= self._retry_at
+
+    def _reload(self) -> None:
+        try:
+            found = read(self.path, self._clock())
+            self._check_same(found.identity)
+        except BadCertificates as exc:
+            if exc.message != self._problem:
+                log.warning("tls.not_reloaded", reason=exc.message)
+            self._problem, self._retry_at = exc.message, self._clock() + _RETRY
+            return
+        self._latest, self._problem, self._retry_at = found, "", None
+        log.info("tls.reloaded", expires_at=found.expires_at.isoformat())
+
+    def _check_same(self, found: ProcessIdentity) -> None:
+        own = self._latest.identity
+        if found != own:
+            raise BadCertificates(f"{self.path / CERTIFICATE} is for {found}, not {own}")
+
+
+def _stamp(folder: Path) -> _Stamp:
+    """Changes whenever a file does."""
+    return tuple(_stamp_of(folder / name) for name in _FILES)
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read(folder: Path, now: datetime) -> Certificates:
+    """Read and check the files. Raises BadCertificates, which names the file."""
+    chain, key, authorities = (_bytes(folder / name) for name in _FILES)
+    certificates = _parsed(folder / CERTIFICATE, chain)
+    own = certificates[0]
+    _check_time(folder / CERTIFICATE, own, now)
+    _check_key(folder / KEY, key, own)
+    _check_issuers(folder, certificates, _parsed(folder / AUTHORITIES, authorities))
+    identity = _identity(folder / CERTIFICATE, own)
+    return Certificates(chain, key, authorities, identity, own.not_valid_after_utc)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise BadCertificates(f"{path}: {exc.strerror}") from exc
+
+
+def _parsed(path: Path, pem: bytes) -> Sequence[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as exc:
+        raise BadCertificates(f"{path} holds no certificate in PEM") from exc
+
+
+def _check_time(path: Path, own: x509.Certificate, now: datetime) -> None:
+    if now > own.not_valid_after_utc:
+        raise BadCertificates(f"{path} expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if now < own.not_valid_before_utc:
+        raise BadCertificates(f"{path} is valid from {own.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
+
+
+def _check_key(path: Path, pem: bytes, own: x509.Certificate) -> None:
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as exc:
+        raise BadCertificates(f"{path} holds no private key in PEM without a password") from exc
+    shape = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*shape) != own.public_key().public_bytes(*shape):
+        raise BadCertificates(f"{path} is not the key of {CERTIFICATE}")
+
+
+def _check_issuers(
+    folder: Path, chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
+) -> None:
+    """TLS checks the chain again, and more strictly; this check names the file."""
+    current = chain[0]
+    for issuer in chain[1:]:
+        if any(_has_issued(authority, current) for authority in authorities):
+            return
+        if not _has_issued(issuer, current):
+            break
+        current = issuer
+    if not any(_has_issued(authority, current) for authority in authorities):
+        raise BadCertificates(
+            f"{folder / CERTIFICATE} was issued by {current.issuer.rfc4514_string()!r}, which is "
+            f"not in {AUTHORITIES}"
+        )
+
+
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _identity(path: Path, own: x509.Certificate) -> ProcessIdentity:
+    try:
+        names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError) as exc:
+        raise BadCertificates(f"{path} names no process") from exc
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise BadCertificates(f"{path} must have one URI, spiffe://TRUST-DOMAIN/ROLE/ID")
+    try:
+        identity = ProcessIdentity.from_uri(uris[0])
+    except ValueError as exc:
+        raise BadCertificates(f"{path}: {exc}") from exc
+    if identity.dns_name not in names.get_values_for_type(x509.DNSName):
+        raise BadCertificates(f"{path} lacks the DNS name {identity.dns_name}")
+    return identity

@@ -1,0 +1,32 @@
+"""Certificates for tests: one authority, and as many processes as a test needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.net.tls.authority import Authority
+from pdmesh.net.tls.folder import CertificateFolder
+
+
+class TestAuthority:
+    """An authority in a folder of its own. Another folder makes a stranger's authority."""
+
+    __test__ = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.authority = Authority.opened(root)
+
+    def issue(
+        self, role: str, instance_id: str, *, days: float = 1, names: Sequence[str] = ()
+    ) -> Path:
+        """The folder of a new certificate; it replaces an earlier one."""
+        identity = ProcessIdentity(role, instance_id)
+        folder = folder_of(self.root, identity)
+        self.authority.issue(identity, folder, names, days)
+        return folder
+
+    def folder(self, role: str, instance_id: str) -> CertificateFolder:
+        return CertificateFolder(self.issue(role, instance_id))
