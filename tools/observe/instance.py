@@ -143,13 +143,18 @@ INSTANCE: Final = Dashboard(
                 ),
                 Panel(
                     "LoRA adapters",
-                    "In slots, and changes by event",
+                    "In slots",
+                    {"{{instance}}": f"pdmesh_adapters_loaded{{{HERE}}}"},
+                ),
+                Panel(
+                    "Changes of LoRA adapters",
+                    "Loaded, unloaded, failed",
                     {
-                        "{{instance}} loaded": f"pdmesh_adapters_loaded{{{HERE}}}",
                         "{{instance}} {{event}}": rate(
                             "pdmesh_adapter_changes_total", "instance, event", HERE
-                        ),
+                        )
                     },
+                    empty_when="until an adapter is loaded",
                 ),
                 Panel(
                     "Devices by level",

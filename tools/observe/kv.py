@@ -123,6 +123,7 @@ KV: Final = Dashboard(
                         "{{instance}} pinned": f"pdmesh_kv_tier_pinned_blocks{{{HERE}}}",
                         "{{instance}} read": f"pdmesh_kv_tier_leased_blocks{{{HERE}}}",
                     },
+                    empty_when="until a prefix is pinned and a block is read",
                 ),
                 Panel(
                     "Faults of tiers",

@@ -46,7 +46,7 @@ SCENARIO: Final = Dashboard(
                     "Waiting for a prefill",
                     "At all gateways",
                     {"{{scenario}}": _of_scenario("pdmesh_scenario_waiting")},
-                    empty_when="until a request has waited",
+                    empty_when="while no request waits",
                 ),
             ),
         ),

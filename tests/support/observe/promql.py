@@ -21,11 +21,15 @@ class Named:
     labels: set[str] = field(default_factory=set)
 
 
-def plain(query: str, **variables: str) -> str:
+def plain(query: str, rate_interval: str = "", **variables: str) -> str:
     """The query without Grafana's variables; one that is not given matches everything."""
-    for name, value in _VARIABLES.items():
+    for name, value in (_VARIABLES | _given(rate_interval)).items():
         query = query.replace(name, value)
     return re.sub(r"\$(\w+)", lambda found: variables.get(found[1], ".*"), query)
+
+
+def _given(rate_interval: str) -> dict[str, str]:
+    return {"$__rate_interval": rate_interval} if rate_interval else {}
 
 
 def named(query: str) -> Named:

@@ -1,0 +1,180 @@
+"""A real Prometheus scrapes a mesh under load: every panel has data, and the code's registry knows
+every series.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from tests.support.observe.prometheus import PrometheusServer, scraping
+from tests.support.observe.promql import plain
+from tests.support.waiting import until
+from tools.instruments import all_instruments
+from tools.observe.dashboard import Panel
+from tools.observe.dashboards import DASHBOARDS
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+# Few slots, so that requests wait for a prefill and for a decode, and few blocks, so that KV moves
+# to the host pool.
+GROUPS = """
+services:
+  sim:
+    options: {num_slots: 4, num_kv_blocks: 96, kv_host_pool_bytes: 4194304, sim_law: smollm2-cpu}
+    role_options: {prefill: {num_slots: 1}}
+scenarios:
+  chat: {service: sim, slo: {ttft_s: 20}}
+groups:
+  chat: {scenario: chat, prefill: 2, decode: 2}
+"""
+# Of these panels the load below shows nothing, and they say when they are empty.
+MAY_BE_EMPTY = {
+    ("pdmesh-overview", "Why calls fail"),
+    ("pdmesh-overview", "Instances with a fault"),
+    ("pdmesh-scenario", "Proposed tokens accepted"),
+    ("pdmesh-instance", "Time of steps, by part"),
+    ("pdmesh-instance", "Changes of LoRA adapters"),
+    ("pdmesh-instance", "Devices by level"),
+    ("pdmesh-kv", "Pulls that failed"),
+    ("pdmesh-kv", "Blocks that stay"),
+    ("pdmesh-kv", "Faults of tiers"),
+    ("pdmesh-groups", "Steps of upgrades"),
+    ("pdmesh-groups", "Rounds without a decision"),
+}
+WITHIN_S = 300.0  # on a slow and busy machine
+RATE = "20s"  # some scrapes of this test
+
+
+@dataclass(frozen=True, slots=True)
+class UpMesh:
+    url: str
+    keys: dict[str, str]
+    targets: dict[str, str]
+
+
+def pdmesh(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pdmesh.cli.app", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def up(folder: Path) -> Iterator[UpMesh]:
+    """`pdmesh up` with groups of blank instances, two masters and API keys."""
+    file = KeyFile(tenants={"patient": TenantEntry(), "eager": TenantEntry(max_concurrent=1)})
+    keys = {tenant: api_keys.issue(file, tenant) for tenant in file.tenants}
+    api_keys.save(folder / "keys.json", file)
+    (folder / "groups.yaml").write_text(GROUPS)
+    state = ("--state-dir", str(folder / "mesh"))
+    pdmesh(
+        *("up", "--engine", "sim", "--detach", *state, "--timeout", "180"),
+        *("--groups", str(folder / "groups.yaml"), "--blank", "4", "--masters", "2"),
+        *("--keys", str(folder / "keys.json"), "--http-port", "0", "--grpc-port", "0"),
+    )
+    try:
+        mesh = json.loads(pdmesh("status", "--json", *state))["mesh"]
+        processes: dict[str, Any] = mesh["processes"]
+        targets = {n: p["ops_address"] for n, p in processes.items() if p["ops_address"]}
+        yield UpMesh(mesh["http_url"], keys, targets)
+    finally:
+        pdmesh("down", *state)
+
+
+@asynccontextmanager
+async def load(mesh: UpMesh) -> AsyncIterator[None]:
+    """Sixteen patient users for eight slots, and an eager tenant that exceeds its limit."""
+    order = random.Random(1)
+    prompts = [
+        [order.randrange(3, 600) for _ in range(order.randrange(200, 900))] for _ in range(40)
+    ]
+
+    async def user(client: httpx.AsyncClient, tenant: str, seed: int) -> None:
+        choice = random.Random(seed)
+        headers = {"authorization": f"Bearer {mesh.keys[tenant]}"}
+        while True:
+            body = {
+                "model": "default",
+                "scenario": "chat",
+                "prompt": choice.choice(prompts),
+                "max_tokens": choice.randrange(4, 24),
+                "ignore_eos": True,
+            }
+            await client.post(f"{mesh.url}/v1/completions", json=body, headers=headers)
+
+    async with httpx.AsyncClient(timeout=120) as client:
+        tenants = ["patient"] * 16 + ["eager"] * 3
+        users = [asyncio.create_task(user(client, t, n)) for n, t in enumerate(tenants)]
+        try:
+            yield
+        finally:
+            for each in users:
+                each.cancel()
+            await asyncio.gather(*users, return_exceptions=True)
+
+
+def has_data(server: PrometheusServer, panel: Panel) -> bool:
+    """Whether each query has a value that is a number."""
+    return all(
+        any(math.isfinite(value) for _, value in server.query(plain(query, rate_interval=RATE)))
+        for query in panel.queries.values()
+    )
+
+
+def unknown_series(server: PrometheusServer) -> list[str]:
+    """Series of ours whose name or labels the registry of the code does not have."""
+    known = {name: each for each in all_instruments().values() for name in each.series}
+    of_targets = {"__name__", "instance", "job", "le"}
+    return [
+        json.dumps(labels)
+        for labels in server.series('{__name__=~"(pdmesh|gen_ai)_.*", job="pdmesh"}')
+        if (found := known.get(labels["__name__"])) is None
+        or not set(labels) <= of_targets | set(found.labels)
+    ]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.mark.req("S138", "S139")
+async def test_every_panel_has_data_from_a_mesh_under_load(tmp_path: Path) -> None:
+    panels = [(dashboard.uid, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
+    awaited = {(uid, p.title): p for uid, p in panels if (uid, p.title) not in MAY_BE_EMPTY}
+    assert {(uid, p.title) for uid, p in panels if p.empty_when} >= MAY_BE_EMPTY
+    with up(tmp_path) as mesh, scraping(mesh.targets, tmp_path, free_port()) as server:
+        async with load(mesh):
+
+            async def all_seen() -> bool:
+                for where, panel in list(awaited.items()):
+                    if await asyncio.to_thread(has_data, server, panel):
+                        del awaited[where]
+                await asyncio.sleep(0)
+                return not awaited
+
+            try:
+                await until(all_seen, WITHIN_S)
+            except AssertionError:
+                pytest.fail(f"without data: {sorted(awaited)}")
+        assert unknown_series(server) == []
+        assert all(value == 1 for _, value in server.query('up{job="pdmesh"}'))
+        critical = [a for a in server.alerts() if a["labels"]["severity"] == "critical"]
+        assert [a["labels"]["alertname"] for a in critical if a["state"] == "firing"] == []
