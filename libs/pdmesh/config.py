@@ -169,7 +169,9 @@ class ServiceSettings(BaseSettings):
     )
     nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(
-        "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"
+        "",
+        description="Name of the machine; default: its host name. The mesh writes a dash for a dot",
+        pattern=r"^[a-z0-9.-]*$",
     )
     lease_s: float = shared(
         3.0, gt=0, description="Lease in the registry, renewed three times per lease"
@@ -197,7 +199,8 @@ class ServiceSettings(BaseSettings):
     @property
     def node(self) -> str:
         """The machine's name, made of letters, digits and dashes."""
-        return self.node_id or re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()) or "node"
+        name = self.node_id or socket.gethostname().lower()
+        return re.sub(r"[^a-z0-9-]+", "-", name) or "node"
 
     @property
     def reachable_host(self) -> str:

@@ -155,6 +155,14 @@ def test_the_reachable_host_is_the_advertised_one() -> None:
     assert Settings(inner_host="0.0.0.0").reachable_host == "0.0.0.0"
 
 
+def test_the_node_s_name_may_have_dots_as_in_kubernetes_and_the_mesh_s_own_has_none() -> None:
+    """The name is a token of NATS subjects, which dots separate."""
+    assert Settings(node_id="ip-10-0-0-1.ec2.internal").node == "ip-10-0-0-1-ec2-internal"
+    assert Settings(node_id="rack-3-node-7").node == "rack-3-node-7"
+    with pytest.raises(ValidationError):
+        Settings(node_id="Node_7")
+
+
 def test_a_variable_that_no_field_reads_is_named() -> None:
     prefix = Settings.model_config["env_prefix"]
     environ = {f"{prefix}HSOT": "::", f"{prefix}INNER_HOST": "::", "PDMESH_OTHER": "1", "PATH": ""}

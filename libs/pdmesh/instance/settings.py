@@ -205,7 +205,7 @@ class InstanceSettings(ServiceSettings):
     devices: str = shared(
         "",
         description="The node's devices that it computes on, separated by commas; default: "
-        "CUDA_VISIBLE_DEVICES, else its own id",
+        "CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else its own id",
     )
     node_status_file: Path | None = shared(
         None, description="File with the node's status; default: STATE_DIR/run/node-status.json"

@@ -153,5 +153,11 @@ def device_names(setting: str, instance_id: str, environment: Mapping[str, str])
 
     An instance without devices counts as a device itself, so that its node's agent can report it.
     """
-    text = setting or environment.get("CUDA_VISIBLE_DEVICES", "")
+    text = setting or environment.get("CUDA_VISIBLE_DEVICES") or _given_to_container(environment)
     return [name.strip() for name in text.split(",") if name.strip()] or [instance_id]
+
+
+def _given_to_container(environment: Mapping[str, str]) -> str:
+    """The devices by which NVIDIA's container runtime started this container; empty: none named."""
+    names = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    return "" if names in ("all", "none", "void") else names

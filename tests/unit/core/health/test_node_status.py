@@ -95,10 +95,14 @@ def test_an_instance_reads_its_nodes_file_if_there_is_one(tmp_path: Path) -> Non
     assert [s.reason for s in read()] == [STATUS_TORN]
 
 
-def test_devices_are_named_by_setting_then_cuda_then_the_instance() -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+def test_devices_are_named_by_setting_then_cuda_then_the_container_then_the_instance() -> None:
+    container = {"NVIDIA_VISIBLE_DEVICES": "GPU-c"}  # as Kubernetes' device plugin sets it
+    environment = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", **container}
     assert device_names("2, 3", "p0", environment) == ["2", "3"]
     assert device_names("", "p0", environment) == ["GPU-a", "GPU-b"]
+    assert device_names("", "p0", container) == ["GPU-c"]
+    for names_no_device in ("all", "none", "void", ""):
+        assert device_names("", "p0", {"NVIDIA_VISIBLE_DEVICES": names_no_device}) == ["p0"]
     assert device_names("", "p0", {}) == ["p0"]
 
 

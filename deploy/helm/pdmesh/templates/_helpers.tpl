@@ -1,0 +1,97 @@
+{{/* Instance ids are pod names, and have no dots. */}}
+{{- define "pdmesh.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- end -}}
+{{- $full | replace "." "-" | trunc 28 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "pdmesh.secret" -}}
+{{- .Values.secrets.existingSecret | default (printf "%s-secrets" (include "pdmesh.fullname" .)) -}}
+{{- end }}
+
+{{- define "pdmesh.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "pdmesh.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end }}
+
+{{- define "pdmesh.image" -}}
+{{- $i := .Values.image -}}
+{{- if $i.digest }}{{ $i.repository }}@{{ $i.digest }}{{ else }}{{ $i.repository }}:{{ $i.tag }}{{ end -}}
+{{- end }}
+
+{{/* What a selector matches: (dict "root" $ "component" "gateway" "pool" "") */}}
+{{- define "pdmesh.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+pdmesh/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "pdmesh.labels" -}}
+{{ include "pdmesh.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{/* All pods of this release, of any component. */}}
+{{- define "pdmesh.release" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "pdmesh.fromSecret" -}}
+valueFrom: { secretKeyRef: { name: {{ include "pdmesh.secret" .root }}, key: {{ .key }} } }
+{{- end }}
+
+{{/* Settings as environment variables. JSON spells numbers out; Helm would write 1e+06. */}}
+{{- define "pdmesh.settings" -}}
+{{- $prefix := .prefix -}}
+{{- range $name, $value := .settings }}
+- name: {{ $prefix }}{{ $name }}
+  value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Where the nodes are, as the mesh's own settings say it: (dict "root" $ "names" (list "REGION")) */}}
+{{- define "pdmesh.place" -}}
+{{- $t := .root.Values.topology -}}
+{{- if $t.fromPodLabels }}
+{{- $labels := dict "REGION" $t.regionLabel "RACK" $t.rackLabel -}}
+{{- $given := .settings -}}
+{{- range .names }}
+{{- if not (or (hasKey $.root.Values.settings .) (hasKey $given .)) }}
+- name: PDMESH_{{ . }}
+  valueFrom: { fieldRef: { fieldPath: "metadata.labels['{{ get $labels . }}']" } }
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "pdmesh.spread" -}}
+{{- $root := .root -}}
+{{- $selector := include "pdmesh.selector" . -}}
+{{- range .keys }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: {{ $root.Values.topology.whenUnsatisfiable }}
+  labelSelector:
+    matchLabels: {{- $selector | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{- define "pdmesh.scheduling" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}

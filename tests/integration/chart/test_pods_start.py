@@ -1,0 +1,129 @@
+"""Every container of the chart starts with the chart's own command and environment, becomes ready
+by its own probe, and together they are a mesh.
+
+There is no API server: `tests.support.chart.kubelet` stands for the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
+
+from pdmesh.engine.sim_tokenizer import write_sim_model
+from tests.support.attack.listeners import listeners
+from tests.support.chart.helm import render
+from tests.support.chart.kubelet import ANY_ADDRESS, Kubelet, image_environment
+from tests.support.waiting import until
+
+SERVERS = ["pdmesh-nats", "pdmesh-redis"]
+GATEWAY, MASTER = "pdmesh-gateway", "pdmesh-master-scheduler"
+JOB = "pdmesh-desired-"
+# Each role once, and a group that the desired state makes of blank instances.
+POOLS = {
+    "prefill": {"role": "prefill", "replicas": 1},
+    "decode": {"role": "decode", "replicas": 1},
+    "pooling": {"role": "pooling", "replicas": 1, "settings": {"MODEL": "sim-embed"}},
+    "encoder": {"role": "encoder", "replicas": 1},
+    "blank": {"role": "blank", "replicas": 1},
+    "other": {"role": "blank", "replicas": 1},
+}
+DESIRED = {
+    "scenarios": {"assigned": {"allow_single": True}},
+    "groups": {"assigned": {"scenario": "assigned", "prefill": 1, "decode": 1}},
+}
+
+
+@pytest.fixture
+async def kubelet(tmp_path: Path) -> AsyncIterator[Kubelet]:
+    write_sim_model(tmp_path / "model")
+    values = {
+        "gateway": {"allowAnonymous": True},
+        "nodeAgent": {"enabled": True},
+        "kv": {"netDevices": "lo"},
+        "settings": {"SIM_LAW": "zero", "SIM_IMAGE_TOKENS": 16},
+        "pools": {name: {**pool, "drainSeconds": 1} for name, pool in POOLS.items()},
+        "desiredState": DESIRED,
+    }
+    folder = tmp_path / "node"
+    folder.mkdir()
+    image = {image_environment()["PDMESH_MODEL_DIR"]: tmp_path / "model"}
+    async with Kubelet(render("", values), folder, image) as started:
+        await started.start()
+        yield started
+
+
+async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubelet) -> None:
+    jobs = [name for name in kubelet.pods if name.startswith(JOB)]
+    services = [name for name in kubelet.pods if name not in SERVERS + jobs]
+    assert len(services) == 5 + len(POOLS)  # with the node agent
+    await kubelet.wait_ready(services)
+    await _redis_asks_for_its_password(kubelet)
+    _listen_where_the_network_policies_say(kubelet, services)
+
+    gateway = kubelet.pods[GATEWAY]
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        body = {"model": "default", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+        url = f"http://{gateway.ip}:8000/v1/completions"
+        answer = await client.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+
+    # As `kubectl exec deploy/pdmesh-master-scheduler` runs them.
+    status = kubelet.run(MASTER, "pdmesh", "status")
+    assert status.returncode == 0, status.stderr
+    assert all(kubelet.pods[name].name in status.stdout for name in services), status.stdout
+    (job,) = jobs
+    applied = kubelet.run(job)
+    assert applied.returncode == 0, applied.stderr
+
+    async def serves() -> bool:
+        groups = kubelet.run(MASTER, "pdmesh", "groups")
+        return groups.returncode == 0 and "serving" in groups.stdout
+
+    await until(serves, 60)
+    await kubelet.wait_ready(services)
+
+    # As a node is emptied: nothing is left to be killed.
+    for name in services:
+        assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
+
+
+async def _redis_asks_for_its_password(kubelet: Kubelet) -> None:
+    pod = kubelet.pods["pdmesh-redis"]
+    async with Redis(host=pod.ip, password=pod.environment["REDISCLI_AUTH"]) as known:
+        assert await known.ping()
+        assert (await known.config_get("maxmemory"))["maxmemory"] == str(384 << 20)
+    async with Redis(host=pod.ip) as stranger:
+        with pytest.raises(AuthenticationError):
+            await stranger.ping()
+
+
+def _listen_where_the_network_policies_say(kubelet: Kubelet, names: list[str]) -> None:
+    """UCX keeps to the range of ports that the policies open between instances."""
+    for name in names:
+        pod = kubelet.pods[name]
+        role = pod.labels.get("pdmesh/role", "")
+        declared = {port["containerPort"] for port in pod.container["ports"]}
+        if role == "blank":  # it opens the others with its role
+            declared = {9100}
+        found = {listener.port for listener in listeners(pod.pid)}
+        kv = {port for port in found - declared if 20000 <= port <= 20999}
+        assert found - kv == declared, name
+        assert bool(kv) == (role in ("prefill", "decode", "encoder")), name
+
+
+def test_the_kubelet_of_these_tests_leaves_no_path_and_no_address_of_a_container(
+    tmp_path: Path,
+) -> None:
+    kubelet = Kubelet(render("sim"), tmp_path)
+    for name, pod in kubelet.pods.items():
+        texts = [*pod.command, *pod.environment.values()]
+        assert not any(ANY_ADDRESS in text or "@pdmesh-nats" in text for text in texts), name
+        if "/tmp" in pod.mounts:
+            assert not any(text.startswith("/tmp/pdmesh") for text in texts), name
+    conf = next(tmp_path.glob("pdmesh-nats/config/pdmesh.conf")).read_text()
+    assert str(tmp_path) in conf

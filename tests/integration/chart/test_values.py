@@ -1,0 +1,109 @@
+"""Bad values are refused by their names, before anything is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.chart.helm import Refused, of_kind, pods, render
+
+OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"gatway": {}}, "gatway is not allowed"),
+        ({"gateway": {"replicas": "two"}}, "gateway.replicas: Invalid type"),
+        ({"gateway": {"settings": {"MAX_CALS": 1}}}, "MAX_CALS is not allowed"),
+        ({"gateway": {"settings": {"MAX_CALLS": "x"}}}, "gateway.settings.MAX_CALLS: Invalid type"),
+        ({"gateway": {"settings": {"MAX_CALLS": 0}}}, "settings.MAX_CALLS: Must be greater"),
+        ({"settings": {"LOG_LEVEL": "loud"}}, "settings.LOG_LEVEL"),
+        ({"settings": {"HASH_SECRET": "in plain text"}}, "HASH_SECRET is not allowed"),
+        ({"pools": {"decode": {"settings": {"KV_CACHE_BYTES": -1}}}}, "KV_CACHE_BYTES"),
+        ({"pools": {"decode": {"role": "decoder"}}}, "pools.decode.role"),
+        ({"pools": {"extra": {"role": "decode"}}}, "replicas is required"),
+        ({"pools": {"gateway": {"role": "decode", "replicas": 1}}}, 'name of "gateway"'),
+        ({"pools": {"decode": {"sharedMemory": "lots"}}}, "pools.decode.sharedMemory"),
+        ({"extraEnv": [{"name": "PDMESH_LOG_LEVEL", "value": "debug"}]}, "extraEnv.0.name"),
+        ({"kv": {"firstPort": 70000}}, "kv.firstPort"),
+        ({"image": {"digest": "latest"}}, "image.digest"),
+        ({"desiredState": {"group": {}}}, "group is not allowed"),
+        # What no schema can say.
+        ({"gateway": {"allowAnonymous": False}}, "gateway.keysSecret"),
+        ({"nats": {"enabled": False}, "networkPolicy": {"enabled": False}}, "nats.url"),
+        ({"redis": {"enabled": False, "url": "redis://r:6379"}}, "networkPolicy.extraEgress"),
+        ({"pools": {"decode": {"autoscaling": {"enabled": True}}}}, "decode.autoscaling.query"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_by_its_name(values: dict[str, Any], named: str) -> None:
+    merged = {**OPEN, **values}
+    if "gateway" in values:
+        merged["gateway"] = {**OPEN["gateway"], **values["gateway"]}
+    with pytest.raises(Refused) as refused:
+        render("", merged)
+    assert named in str(refused.value)
+
+
+def test_settings_reach_their_service_as_it_reads_them() -> None:
+    """Helm itself would write 8589934592 as 8.589934592e+09."""
+    values = {
+        **OPEN,
+        "settings": {"LOG_LEVEL": "debug"},
+        "pools": {
+            "decode": {
+                "settings": {
+                    "KV_CACHE_BYTES": 8589934592,
+                    "ENGINE_ARGS": {"quantization": "awq", "max_seq_len_to_capture": 1048576},
+                    "SPECULATIVE_ACCEPTANCE": 0.75,
+                    "ENABLE_LORA": True,
+                    "MODEL_DIR": "/models/a",
+                }
+            }
+        },
+    }
+    container = pods(render("", values))["pdmesh-decode"]["spec"]["containers"][0]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env["PDMESH_LOG_LEVEL"] == "debug"
+    assert env["PDMESH_DECODE_KV_CACHE_BYTES"] == "8589934592"
+    assert (
+        env["PDMESH_DECODE_ENGINE_ARGS"]
+        == '{"max_seq_len_to_capture":1048576,"quantization":"awq"}'
+    )
+    assert env["PDMESH_DECODE_SPECULATIVE_ACCEPTANCE"] == "0.75"
+    assert env["PDMESH_DECODE_ENABLE_LORA"] == "true"
+    assert env["PDMESH_DECODE_MODEL_DIR"] == "/models/a"
+
+
+def test_an_external_server_replaces_the_chart_s_own() -> None:
+    values = {
+        **OPEN,
+        "nats": {"enabled": False, "url": "nats://mesh:secret@nats.example.org:4222"},
+        "redis": {"enabled": False, "url": "redis://:secret@redis.example.org:6379/0"},
+        "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}]},
+    }
+    manifests = render("", values)
+    assert not of_kind(manifests, "StatefulSet")
+    assert "pdmesh-redis" not in pods(manifests)
+    (secret,) = of_kind(manifests, "Secret")
+    assert secret["stringData"]["nats-url"] == values["nats"]["url"]
+    assert secret["stringData"]["redis-url"] == values["redis"]["url"]
+
+
+def test_with_a_secret_of_one_s_own_the_chart_makes_none() -> None:
+    manifests = render("gpu")
+    assert not of_kind(manifests, "Secret")
+    for pod in pods(manifests).values():
+        for each in pod["spec"]["containers"][0]["env"]:
+            if source := each.get("valueFrom", {}).get("secretKeyRef"):
+                assert source["name"] == "pdmesh"
+
+
+def test_a_changed_desired_state_is_a_new_job() -> None:
+    def job(decode: int) -> str:
+        state = {"groups": {"chat": {"prefill": 2, "decode": decode}}}
+        (found,) = of_kind(render("sim", {"desiredState": state}), "Job")
+        return str(found["metadata"]["name"])
+
+    assert job(2) == job(2) != job(3)

@@ -1,0 +1,259 @@
+"""Starts the chart's pods on this machine, as a kubelet does in containers.
+
+A container's command runs with exactly the environment of its image and its manifest. What a
+machine cannot give a process without a container stands for it: each pod has a loopback address of
+its own, which takes the place of "all addresses" and of the names of Services; and each mount is a
+folder, to which paths below the mount lead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import httpx
+
+from pdmesh.embedded.binaries import NATS, VALKEY, find
+from tests.support.chart.helm import ROOT, Manifest, of_kind
+
+NODE: Final = "ip-10-0-0-1.example.internal"  # as clouds name their machines
+ANY_ADDRESS: Final = "0.0.0.0"
+_SHARED_MEMORY: Final = "/dev/shm"  # the machine has its own
+_START_S: Final = 120
+_BASE_PATH: Final = "/usr/bin:/bin"
+
+
+def image_environment() -> dict[str, str]:
+    """What the Dockerfile sets in every image, and in the one with the simulated engine."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    environment: dict[str, str] = {}
+    for stage in ("runtime", "runtime-sim"):
+        part = text.partition(f"AS {stage}\n")[2].partition("\nFROM ")[0]
+        (line,) = re.findall(r"^ENV (.*)$", part, re.MULTILINE)
+        environment |= dict(pair.partition("=")[::2] for pair in line.split())
+    return environment
+
+
+@dataclass
+class Pod:
+    """One pod with its only container."""
+
+    name: str
+    ip: str
+    labels: dict[str, str]
+    container: Manifest
+    mounts: dict[str, Path]  # by the path in the container
+    environment: dict[str, str]
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def component(self) -> str:
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                cwd=self.mounts.get("/tmp"),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    async def end(self) -> int:
+        """SIGTERM, as at the end of a pod; returns the exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self.process.wait, _START_S)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    async def probe(self, kind: str, client: httpx.AsyncClient) -> bool:
+        """Ask what the probe of this kind asks: `readinessProbe`, ..."""
+        asked = self.container[kind]["httpGet"]
+        (port,) = (
+            p["containerPort"] for p in self.container["ports"] if p["name"] == asked["port"]
+        )
+        try:
+            answer = await client.get(f"http://{self.ip}:{port}{asked['path']}")
+        except httpx.TransportError:
+            return False
+        return answer.is_success
+
+
+class Kubelet:
+    """The pods of rendered manifests: one of each workload, whatever its replicas.
+
+    `image` has the folders that the image brings along. The end of the block kills what still runs.
+    """
+
+    def __init__(
+        self, manifests: list[Manifest], folder: Path, image: Mapping[str, Path] | None = None
+    ) -> None:
+        self._folder, self._image = folder, image or {}
+        self._texts = {
+            m["metadata"]["name"]: m.get("stringData") or m.get("data") or {}
+            for m in of_kind(manifests, "Secret", "ConfigMap")
+        }
+        workloads = of_kind(manifests, "Deployment", "StatefulSet", "DaemonSet", "Job")
+        # Addresses of this process alone: tests of another one may run beside it.
+        number = os.getpid()
+        net = f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
+        ips = dict(zip((w["metadata"]["name"] for w in workloads), _hosts(net), strict=False))
+        self._hosts = {
+            service["metadata"]["name"]: ips[w["metadata"]["name"]]
+            for service in of_kind(manifests, "Service")
+            for w in workloads
+            if service["spec"]["selector"].items() <= _labels(w).items()
+        }
+        (folder / "bin").mkdir()
+        (folder / "bin/nats-server").symlink_to(find(NATS))
+        (folder / "bin/redis-server").symlink_to(find(VALKEY))
+        self.pods = {name: self._pod(w, ips[name]) for w in workloads for name in [_name(w)]}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pod in self.pods.values():
+            pod.kill()
+
+    async def start(self) -> None:
+        """Start all pods but those of Jobs at once, as Kubernetes does."""
+        for pod in self.pods.values():
+            if pod.component != "desired-state":
+                pod.start()
+
+    async def wait_ready(self, names: list[str]) -> None:
+        """Until the readiness probe of each succeeds. None of them may end."""
+        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(_START_S):
+            for name in names:
+                pod = self.pods[name]
+                while not await pod.probe("readinessProbe", client):
+                    assert not pod.has_ended(), f"{name}\n{pod.log.read_text()[-3000:]}"
+                    await asyncio.sleep(0.05)
+
+    def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """`kubectl exec` in a pod; without a command, the pod's own."""
+        pod = self.pods[name]
+        return subprocess.run(
+            [*command] or pod.command,
+            env=pod.environment,
+            cwd=pod.mounts["/tmp"],
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+        )
+
+    def _pod(self, workload: Manifest, ip: str) -> Pod:
+        name = _name(workload)
+        template = workload["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        volumes = {v["name"]: v for v in template["spec"].get("volumes", [])}
+        folder = self._folder / name
+        mounts = {
+            m["mountPath"]: folder / m["name"]
+            for m in container["volumeMounts"]
+            if m["mountPath"] != _SHARED_MEMORY
+        }
+        pod = Pod(
+            # A Deployment's and a DaemonSet's pods have random letters at their end.
+            name if workload["kind"] == "StatefulSet" else f"{name}-7d9c5b8f4-x2x7k",
+            ip,
+            template["metadata"]["labels"],
+            container,
+            mounts,
+            {},
+            [],
+            folder / "log",
+        )
+        for mount in container["volumeMounts"]:
+            if mount["mountPath"] in mounts:
+                self._fill(volumes.get(mount["name"], {}), pod, mounts[mount["mountPath"]])
+        pod.environment = self._environment(pod)
+        pod.command = [self._in_place(each, pod) for each in container["command"]]
+        program = _program(pod.command[0], pod.environment["PATH"])
+        pod.command = [program, *pod.command[1:]]
+        return pod
+
+    def _fill(self, volume: Manifest, pod: Pod, folder: Path) -> None:
+        """The files of a Secret or a ConfigMap; any other volume is an empty folder."""
+        folder.mkdir(parents=True)
+        source = (volume.get("configMap") or {}).get("name")
+        source = source or (volume.get("secret") or {}).get("secretName")
+        for file, text in self._texts.get(source, {}).items():
+            (folder / file).write_text(self._in_place(text, pod))
+
+    def _environment(self, pod: Pod) -> dict[str, str]:
+        bins = (self._folder / "bin", Path(sys.executable).parent, _BASE_PATH)
+        environment = image_environment() | {"PATH": ":".join(map(str, bins))}
+        for each in pod.container["env"]:
+            value = each.get("value")
+            if value is None:
+                value = self._value_from(each["valueFrom"], pod)
+            value = re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], value)
+            environment[each["name"]] = value
+        return {name: self._in_place(value, pod) for name, value in environment.items()}
+
+    def _value_from(self, source: Manifest, pod: Pod) -> str:
+        if secret := source.get("secretKeyRef"):
+            return str(self._texts[secret["name"]][secret["key"]])
+        path = source["fieldRef"]["fieldPath"]
+        if label := re.fullmatch(r"metadata\.labels\['(.*)'\]", path):
+            return pod.labels.get(label[1], "")
+        return {"metadata.name": pod.name, "status.podIP": pod.ip, "spec.nodeName": NODE}[path]
+
+    def _in_place(self, text: str, pod: Pod) -> str:
+        """The text with the pod's address and folders, and with the addresses of Services."""
+        if os.fspath(self._folder) in text:  # PATH
+            return text
+        for host, ip in self._hosts.items():
+            text = re.sub(rf"(?<=[@/]){re.escape(host)}(?=:)", ip, text)
+        text = text.replace(ANY_ADDRESS, pod.ip).replace("127.0.0.1", pod.ip)
+        folders = {**self._image, **pod.mounts}
+        paths = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
+        return re.sub(
+            rf"(?<![\w/.])({paths})(?![\w.-])", lambda found: str(folders[found[1]]), text
+        )
+
+
+def _name(workload: Manifest) -> str:
+    return str(workload["metadata"]["name"])
+
+
+def _labels(workload: Manifest) -> dict[str, Any]:
+    labels: dict[str, Any] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def _hosts(net: str) -> Iterator[str]:
+    return (f"{net}.{number}" for number in itertools.count(1))
+
+
+def _program(name: str, path: str) -> str:
+    found = next((f for part in path.split(":") if (f := Path(part, name)).exists()), None)
+    assert found is not None, f"no image has the program {name}"
+    return str(found)
