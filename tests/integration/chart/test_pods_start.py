@@ -6,6 +6,7 @@ There is no API server: `tests.support.chart.kubelet` stands for the node.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from redis.exceptions import AuthenticationError
 
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from tests.support.attack.listeners import listeners
-from tests.support.chart.helm import render
+from tests.support.chart.helm import of_kind, render
 from tests.support.chart.kubelet import ANY_ADDRESS, Kubelet, image_environment
 from tests.support.waiting import until
 
@@ -86,10 +87,25 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
 
     await until(serves, 60)
     await kubelet.wait_ready(services)
+    await _the_leader_has_the_metric_by_which_keda_scales(kubelet)
 
     # As a node is emptied: nothing is left to be killed.
     for name in services:
         assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
+
+
+async def _the_leader_has_the_metric_by_which_keda_scales(kubelet: Kubelet) -> None:
+    """With the labels over which the query of values-gpu.yaml sums."""
+    (scaled,) = of_kind(render("gpu"), "ScaledObject")
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    asked = re.fullmatch(r"sum\(max by \(([\w, ]+)\) \((\w+)\)\)", query)
+    assert asked
+    labels = set(asked[1].split(", "))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = await client.get(f"http://{kubelet.pods[MASTER].ip}:9100/metrics")
+    samples = re.findall(rf"^{asked[2]}{{(.*)}} (\S+)$", page.text, re.MULTILINE)
+    assert sum(float(value) for _, value in samples) == 2  # one prefill and one decode
+    assert all(labels <= set(re.findall(r"(\w+)=", each)) for each, _ in samples)
 
 
 async def _redis_asks_for_its_password(kubelet: Kubelet) -> None:
