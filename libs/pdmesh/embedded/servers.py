@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import os
 import secrets
+import ssl
 import tempfile
 from collections.abc import Awaitable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Final, Protocol
 from pdmesh.atomic_file import write_atomically
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
+from pdmesh.errors import BadCertificates
 
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
@@ -29,12 +31,24 @@ _NATS_CONFIG: Final = """\
 listen: "{address}"
 server_name: pdmesh
 authorization {{ user: "{user}", password: "{password}" }}
-max_payload: 8MB
+{tls}max_payload: 8MB
 write_deadline: "2s"
 jetstream {{
   store_dir: "{store}"
   max_mem: 64MB
   max_file: 1GB
+}}
+"""
+
+
+# A connection begins with the handshake, so that nobody on the way can talk a client out of it.
+_NATS_TLS: Final = """\
+tls {{
+  cert_file: "{folder}/tls.crt"
+  key_file: "{folder}/tls.key"
+  ca_file: "{folder}/ca.crt"
+  verify: true
+  handshake_first: true
 }}
 """
 
@@ -64,29 +78,41 @@ class NatsServer:
 
     name = "nats"
 
-    def __init__(self, directory: Path, port: int = 0) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, port: int = 0, tls_dir: Path | None = None) -> None:
+        """`tls_dir`: the server's certificate, which it also shows to itself; None: no TLS."""
+        self._directory, self._tls_dir = directory, tls_dir
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
         self._password = secrets.token_hex(16)
 
     @property
     def url(self) -> str:
-        return f"nats://{_NATS_USER}:{self._password}@{self._port.address}"
+        scheme = "nats" if self._tls_dir is None else "tls"
+        return f"{scheme}://{_NATS_USER}:{self._password}@{self._port.address}"
 
     def command(self) -> list[str]:
         binary = find(NATS)
         _private(self._directory)
         config = self._directory / "nats.conf"
         store = (self._directory / "jetstream").absolute()
+        tls = "" if self._tls_dir is None else _NATS_TLS.format(folder=self._tls_dir.absolute())
         text = _NATS_CONFIG.format(
-            address=self._port.address, store=store, user=_NATS_USER, password=self._password
+            address=self._port.address,
+            store=store,
+            user=_NATS_USER,
+            password=self._password,
+            tls=tls,
         )
         write_atomically(config, text)  # only this user can read it
         return [str(binary), "-c", str(config.absolute())]
 
     async def is_ready(self) -> bool:
         """Whether the server answers; it sends INFO once JetStream is up."""
-        return await _says(asyncio.open_connection(self._port.host, self._port.port), b"", b"INFO ")
+        try:
+            context = None if self._tls_dir is None else _context(self._tls_dir)
+        except (BadCertificates, OSError):
+            return False
+        connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
+        return await _says(connecting, b"", b"INFO ")
 
     def close(self) -> None:
         self._port.close()
@@ -121,6 +147,14 @@ class ValkeyServer:
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)
+
+
+def _context(tls_dir: Path) -> ssl.SSLContext:
+    """Raises BadCertificates, OSError."""
+    from pdmesh.net.tls.contexts import client_context
+    from pdmesh.net.tls.folder import CertificateFolder
+
+    return client_context(CertificateFolder(tls_dir))
 
 
 async def _says(

@@ -29,6 +29,7 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import BadCertificates, MeshError
 from pdmesh.launcher import first_groups, log_files, state
+from pdmesh.launcher.certificates import MeshCertificates, nats_folder
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
@@ -80,7 +81,7 @@ class Mesh:
         self._wiring: Wiring | None = None
         self._supervisor: Supervisor | None = None
         self._health: ProcessHealth | None = None
-        self.certificates: CertificateFolder | None = None  # of commands; None: no TLS
+        self._certificates: MeshCertificates | None = None  # None: no TLS
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -132,6 +133,11 @@ class Mesh:
     def token(self) -> str:
         """The mesh token, which all processes share."""
         return self.wiring.mesh_token
+
+    @property
+    def certificates(self) -> CertificateFolder | None:
+        """The certificate of commands; None: no TLS."""
+        return self._certificates.of_commands if self._certificates is not None else None
 
     @property
     def wiring(self) -> Wiring:
@@ -241,7 +247,8 @@ class Mesh:
         if problem := unpaired(processes):
             raise MeshFailed(problem)
         self._issue_certificates(processes)
-        await self._check_external()
+        with using_certificates(self.certificates):
+            await self._check_external()
         await self._start_servers()
         for process in processes:
             self.supervisor.start(process)
@@ -281,8 +288,10 @@ class Mesh:
     def _wire(self) -> Wiring:
         spec = self.spec
         ports = reserve_ports(spec, self._cleanup)
+        tls = self.state_dir / "tls" if spec.tls else None
         if spec.nats_url is None:
-            self._add_server(NatsServer(self.state_dir / "nats"))
+            own = None if tls is None else nats_folder(tls)
+            self._add_server(NatsServer(self.state_dir / "nats", tls_dir=own))
         if spec.redis_url is None:
             self._add_server(ValkeyServer(self.state_dir / "valkey"))
         return Wiring(
@@ -293,17 +302,15 @@ class Mesh:
             mesh_token=self._mesh_token(),
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
-            tls_dir=self.state_dir / "tls" if spec.tls else None,
+            tls_dir=tls,
         )
 
     def _issue_certificates(self, processes: Iterable[ProcessSpec]) -> None:
         """Raises MeshFailed."""
         if self.wiring.tls_dir is None:
             return
-        from pdmesh.launcher import certificates
-
         try:
-            self.certificates = certificates.issue(
+            self._certificates = MeshCertificates(
                 self.wiring.tls_dir, processes, self.spec.inner_host
             )
         except BadCertificates as exc:
@@ -393,13 +400,23 @@ class Mesh:
         If one chore fails, the others still run.
         """
         while True:
-            for chore in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
+            for chore in (
+                self._bound_logs,
+                self._renew_certificate_of_nats,
+                self.health.kill_silent,
+                self.health.note_ready,
+            ):
                 try:
                     await chore()
                 except Exception as exc:  # noqa: BLE001  # the mesh still runs, so this loop must
                     self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
+
+    async def _renew_certificate_of_nats(self) -> None:
+        if self._certificates is not None and self._certificates.is_renewal_due():
+            with contextlib.suppress(KeyError):  # there is none, or it is just starting
+                self.supervisor.signal("nats", signal.SIGHUP)
 
     async def _bound_logs(self) -> None:
         log_files.bound(self.log_file(name) for name in self.names)

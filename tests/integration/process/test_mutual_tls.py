@@ -252,12 +252,19 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
     async with httpx.AsyncClient(timeout=60) as client:
         clients = [asyncio.create_task(go_on(client)) for _ in range(4)]
         await until(lambda: len(statuses) >= 4)
-        before = {name: await _serial(mesh, record) for name, record in records.items()}
+        addresses = {name: record.grpc_address for name, record in records.items()}
+        before = {name: await _serial(mesh, address) for name, address in addresses.items()}
+        nats = mesh.nats_url.rpartition("@")[2]
+        before_of_nats = await _serial(mesh, nats)
         for name, process in mesh.supervisor.specs.items():
-            if process.service not in {"nats", "valkey"}:
-                ours.issue(process.service, name, names=["127.0.0.1"])
-        for name, record in records.items():
-            assert await _serial(mesh, record) != before[name], name
+            ours.issue(process.service, name, names=["127.0.0.1"])
+        for name, address in addresses.items():
+            assert await _serial(mesh, address) != before[name], name
+
+        async def has_nats_read_its_own() -> bool:
+            return await _serial(mesh, nats) != before_of_nats
+
+        await until(has_nats_read_its_own)
         # Gateways open new connections with their new certificate, here to a new incarnation.
         await mesh.restart("decode-0", 120)
         num = len(statuses)
@@ -267,14 +274,14 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
     assert set(statuses) == {200}
 
 
-async def _serial(mesh: Mesh, record: InstanceRecord) -> int:
+async def _serial(mesh: Mesh, address: str) -> int:
     """The serial number of the certificate that the port shows now."""
     assert mesh.certificates is not None
     folder = mesh.certificates.path
     context = ssl.create_default_context(cafile=folder / "ca.crt")
     context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
     context.set_alpn_protocols(["h2"])
-    host, _, port = record.grpc_address.rpartition(":")
+    host, _, port = address.rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

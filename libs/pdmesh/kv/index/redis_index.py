@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -22,6 +22,7 @@ from pdmesh.core.kv.prefix.prefix_index import TIERS, IndexDelta
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
+from pdmesh.net.redis_pool import pool_of
 
 _CHUNK: Final = 5000  # blocks per call: a few ms, so that the store stays responsive
 _TIMEOUT_S: Final = 0.25
@@ -43,13 +44,16 @@ class StoredInstance:
 class RedisIndex:
     def __init__(self, url: str, timeout_s: float = _TIMEOUT_S) -> None:
         # Any: redis-py's generic client; replies are bytes.
-        self._redis: Any = Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=4,
-            client_name="pdmesh-index",
+        self._redis: Any = Redis.from_pool(
+            pool_of(
+                ConnectionPool,
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=4,
+                client_name="pdmesh-index",
+            )
         )
 
     async def close(self) -> None:

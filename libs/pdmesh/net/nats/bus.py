@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import nats
 import structlog
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, SlowConsumerError
 from nats.errors import Error as NatsError
 
 from pdmesh.config import without_password
-from pdmesh.errors import InvalidRequest, Unavailable
+from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
+from pdmesh.net.tls.own import own_certificates
 from pdmesh.telemetry import metrics, names
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import Certificates
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +79,9 @@ class NatsBus:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client: Any = None  # nats-py's; untyped
+        self._client: Any = Client()  # nats-py's; untyped
+        self._certificates = own_certificates()
+        self._shown: Certificates | None = None  # those of the client's TLS context
         self._subscriptions: list[NatsSubscription] = []
         self._on_lost: list[Callable[[], None]] = []
         self._on_restored: list[Callable[[], None]] = []
@@ -91,8 +98,9 @@ class NatsBus:
         Raises Unavailable if the server is too old.
         """
         bus = cls(url)
-        bus._client = await nats.connect(
+        await bus._client.connect(
             url,
+            **bus._tls_options(),
             name=name,
             connect_timeout=1,
             reconnect_time_wait=0.1,
@@ -113,6 +121,40 @@ class NatsBus:
         await bus._start_echo()
         log.info("bus.connected", url=without_password(url))
         return bus
+
+    def _tls_options(self) -> dict[str, object]:
+        """For an address that begins with `tls://`.
+
+        The handshake comes first: otherwise the server's first line, which an attacker on the way
+        may write, would say whether there is a handshake at all. Raises BadCertificates.
+        """
+        if not self._url.startswith("tls://"):
+            return {}
+        try:
+            context = self._new_context()
+        except OSError as exc:
+            raise BadCertificates(f"certificates for NATS: {exc}") from exc
+        return {"tls": context, "tls_handshake_first": True}
+
+    def _new_context(self) -> ssl.SSLContext:
+        """Raises OSError."""
+        from pdmesh.net.tls.contexts import client_context
+
+        if self._certificates is not None:
+            self._shown = self._certificates.latest()
+        return client_context(self._certificates)
+
+    def _renew_certificate(self) -> None:
+        """Connect with the latest certificate from now on."""
+        tls = self._client.options.get("tls")
+        if tls is None or self._certificates is None:
+            return
+        if self._certificates.latest() is not self._shown:
+            try:
+                self._client.options["tls"] = self._new_context()
+            except OSError as exc:  # the files are being replaced; they are tried again
+                self._shown = None
+                self._complain("bus.certificate_not_renewed", error=str(exc))
 
     @property
     def client(self) -> Any:
@@ -216,6 +258,7 @@ class NatsBus:
 
     async def _echo(self, inbox: str) -> None:
         while True:
+            self._renew_certificate()
             if self._client.is_connected:
                 with contextlib.suppress(NatsError, OSError):
                     await self._client.publish(inbox, b"")
@@ -256,13 +299,14 @@ class NatsBus:
         self._heard()
 
     async def _on_error(self, exc: Exception) -> None:
+        self._renew_certificate()
         if isinstance(exc, SlowConsumerError):
             _dropped.add(1, {names.ATTR_REASON: "slow_consumer"})
             for subscription in self._subscriptions:
                 if subscription.inner is exc.sub:
                     subscription.gap()
             self._complain("bus.slow_consumer", subject=exc.subject)
-        elif self._client is None or not self._client.is_connected:
+        elif not self._client.is_connected:
             self._complain("bus.unreachable", url=without_password(self._url), error=str(exc))
         else:
             self._complain("bus.error", error=str(exc))

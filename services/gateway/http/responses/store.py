@@ -21,6 +21,7 @@ import structlog
 
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
+from pdmesh.net.redis_pool import pool_of
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
@@ -207,7 +208,8 @@ class ResponseStore:
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
 
-        pool = BlockingConnectionPool.from_url(
+        pool = pool_of(
+            BlockingConnectionPool,
             self._url,
             max_connections=_MAX_CONNECTIONS,
             timeout=TIMEOUT_S,
