@@ -25,6 +25,10 @@ def test_the_rules_are_valid() -> None:
     assert "SUCCESS" in promtool("check", "rules", "rules.yml")
 
 
+def test_the_scrape_configuration_is_valid() -> None:
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+
+
 def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:
     promtool("test", "rules", "rules_test.yml")
 
