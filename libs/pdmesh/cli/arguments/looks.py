@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 
 from pdmesh.cli import values
@@ -67,4 +68,35 @@ def add_events(commands: Commands) -> None:
         action="store_true",
         help="also show heartbeats and loads, which every process sends all the time; without it, "
         "only a PATTERN shows them",
+    )
+
+
+def add_logs(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "logs", parents=[options.of_state()], help="show the logs of the mesh started here"
+    )
+    add = parser.add_argument
+    add("processes", nargs="*", metavar="PROCESS", help="such as decode-0 (default: all)")
+    add("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
+    add(
+        "-n",
+        "--lines",
+        type=values.positive_int,
+        metavar="N",
+        default=200,
+        help="only the latest lines (default: %(default)s)",
+    )
+    add("--request", metavar="ID", help="only lines with this request's id")
+    add(
+        "--level",
+        choices=["debug", "info", "warning", "error"],
+        help="only lines of this level or a graver one",
+    )
+    add(
+        "--json",
+        dest="output",
+        action="store_const",
+        const="json",
+        default=argparse.SUPPRESS,
+        help="print the lines as they were written",
     )

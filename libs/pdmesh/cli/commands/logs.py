@@ -1,0 +1,87 @@
+"""`pdmesh logs`: shows the logs of the mesh that was started here, also after its end."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.log_lines import LogLine, LogTail, as_text, followed, in_order, latest, of_process
+from pdmesh.core.suggestion import suggestion
+
+_PAUSE_S: Final = 0.2  # between two looks at the files
+
+
+def run(options: argparse.Namespace) -> int:
+    folder = options.state_dir / "logs"
+    _check_processes(folder, options.processes)
+    # Taken before the files are read: a line that is written meanwhile comes twice, never not.
+    tails = _Tails(folder, options.processes)
+    shown = latest(_chosen(options, _read(folder, options.processes)), options.lines)
+    _print(options, shown)
+    if options.follow:
+        try:
+            _print(options, _chosen(options, followed(tails.known, partial(time.sleep, _PAUSE_S))))
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _check_processes(folder: Path, asked: Iterable[str]) -> None:
+    known = [file.stem for file in _files(folder, ())]
+    if not known:
+        raise CommandFailed(f"there are no logs in {folder}: no mesh was started here")
+    for process in asked:
+        if process not in known:
+            hint = suggestion(process, known) or f"; there are {', '.join(known)}"
+            raise CommandFailed(f"no log of {process}{hint}")
+
+
+def _files(folder: Path, processes: Iterable[str]) -> list[Path]:
+    """The log files of these processes, or of all."""
+    asked = set(processes)
+    return sorted(f for f in folder.glob("*.log") if not asked or f.stem in asked)
+
+
+def _read(folder: Path, processes: Iterable[str]) -> Iterator[LogLine]:
+    """Every line that is kept, in the order of time."""
+    return in_order(of_process(f.stem, _lines(f)) for f in _files(folder, processes))
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """The lines of the file that was set aside when it was full, then those of the file."""
+    for part in (file.with_suffix(".log.1"), file):
+        if part.exists():
+            with part.open(errors="replace") as lines:
+                yield from (line.rstrip("\n") for line in lines if line.strip())
+
+
+def _chosen(options: argparse.Namespace, lines: Iterable[LogLine]) -> Iterator[LogLine]:
+    for line in lines:
+        if options.request and options.request not in line.text:
+            continue
+        if options.level and not line.has_level(options.level):
+            continue
+        yield line
+
+
+def _print(options: argparse.Namespace, lines: Iterable[LogLine]) -> None:
+    for line in lines:
+        print(line.text if options.output == "json" else as_text(line), flush=options.follow)
+
+
+class _Tails:
+    """The ends of the files. A process that starts later begins a file of its own."""
+
+    def __init__(self, folder: Path, processes: Iterable[str]) -> None:
+        self._folder, self._processes = folder, tuple(processes)
+        self._tails = {f: LogTail(f, f.stat().st_size) for f in _files(folder, self._processes)}
+
+    def known(self) -> list[tuple[str, LogTail]]:
+        for file in _files(self._folder, self._processes):
+            self._tails.setdefault(file, LogTail(file, 0))
+        return [(file.stem, tail) for file, tail in sorted(self._tails.items())]
