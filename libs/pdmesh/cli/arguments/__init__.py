@@ -22,6 +22,7 @@ def build_parser() -> CommandParser:
     looks.add_chat(commands)
     looks.add_events(commands)
     looks.add_logs(commands)
+    looks.add_doctor(commands)
     admin.add_desired(commands)
     admin.add_ratio(commands)
     admin.add_instances(commands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from pdmesh.cli import values
 from pdmesh.cli.arguments import options
@@ -100,3 +101,15 @@ def add_logs(commands: Commands) -> None:
         default=argparse.SUPPRESS,
         help="print the lines as they were written",
     )
+
+
+def add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        parents=[options.of_mesh(), options.of_output()],
+        help="find what is wrong with this machine, the settings and the mesh",
+    )
+    parser.add_argument(
+        "--engine", choices=["vllm", "sim"], default="vllm", help="the engine that shall run here"
+    )
+    parser.add_argument("--groups", type=Path, metavar="FILE", help="also check a desired state")

@@ -295,9 +295,8 @@ def _text(status: Status) -> str:
     ]
     parts.append("\n" + table(("SERVICE", "KIND", "PID", "ADDRESS"), services))
     parts += [f"\n{line}" for line in status.warnings]
-    down = _down(status)
-    if down:
-        parts.append("\nnot running: " + ", ".join(down))
+    if gone := down(status):
+        parts.append("\nnot running: " + ", ".join(gone))
     return "\n".join(parts)
 
 
@@ -314,7 +313,7 @@ def _health(row: Row) -> str:
     return row.health + draining + fault
 
 
-def _down(status: Status) -> list[str]:
+def down(status: Status) -> list[str]:
     processes = status.mesh["processes"] if status.mesh else {}
     return [f"{name} ({p['phase']})" for name, p in processes.items() if p["phase"] != "running"]
 

@@ -1,0 +1,134 @@
+"""`pdmesh doctor`: finds what is wrong with this machine, the settings, a file and a mesh."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict
+from typing import Final
+
+from pdmesh.cli.commands import status
+from pdmesh.cli.connect import connected
+from pdmesh.cli.doctor.finding import Finding, Verdict, ok, problem
+from pdmesh.cli.doctor.machine import examine_machine
+from pdmesh.cli.doctor.mesh import of_clocks, of_health, of_leader, of_services, of_versions
+from pdmesh.cli.doctor.settings import examine_settings
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.output import show
+from pdmesh.cli.progress import ProgressLine
+from pdmesh.cli.texts import text_of
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.events.v1.events_pb2 import InstanceHealth
+from pdmesh.launcher import state
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
+
+_PORTS: Final = (("PDMESH_HTTP_PORT", "8000"), ("PDMESH_GRPC_PORT", "8001"))
+_LEASE_S: Final = 3.0  # each process sends three heartbeats in this time
+_NO_MESH: Final = "not checked, because no mesh runs here; start one with: pdmesh up"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Return 1 if there is a problem; warnings do not count."""
+    findings = asyncio.run(_examine(options))
+    show(options, [asdict(each) for each in findings], lambda: findings_text(findings))
+    return int(any(each.verdict is Verdict.PROBLEM for each in findings))
+
+
+async def _examine(options: argparse.Namespace) -> list[Finding]:
+    line, found = ProgressLine(), list[Finding]()
+    mesh = state.read(options.state_dir)
+    has_mesh = mesh is not None or options.nats_url is not None
+    engine = mesh.engine if mesh is not None else options.engine
+    line.say("examining this machine")
+    ports = [] if mesh is not None else _ports()
+    found += await asyncio.to_thread(
+        lambda: list(examine_machine(engine, options.state_dir, ports))
+    )
+    line.say("asking each service how it reads the settings")
+    found += await examine_settings(os.environ)
+    if options.groups is not None:
+        found.append(_of_groups(options))
+    if has_mesh:
+        line.say("examining the mesh")
+        found += [each async for each in _mesh(options)]
+    else:
+        found.append(ok("mesh", _NO_MESH))
+    line.end()
+    return found
+
+
+def _ports() -> list[int]:
+    """Those on which a mesh would listen; one that is not a number is a finding of the settings."""
+    asked = [os.environ.get(name, default) for name, default in _PORTS]
+    return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
+
+
+def _of_groups(options: argparse.Namespace) -> Finding:
+    try:
+        groups = read(text_of(options.groups)).groups
+    except InvalidRequest as exc:
+        return problem("groups", f"{options.groups}: {exc.message}", "correct the file")
+    return ok("groups", f"{options.groups} names {len(groups)} groups")
+
+
+async def _mesh(options: argparse.Namespace) -> AsyncIterator[Finding]:
+    try:
+        seen = await status.collect(options)
+        if seen.problem:
+            raise CommandFailed(seen.problem)
+        async with connected(options) as bus:
+            yield ok("NATS", "answers")
+            view = await NatsRegistry(bus, _LEASE_S).watch()
+            records = dict(view.records)
+            await view.close()
+            ahead_s = await _ahead_s(bus)
+    except (CommandFailed, MeshError) as exc:
+        yield problem("mesh", getattr(exc, "message", str(exc)), "is it up? pdmesh status")
+        return
+    yield of_leader(seen.leader_epoch)
+    for group in (
+        of_services(record.service for record in records.values()),
+        [of_versions({name: record.version for name, record in records.items()})],
+        of_health(_healths(seen), status.down(seen)),
+        (problem("pairs", text, "give both the same settings and files") for text in seen.warnings),
+        of_clocks(ahead_s),
+    ):
+        for each in group:
+            yield each
+
+
+def _healths(seen: status.Status) -> dict[str, str]:
+    """Of the instances that serve or failed to; blank ones and those that load are judged later."""
+    serving = {row.id: row.health for row in seen.rows if row.phase == "ready"}
+    return serving | {row.id: row.phase for row in seen.rows if row.phase == "failed"}
+
+
+async def _ahead_s(bus: NatsBus) -> dict[str, float]:
+    """How far each process's clock is ahead of ours, from the heartbeats of one lease."""
+    ahead: dict[str, float] = {}
+
+    async def on_heartbeat(message: Message) -> None:
+        header = decode_event(message, InstanceHealth).header
+        ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
+
+    await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
+    await asyncio.sleep(_LEASE_S / 2)
+    return ahead
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    marks = {Verdict.OK: "ok  ", Verdict.WARNING: "warn", Verdict.PROBLEM: "FAIL"}
+    lines: list[str] = []
+    for each in findings:
+        lines.append(f"{marks[each.verdict]}  {each.subject}: {each.text}")
+        if each.remedy:
+            lines.append(f"        -> {each.remedy}")
+    return "\n".join(lines)
