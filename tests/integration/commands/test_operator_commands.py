@@ -52,7 +52,7 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     assert examined.returncode == 0, examined.stdout
     found = {each["subject"]: each for each in json.loads(examined.stdout)}
     for subject in ("leader", "services", "releases", "health", "clocks", "groups", "settings"):
-        assert found[subject]["verdict"] == "ok", found[subject]
+        assert found[subject]["grade"] == "ok", found[subject]
 
     mistyped = pdmesh.run("drain", states["groups"][0]["members"][0]["instance_id"][:-1] + "_0")
     assert mistyped.returncode == 1

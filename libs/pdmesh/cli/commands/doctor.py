@@ -12,7 +12,7 @@ from typing import Final
 
 from pdmesh.cli.commands import status
 from pdmesh.cli.connect import connected
-from pdmesh.cli.doctor.finding import Finding, Verdict, ok, problem
+from pdmesh.cli.doctor.finding import Finding, Grade, ok, problem
 from pdmesh.cli.doctor.machine import examine_machine
 from pdmesh.cli.doctor.mesh import of_clocks, of_health, of_leader, of_services, of_versions
 from pdmesh.cli.doctor.settings import examine_settings
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Return 1 if there is a problem; warnings do not count."""
     findings = asyncio.run(_examine(options))
     show(options, [asdict(each) for each in findings], lambda: findings_text(findings))
-    return int(any(each.verdict is Verdict.PROBLEM for each in findings))
+    return int(any(each.grade is Grade.PROBLEM for each in findings))
 
 
 async def _examine(options: argparse.Namespace) -> list[Finding]:
@@ -125,10 +125,10 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
 
 
 def findings_text(findings: Iterable[Finding]) -> str:
-    marks = {Verdict.OK: "ok  ", Verdict.WARNING: "warn", Verdict.PROBLEM: "FAIL"}
+    marks = {Grade.OK: "ok  ", Grade.WARNING: "warn", Grade.PROBLEM: "FAIL"}
     lines: list[str] = []
     for each in findings:
-        lines.append(f"{marks[each.verdict]}  {each.subject}: {each.text}")
+        lines.append(f"{marks[each.grade]}  {each.subject}: {each.text}")
         if each.remedy:
             lines.append(f"        -> {each.remedy}")
     return "\n".join(lines)

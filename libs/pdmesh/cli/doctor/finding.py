@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class Grade(StrEnum):
     OK = "ok"
     WARNING = "warning"  # it runs, but not as well as it could
     PROBLEM = "problem"  # something does not run
@@ -17,18 +17,18 @@ class Finding:
     """`text` says what is so; `remedy` says what to do, empty if there is nothing to do."""
 
     subject: str
-    verdict: Verdict
+    grade: Grade
     text: str
     remedy: str = ""
 
 
 def ok(subject: str, text: str) -> Finding:
-    return Finding(subject, Verdict.OK, text)
+    return Finding(subject, Grade.OK, text)
 
 
 def warning(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Verdict.WARNING, text, remedy)
+    return Finding(subject, Grade.WARNING, text, remedy)
 
 
 def problem(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Verdict.PROBLEM, text, remedy)
+    return Finding(subject, Grade.PROBLEM, text, remedy)
