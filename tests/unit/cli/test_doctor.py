@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli import app
-from pdmesh.cli.commands.doctor import findings_text
+from pdmesh.cli.commands.doctor import diagnoses_text
 from pdmesh.cli.doctor import machine, mesh, settings
-from pdmesh.cli.doctor.finding import Finding, Grade
+from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade
 from pdmesh.embedded.binaries import Program
 
 OK, WARNING, PROBLEM = Grade.OK, Grade.WARNING, Grade.PROBLEM
 
 
-def grades(findings: Iterable[Finding]) -> list[Grade]:
-    return [each.grade for each in findings]
+def grades(diagnoses: Iterable[Diagnosis]) -> list[Grade]:
+    return [each.grade for each in diagnoses]
 
 
 def test_limits_that_are_too_low_for_a_mesh_are_warnings() -> None:
@@ -125,7 +125,7 @@ def test_a_clock_that_goes_wrong_is_a_warning() -> None:
 
 def test_a_person_reads_what_is_so_and_below_it_what_to_do() -> None:
     found = [machine.of_open_files(65536), machine.of_open_files(16)]
-    first, second, remedy = findings_text(found).splitlines()
+    first, second, remedy = diagnoses_text(found).splitlines()
     assert first == "ok    open files: 65536 at once"
     assert second == "warn  open files: a process may open only 16"
     assert remedy.startswith("        -> raise it: ulimit -n")

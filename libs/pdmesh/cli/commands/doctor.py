@@ -12,7 +12,7 @@ from typing import Final
 
 from pdmesh.cli.commands import status
 from pdmesh.cli.connect import connected
-from pdmesh.cli.doctor.finding import Finding, Grade, ok, problem
+from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade, ok, problem
 from pdmesh.cli.doctor.machine import examine_machine
 from pdmesh.cli.doctor.mesh import of_clocks, of_health, of_leader, of_services, of_versions
 from pdmesh.cli.doctor.settings import examine_settings
@@ -37,13 +37,13 @@ _NO_MESH: Final = "not checked, because no mesh runs here; start one with: pdmes
 
 def run(options: argparse.Namespace) -> int:
     """Return 1 if there is a problem; warnings do not count."""
-    findings = asyncio.run(_examine(options))
-    show(options, [asdict(each) for each in findings], lambda: findings_text(findings))
-    return int(any(each.grade is Grade.PROBLEM for each in findings))
+    diagnoses = asyncio.run(_examine(options))
+    show(options, [asdict(each) for each in diagnoses], lambda: diagnoses_text(diagnoses))
+    return int(any(each.grade is Grade.PROBLEM for each in diagnoses))
 
 
-async def _examine(options: argparse.Namespace) -> list[Finding]:
-    line, found = ProgressLine(), list[Finding]()
+async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
+    line, found = ProgressLine(), list[Diagnosis]()
     mesh = state.read(options.state_dir)
     has_mesh = mesh is not None or options.nats_url is not None
     engine = mesh.engine if mesh is not None else options.engine
@@ -71,7 +71,7 @@ def _ports() -> list[int]:
     return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
 
 
-def _of_groups(options: argparse.Namespace) -> Finding:
+def _of_groups(options: argparse.Namespace) -> Diagnosis:
     try:
         groups = read(text_of(options.groups)).groups
     except InvalidRequest as exc:
@@ -79,7 +79,7 @@ def _of_groups(options: argparse.Namespace) -> Finding:
     return ok("groups", f"{options.groups} names {len(groups)} groups")
 
 
-async def _mesh(options: argparse.Namespace) -> AsyncIterator[Finding]:
+async def _mesh(options: argparse.Namespace) -> AsyncIterator[Diagnosis]:
     try:
         seen = await status.collect(options)
         if seen.problem:
@@ -124,10 +124,10 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
     return ahead
 
 
-def findings_text(findings: Iterable[Finding]) -> str:
+def diagnoses_text(diagnoses: Iterable[Diagnosis]) -> str:
     marks = {Grade.OK: "ok  ", Grade.WARNING: "warn", Grade.PROBLEM: "FAIL"}
     lines: list[str] = []
-    for each in findings:
+    for each in diagnoses:
         lines.append(f"{marks[each.grade]}  {each.subject}: {each.text}")
         if each.remedy:
             lines.append(f"        -> {each.remedy}")

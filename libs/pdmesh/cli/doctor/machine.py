@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from pdmesh.cli.doctor.finding import Finding, ok, problem, warning
+from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
 from pdmesh.embedded.binaries import NATS, VALKEY, Program, ServerNotFound, find
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.engine.vllm.child import cpu_features
@@ -27,7 +27,7 @@ _RESOURCE: Final = re.compile(r"-- (\w+)/")
 _RDMA: Final = frozenset({"rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs"})
 
 
-def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Iterator[Finding]:
+def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Iterator[Diagnosis]:
     """`ports` are those that a mesh would listen on; none while one runs here."""
     yield of_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield of_memory(_available_memory(), engine)
@@ -43,14 +43,14 @@ def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Itera
         yield from of_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _rdma_devices())
 
 
-def of_open_files(limit: int) -> Finding:
+def of_open_files(limit: int) -> Diagnosis:
     if limit == resource.RLIM_INFINITY or limit >= _MIN_FILES:
         return ok("open files", f"{limit} at once")
     raise_it = f"raise it: ulimit -n {_MIN_FILES}, or LimitNOFILE= of the unit"
     return warning("open files", f"a process may open only {limit}", raise_it)
 
 
-def of_memory(available: int, engine: str) -> Finding:
+def of_memory(available: int, engine: str) -> Diagnosis:
     text = f"{available / GIB:.1f} GiB available"
     if available >= _MIN_MEMORY[engine]:
         return ok("memory", text)
@@ -58,7 +58,7 @@ def of_memory(available: int, engine: str) -> Finding:
     return warning("memory", text, f"{needed}: free some, or start fewer instances")
 
 
-def of_room(what: str, path: Path) -> Finding:
+def of_room(what: str, path: Path) -> Diagnosis:
     free = shutil.disk_usage(path).free
     text = f"{free / GIB:.1f} GiB free in {path}"
     if free >= _MIN_FREE[what]:
@@ -66,7 +66,7 @@ def of_room(what: str, path: Path) -> Finding:
     return warning(f"room for {what}", text, f"free at least {_MIN_FREE[what] / GIB:.0f} GiB")
 
 
-def of_port(port: int) -> Finding:
+def of_port(port: int) -> Diagnosis:
     try:
         with PortReservation("127.0.0.1", port):
             return ok(f"port {port}", "free")
@@ -74,7 +74,7 @@ def of_port(port: int) -> Finding:
         return problem(f"port {port}", str(exc), "stop it, or choose another: pdmesh up --help")
 
 
-def of_program(name: str, program: Program) -> Finding:
+def of_program(name: str, program: Program) -> Diagnosis:
     try:
         return ok(name, str(find(program)))
     except ServerNotFound as exc:
@@ -82,20 +82,20 @@ def of_program(name: str, program: Program) -> Finding:
         return problem(name, str(exc), remedy)
 
 
-def of_engine(engine: str) -> Finding:
+def of_engine(engine: str) -> Diagnosis:
     if engine == "sim" or importlib.util.find_spec("vllm") is not None:
         return ok("engine", f"{engine} is there")
     remedy = "make setup ENGINE=vllm, or start with: pdmesh up --engine sim"
     return problem("engine", "vLLM is not installed", remedy)
 
 
-def of_processor(flags: frozenset[str]) -> Finding:
+def of_processor(flags: frozenset[str]) -> Diagnosis:
     if slow := cpu_features.slow_for("bfloat16", flags):
         return warning("processor", slow, "on CPUs, start with: pdmesh up --dtype float32")
     return ok("processor", "computes bfloat16 fast")
 
 
-def of_ucx(transports: frozenset[str] | str, rdma_devices: list[str]) -> Finding:
+def of_ucx(transports: frozenset[str] | str, rdma_devices: list[str]) -> Diagnosis:
     """`transports` are those of UCX, or why it cannot be loaded."""
     if isinstance(transports, str):
         return problem("UCX", transports, "make setup ENGINE=vllm")
@@ -108,7 +108,7 @@ def of_ucx(transports: frozenset[str] | str, rdma_devices: list[str]) -> Finding
     return ok("UCX", f"moves KV over {', '.join(sorted(transports))}")
 
 
-def of_locked_memory(limit: int, rdma_devices: list[str]) -> Iterator[Finding]:
+def of_locked_memory(limit: int, rdma_devices: list[str]) -> Iterator[Diagnosis]:
     if rdma_devices and limit != resource.RLIM_INFINITY:
         text = f"only {limit} bytes may be locked, and RDMA locks all memory that it moves"
         yield warning("locked memory", text, "ulimit -l unlimited, or LimitMEMLOCK=infinity")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from pdmesh.cli.doctor.finding import Finding, ok, problem, warning
+from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
 
 _MAX_SKEW_S: Final = 1.0
 _SINGLE: Final = {
@@ -18,7 +18,7 @@ _SINGLE: Final = {
 _READ_LOG: Final = "read its log: pdmesh logs {name}"
 
 
-def of_services(services: Iterable[str]) -> Iterator[Finding]:
+def of_services(services: Iterable[str]) -> Iterator[Diagnosis]:
     """`services`: the kind of each registered process."""
     found = set(services)
     missing = [text for service, text in _SINGLE.items() if service not in found]
@@ -27,13 +27,13 @@ def of_services(services: Iterable[str]) -> Iterator[Finding]:
         yield ok("services", "every kind of service is registered")
 
 
-def of_leader(epoch: int | None) -> Finding:
+def of_leader(epoch: int | None) -> Diagnosis:
     if epoch is None:
         return problem("leader", "no master answers as the leader", _READ_LOG.format(name=""))
     return ok("leader", f"epoch {epoch}")
 
 
-def of_versions(versions: Mapping[str, str]) -> Finding:
+def of_versions(versions: Mapping[str, str]) -> Diagnosis:
     """`versions`: the release of each process by its name."""
     by_release: dict[str, list[str]] = defaultdict(list)
     for name, version in sorted(versions.items()):
@@ -45,7 +45,7 @@ def of_versions(versions: Mapping[str, str]) -> Finding:
     return warning("releases", f"processes run several: {text}", f"update {', '.join(few)}")
 
 
-def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Finding]:
+def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Diagnosis]:
     """`healths` by instance, as in `pdmesh status`; `down`: processes that do not run."""
     bad = {name: text for name, text in healths.items() if text != "healthy"}
     for name, text in sorted(bad.items()):
@@ -57,7 +57,7 @@ def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Findi
         yield ok("health", f"all {len(healths)} instances are healthy")
 
 
-def of_clocks(ahead_s: Mapping[str, float]) -> Iterator[Finding]:
+def of_clocks(ahead_s: Mapping[str, float]) -> Iterator[Diagnosis]:
     """`ahead_s`: how far each process's clock is ahead of ours, by the times in its heartbeats."""
     wrong = {name: s for name, s in ahead_s.items() if abs(s) > _MAX_SKEW_S}
     for name, seconds in sorted(wrong.items()):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from pdmesh.cli.doctor.finding import Finding, ok, problem, warning
+from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
 from pdmesh.config import SHARED_PREFIX
 from pdmesh.core.suggestion import suggestion
 
@@ -28,7 +28,7 @@ _OTHERS: Final = frozenset(
 _NODE_AGENT: Final = f"{SHARED_PREFIX}NODE_AGENT_"
 
 
-async def examine_settings(environ: Mapping[str, str]) -> list[Finding]:
+async def examine_settings(environ: Mapping[str, str]) -> list[Diagnosis]:
     asked = asyncio.Semaphore(_AT_ONCE)
 
     async def ask(service: str) -> tuple[str, str]:
@@ -41,7 +41,7 @@ async def examine_settings(environ: Mapping[str, str]) -> list[Finding]:
 
 def of_settings(
     answers: Iterable[tuple[str, str]], environ: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """`answers` are what each service prints of its settings, and its error if it refuses them."""
     refused = sorted({error for _, error in answers if error})
     yield from (problem("settings", error, "correct or unset it") for error in refused)
@@ -55,7 +55,7 @@ def of_settings(
         yield ok("settings", f"{num} variables are set, and every service takes its own")
 
 
-def _strange(known: set[str], environ: Mapping[str, str]) -> Iterator[Finding]:
+def _strange(known: set[str], environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Variables that no service reads, by its own name or by the one that all share."""
     shared = {SHARED_PREFIX + _field(name) for name in known}
     for name in sorted(environ):

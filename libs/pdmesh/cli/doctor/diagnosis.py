@@ -13,7 +13,7 @@ class Grade(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """`text` says what is so; `remedy` says what to do, empty if there is nothing to do."""
 
     subject: str
@@ -22,13 +22,13 @@ class Finding:
     remedy: str = ""
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding(subject, Grade.OK, text)
+def ok(subject: str, text: str) -> Diagnosis:
+    return Diagnosis(subject, Grade.OK, text)
 
 
-def warning(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Grade.WARNING, text, remedy)
+def warning(subject: str, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis(subject, Grade.WARNING, text, remedy)
 
 
-def problem(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Grade.PROBLEM, text, remedy)
+def problem(subject: str, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis(subject, Grade.PROBLEM, text, remedy)
