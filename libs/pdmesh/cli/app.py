@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.watching import watched
+from pdmesh.cli.view.watching import watched
 from pdmesh.errors import MeshError
 
 Command = Callable[[argparse.Namespace], int]

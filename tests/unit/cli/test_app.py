@@ -28,7 +28,7 @@ from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.commands import admin, chat, events
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import default_state_dir
-from pdmesh.cli.table import table
+from pdmesh.cli.view.table import table
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import state
 from pdmesh.net.bus import Message

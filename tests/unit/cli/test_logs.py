@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli import app
-from pdmesh.cli.log_lines import LogTail, as_text, followed, of_process
+from pdmesh.cli.view.log_lines import LogTail, as_text, followed, of_process
 
 
 def entry(at: int, event: str, **fields: object) -> str:

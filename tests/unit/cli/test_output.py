@@ -13,8 +13,8 @@ import yaml
 
 from pdmesh.cli.arguments import build_parser
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.output import show
-from pdmesh.cli.watching import watched
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.watching import watched
 from pdmesh.errors import Unavailable
 from pdmesh.v1 import admin_service_pb2 as pb
 

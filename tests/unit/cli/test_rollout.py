@@ -10,8 +10,8 @@ import pytest
 
 from pdmesh.cli.commands import rollout as command
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.progress import ProgressLine
 from pdmesh.cli.rollout import rollout_of
+from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import GroupState, ListGroupStatesResponse, UpgradeState
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Final
 
 from pdmesh.cli.leader import ask_leader
-from pdmesh.cli.output import show
-from pdmesh.cli.table import table
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.table import table
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _SHOWN: Final = 12  # hex digits of a digest

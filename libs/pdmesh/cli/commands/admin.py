@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Final
 
 from pdmesh.cli.commands.rollout import done_text, wait
-from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.leader import ask_leader
-from pdmesh.cli.output import show
-from pdmesh.cli.table import table
 from pdmesh.cli.texts import text_of
-from pdmesh.cli.usage_text import usage_text
+from pdmesh.cli.view.counts import counts, ready_counts
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.table import table
+from pdmesh.cli.view.usage_text import usage_text
 from pdmesh.core.moves.move import OFF_POOL
 from pdmesh.desired_file import read
 from pdmesh.errors import MeshError

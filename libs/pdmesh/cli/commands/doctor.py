@@ -17,9 +17,9 @@ from pdmesh.cli.doctor.machine import examine_machine
 from pdmesh.cli.doctor.mesh import of_clocks, of_health, of_leader, of_services, of_versions
 from pdmesh.cli.doctor.settings import examine_settings
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.output import show
-from pdmesh.cli.progress import ProgressLine
 from pdmesh.cli.texts import text_of
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.events.v1.events_pb2 import InstanceHealth
@@ -66,7 +66,7 @@ async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
 
 
 def _ports() -> list[int]:
-    """Those on which a mesh would listen; one that is not a number is a finding of the settings."""
+    """Those on which a mesh would listen; one that is not a number is reported among the settings."""
     asked = [os.environ.get(name, default) for name, default in _PORTS]
     return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 from pdmesh import api_keys
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
-from pdmesh.cli.output import show
-from pdmesh.cli.table import table
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.table import table
 from pdmesh.launcher.state import make_private
 
 _DAY_S: Final = 86400

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.log_lines import LogLine, LogTail, as_text, followed, in_order, latest, of_process
+from pdmesh.cli.view.log_lines import (
+    LogLine,
+    LogTail,
+    as_text,
+    followed,
+    in_order,
+    latest,
+    of_process,
+)
 from pdmesh.core.suggestion import suggestion
 
 _PAUSE_S: Final = 0.2  # between two looks at the files

@@ -24,9 +24,9 @@ from pdmesh.cli.commands.chat import (
 )
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader
-from pdmesh.cli.output import show
-from pdmesh.cli.table import table
 from pdmesh.cli.texts import text_of
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.table import table
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader
-from pdmesh.cli.output import as_data, show
+from pdmesh.cli.view.output import as_data, show
 from pdmesh.v1 import admin_service_pb2 as pb
 
 

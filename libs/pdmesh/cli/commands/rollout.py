@@ -8,9 +8,9 @@ from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader
-from pdmesh.cli.output import show
-from pdmesh.cli.progress import ProgressLine
 from pdmesh.cli.rollout import Rollout, rollout_of
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.errors import Unavailable
 from pdmesh.v1 import admin_service_pb2 as pb
 

@@ -17,10 +17,10 @@ from typing import Any, Final
 import grpc
 
 from pdmesh.cli.connect import connected
-from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.cli.output import show
-from pdmesh.cli.table import table
+from pdmesh.cli.view.counts import counts, ready_counts
+from pdmesh.cli.view.output import show
+from pdmesh.cli.view.table import table
 from pdmesh.config import without_password
 from pdmesh.core.groups.unpaired import ReadyInstance, unpaired
 from pdmesh.core.model import Role as CoreRole

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.cli.usage_text import usage_text
+from pdmesh.cli.view.usage_text import usage_text
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.tenancy.usage import (
     FREE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.cli.table import table
+from pdmesh.cli.view.table import table
 from pdmesh.v1.admin_service_pb2 import UsageBook
 
 _NOBODY = "-"

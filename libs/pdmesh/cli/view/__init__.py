@@ -1,0 +1,1 @@
+"""How commands show things: tables, lines of logs, progress, forms for programs."""
