@@ -66,7 +66,7 @@ async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
 
 
 def _ports() -> list[int]:
-    """Those on which a mesh would listen; one that is not a number is reported among the settings."""
+    """Those on which a mesh would listen; one that is no number is reported by the settings."""
     asked = [os.environ.get(name, default) for name, default in _PORTS]
     return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
 
