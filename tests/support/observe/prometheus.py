@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -23,14 +22,11 @@ SCRAPE_S: Final = 2
 
 
 def program(name: str) -> Path:
-    """prometheus or promtool. The test is skipped if it is not there; in CI it fails."""
+    """prometheus or promtool. The test is skipped if it is not there; .ci/nightly installs it."""
     for found in (shutil.which(name), shutil.which(name, path=_UNPACKED)):
         if found is not None:
             return Path(found)
-    reason = f"{name} is not installed: apt install prometheus, or run .ci/prometheus"
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+    pytest.skip(f"{name} is not installed: apt install prometheus, or run .ci/prometheus")
 
 
 class PrometheusServer:
