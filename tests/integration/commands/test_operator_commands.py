@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,25 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     assert history[-1]["reason"] == "more prefills"
     assert all("text" not in version for version in history)
     assert "more prefills" in pdmesh.run("history").stdout
+
+
+@pytest.mark.timeout(300)
+def test_what_the_mesh_does_is_shown_while_it_does_it(pdmesh: Pdmesh) -> None:
+    pdmesh.until_ready(pdmesh.up())
+    top = pdmesh.start("top", "--every", "0.5")
+    assert top.stdout is not None
+    seen: set[str] = set()
+    while not {"default", "prefill-0", "decode-0"} <= seen:
+        pdmesh.chat()
+        for line in top.stdout:
+            seen.add(line.partition(" ")[0])
+            if line.startswith("prefill-0"):  # the last line of a view
+                break
+    top.send_signal(signal.SIGINT)
+    assert top.wait(60) == 0
+
+    log = pdmesh.start("logs", "--follow", "--json", "gateway-0", "-n", "1")
+    assert log.stdout is not None
+    assert json.loads(log.stdout.readline())["instance"] == "gateway-0"
+    log.send_signal(signal.SIGINT)
+    assert log.wait(60) == 0

@@ -24,6 +24,7 @@ class Pdmesh:
         self.environment = {**kept, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.output = directory / "up.txt"
         self.launchers: list[subprocess.Popen[bytes]] = []
+        self.others: list[subprocess.Popen[str]] = []
 
     def _command(self, *arguments: str) -> list[str]:
         own = ["--state-dir", str(self.directory / "state")]
@@ -38,6 +39,14 @@ class Pdmesh:
             timeout=START_S,
             check=False,
         )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command that goes on until Ctrl-C; its output is a pipe."""
+        process = subprocess.Popen(
+            self._command(*arguments), env=self.environment, stdout=subprocess.PIPE, text=True
+        )
+        self.others.append(process)
+        return process
 
     def chat(self) -> str:
         """The answer; fails the test with what the user sees if there is none."""
@@ -83,6 +92,8 @@ def pdmesh(tmp_path: Path) -> Iterator[Pdmesh]:
     if (pid := state.locker_pid(tmp_path / "state")) is not None:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: state.locker_pid(tmp_path / "state") is None)
-    for launcher in command.launchers:
-        launcher.kill()
-        launcher.wait()
+    for process in (*command.launchers, *command.others):
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -21,6 +21,7 @@ def build_parser() -> CommandParser:
     looks.add_status(commands)
     looks.add_chat(commands)
     looks.add_events(commands)
+    looks.add_top(commands)
     looks.add_logs(commands)
     looks.add_doctor(commands)
     admin.add_desired(commands)

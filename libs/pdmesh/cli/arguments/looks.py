@@ -113,3 +113,10 @@ def add_doctor(commands: Commands) -> None:
         "--engine", choices=["vllm", "sim"], default="vllm", help="the engine that shall run here"
     )
     parser.add_argument("--groups", type=Path, metavar="FILE", help="also check a desired state")
+
+
+def add_top(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "top", parents=[options.of_mesh()], help="show what the mesh does, until Ctrl-C"
+    )
+    options.add_every(parser, 1.0)

@@ -87,14 +87,18 @@ def of_watch() -> CommandParser:
         default=argparse.SUPPRESS,
         help="show it again and again, until Ctrl-C",
     )
-    add(
+    add_every(parent, 2.0)
+    return parent
+
+
+def add_every(parser: argparse.ArgumentParser, default: float) -> None:
+    parser.add_argument(
         "--every",
         type=values.positive,
-        default=2.0,
+        default=default,
         metavar="SECONDS",
-        help="pause between two views of --watch (default: %(default)g)",
+        help="pause between two views (default: %(default)g)",
     )
-    return parent
 
 
 def _add_state_dir(parser: argparse.ArgumentParser) -> None:

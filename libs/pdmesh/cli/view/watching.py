@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.errors import MeshError
 
-_TO_TOP_AND_CLEAR = "\x1b[H\x1b[J"
+TO_TOP_AND_CLEAR = "\x1b[H\x1b[J"
 
 
 def watched(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def watched(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
     A later failure is shown in the place of the result: a mesh without a leader, for example, has
     one again soon.
     """
-    before = _TO_TOP_AND_CLEAR if sys.stdout.isatty() else ""
+    before = TO_TOP_AND_CLEAR if sys.stdout.isatty() else ""
     shown = _shown(run, options)
     try:
         while True:
