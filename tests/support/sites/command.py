@@ -92,8 +92,9 @@ def pdmesh(tmp_path: Path) -> Iterator[Pdmesh]:
     if (pid := state.locker_pid(tmp_path / "state")) is not None:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: state.locker_pid(tmp_path / "state") is None)
-    for process in (*command.launchers, *command.others):
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    for launcher in command.launchers:
+        launcher.kill()
+        launcher.wait()
+    for other in command.others:
+        other.kill()
+        other.communicate()

@@ -27,16 +27,20 @@ _PAUSE_S: Final = 0.2  # between two looks at the files
 def run(options: argparse.Namespace) -> int:
     folder = options.state_dir / "logs"
     _check_processes(folder, options.processes)
+    try:
+        _show(options, folder)
+    except KeyboardInterrupt:
+        if not options.follow:
+            raise
+    return 0
+
+
+def _show(options: argparse.Namespace, folder: Path) -> None:
     # Taken before the files are read: a line that is written meanwhile comes twice, never not.
     tails = _Tails(folder, options.processes)
-    shown = latest(_chosen(options, _read(folder, options.processes)), options.lines)
-    _print(options, shown)
+    _print(options, latest(_chosen(options, _read(folder, options.processes)), options.lines))
     if options.follow:
-        try:
-            _print(options, _chosen(options, followed(tails.known, partial(time.sleep, _PAUSE_S))))
-        except KeyboardInterrupt:
-            return 0
-    return 0
+        _print(options, _chosen(options, followed(tails.known, partial(time.sleep, _PAUSE_S))))
 
 
 def _check_processes(folder: Path, asked: Iterable[str]) -> None:
