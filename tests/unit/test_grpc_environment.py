@@ -22,7 +22,7 @@ importlib.import_module(sys.argv[1])
 _MODULES = [
     "pdmesh.net.grpc.rpc",
     "pdmesh.v1.instance_service_pb2_grpc",
-    "pdmesh.cli.commands.status",
+    "pdmesh.cli.commands.look.status",
     *(
         f"pdmesh.services.{name}.__main__"
         for name in ("gateway", "master_scheduler", "prefill", "decode", "kv_cache_index")

@@ -25,7 +25,8 @@ from pdmesh.cli import (
     texts,
 )
 from pdmesh.cli.arguments import build_parser
-from pdmesh.cli.commands import admin, chat, events
+from pdmesh.cli.commands import admin, chat
+from pdmesh.cli.commands.look import events
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import default_state_dir
 from pdmesh.cli.view.table import table
@@ -349,7 +350,7 @@ def test_an_answer_without_a_reader_logs_no_traceback(monkeypatch: pytest.Monkey
 def test_a_full_disk_behind_stdout_is_reported_in_one_clear_line(tmp_path: Path) -> None:
     """A table that is longer than the buffer fails in the middle of the command, not at its end."""
     program = (
-        "import sys; from pdmesh.cli import app; from pdmesh.cli.commands import status;"
+        "import sys; from pdmesh.cli import app; from pdmesh.cli.commands.look import status;"
         "status.run = lambda options: print('x' * 100_000) or 0;"
         "app.main(['status'])"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli import app
-from pdmesh.cli.commands.doctor import diagnoses_text
+from pdmesh.cli.commands.look.doctor import diagnoses_text
 from pdmesh.cli.doctor import machine, mesh, settings
 from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade
 from pdmesh.embedded.binaries import Program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.cli.arguments import build_parser
-from pdmesh.cli.commands import events
+from pdmesh.cli.commands.look import events
 from pdmesh.cli.errors import CommandFailed
 
 

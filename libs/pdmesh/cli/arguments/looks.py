@@ -12,11 +12,12 @@ from pdmesh.cli.arguments.options import Commands
 
 
 def add_status(commands: Commands) -> None:
-    commands.add_parser(
+    parser = commands.add_parser(
         "status",
         parents=[options.of_mesh(), options.of_output(), options.of_watch()],
         help="show what is running",
     )
+    parser.set_defaults(module="look.status")
 
 
 def add_chat(commands: Commands) -> None:
@@ -70,6 +71,7 @@ def add_events(commands: Commands) -> None:
         help="also show heartbeats and loads, which every process sends all the time; without it, "
         "only a PATTERN shows them",
     )
+    parser.set_defaults(module="look.events")
 
 
 def add_logs(commands: Commands) -> None:
@@ -101,6 +103,7 @@ def add_logs(commands: Commands) -> None:
         default=argparse.SUPPRESS,
         help="print the lines as they were written",
     )
+    parser.set_defaults(module="look.logs")
 
 
 def add_doctor(commands: Commands) -> None:
@@ -113,6 +116,7 @@ def add_doctor(commands: Commands) -> None:
         "--engine", choices=["vllm", "sim"], default="vllm", help="the engine that shall run here"
     )
     parser.add_argument("--groups", type=Path, metavar="FILE", help="also check a desired state")
+    parser.set_defaults(module="look.doctor")
 
 
 def add_top(commands: Commands) -> None:
@@ -120,3 +124,4 @@ def add_top(commands: Commands) -> None:
         "top", parents=[options.of_mesh()], help="show what the mesh does, until Ctrl-C"
     )
     options.add_every(parser, 1.0)
+    parser.set_defaults(module="look.top")

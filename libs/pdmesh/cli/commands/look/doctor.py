@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from typing import Final
 
-from pdmesh.cli.commands import status
+from pdmesh.cli.commands.look import status
 from pdmesh.cli.connect import connected
 from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade, ok, problem
 from pdmesh.cli.doctor.machine import examine_machine
