@@ -144,7 +144,7 @@ class ServiceSettings(BaseSettings):
     inner_host: str = shared(
         "127.0.0.1",
         description="Address of the ports for the mesh's own processes (gRPC, KV, OPS_PORT); an "
-        "address that other machines can reach needs mesh_token",
+        "address that other machines can reach needs tls_dir, or insecure_network and mesh_token",
     )
     advertise_host: str | None = shared(
         None,
@@ -156,8 +156,8 @@ class ServiceSettings(BaseSettings):
     )
     mesh_token: SecretStr = shared(
         SecretStr(""),
-        description="Token of every call between the mesh's processes, equal on all of them; none: "
-        "the process listens only on loopback",
+        description="Token of every call between the mesh's processes, equal on all of them; "
+        "without it and tls_dir, the process listens only on loopback",
     )
     mesh_token_file: Path | None = shared(
         None, description="File with the mesh token, instead of mesh_token"
@@ -166,6 +166,11 @@ class ServiceSettings(BaseSettings):
         None,
         description="Directory with tls.crt, tls.key and ca.crt, for mutual TLS between the mesh's "
         "processes; the certificate names this process",
+    )
+    insecure_network: bool = shared(
+        False,
+        description="Allow what tls_dir is for in plain text: calls between the mesh's processes, "
+        "NATS and Redis over a network; only on a network that you trust",
     )
     nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(

@@ -26,10 +26,17 @@ from starlette.routing import Route
 
 from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
-from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe, unknown_variables
+from pdmesh.config import (
+    BadSetting,
+    ServiceSettings,
+    SettingLine,
+    describe,
+    unknown_variables,
+    without_password,
+)
 from pdmesh.errors import MeshError
 from pdmesh.net.grpc import rpc
-from pdmesh.net.loopback import is_loopback, join
+from pdmesh.net.loopback import is_exposed, is_loopback, join
 from pdmesh.net.tasks import end
 from pdmesh.net.tls.own import own_certificates, use_certificates
 from pdmesh.telemetry import logs, metrics, names, traces
@@ -47,6 +54,7 @@ log = structlog.get_logger(__name__)
 _GC_NEW_OBJECTS: Final = 20_000
 _FLUSH_MS: Final = 2000
 _TELL_AGAIN_S: Final = 1.0
+_ALLOW_PLAIN_TEXT: Final = "set PDMESH_INSECURE_NETWORK=true on a network that you trust"
 
 
 class StoppedEarly(Exception):
@@ -179,10 +187,12 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
 def _join_mesh(service: str, settings: ServiceSettings) -> None:
     """Inner ports trust their callers.
 
-    So on an address that others reach, callers must show the mesh's token.
+    So on an address that others reach, callers must show a certificate, or at least the mesh's
+    token. Raises StartupError, BadCertificates, BadSetting.
     """
+    _check_network(settings)
     token = settings.read_mesh_token()
-    if not token and not is_loopback(settings.inner_host):
+    if not token and settings.tls_dir is None and not is_loopback(settings.inner_host):
         raise StartupError(
             f"refusing to listen on {settings.inner_host} without a mesh token: set "
             "PDMESH_MESH_TOKEN or "
@@ -190,6 +200,24 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
         )
     rpc.use_mesh_token(token)
     use_certificates(_certificates(service, settings))
+
+
+def _check_network(settings: ServiceSettings) -> None:
+    """Nothing leaves the machine in plain text, unless an operator says so. Raises StartupError."""
+    if settings.insecure_network:
+        return
+    if settings.tls_dir is None and not is_loopback(settings.inner_host):
+        raise StartupError(
+            f"refusing to listen on {settings.inner_host} without TLS: set PDMESH_TLS_DIR (pdmesh "
+            f"certs makes certificates), or {_ALLOW_PLAIN_TEXT}"
+        )
+    for field_name, scheme in (("nats_url", "tls"), ("redis_url", "rediss")):
+        url = getattr(settings, field_name, None)  # not every service has Redis
+        if url is not None and is_exposed(url):
+            raise StartupError(
+                f"refusing to use {without_password(url)} without TLS: begin "
+                f"PDMESH_{field_name.upper()} with {scheme}://, or {_ALLOW_PLAIN_TEXT}"
+            )
 
 
 def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder | None:

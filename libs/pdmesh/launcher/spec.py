@@ -78,6 +78,7 @@ class MeshSpec:
     # admit callers without keys even on an address that others can reach
     allow_anonymous: bool = False
     tls: bool = False  # mutual TLS between the processes, with certificates made by the launcher
+    insecure_network: bool = False  # plain text even on addresses that others can reach
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -111,6 +112,7 @@ _OPTIONS: Final = {
     "--keys": "keys_file",
     "--allow-anonymous": "allow_anonymous",
     "--tls": "tls",
+    "--insecure-network": "insecure_network",
 }
 
 
@@ -282,6 +284,7 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
         "PDMESH_REDIS_URL": wiring.redis_url,
         "PDMESH_HASH_SECRET": wiring.hash_secret,
         "PDMESH_MESH_TOKEN": wiring.mesh_token,
+        **({"PDMESH_INSECURE_NETWORK": "true"} if spec.insecure_network else {}),
         "PDMESH_STATE_DIR": str(wiring.state_dir),
         "PDMESH_LOG_FORMAT": "json",
         "PYTHONUNBUFFERED": "1",

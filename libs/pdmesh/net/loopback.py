@@ -1,12 +1,15 @@
-"""Addresses to listen on: which of them only this machine reaches, and how to write them with a
-port.
+"""Addresses: which of them only this machine reaches, and how to write them with a port.
 
-Addresses that other machines reach need keys and tokens.
+Addresses that other machines reach need keys, tokens and TLS.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
+from urllib.parse import urlsplit
+
+_NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "unix"})
 
 
 def is_loopback(host: str) -> bool:
@@ -15,6 +18,12 @@ def is_loopback(host: str) -> bool:
     No other name counts: a resolver decides where it leads, and may answer differently next time.
     """
     return host == "localhost" or is_loopback_number(host)
+
+
+def is_exposed(url: str) -> bool:
+    """Whether what is sent to the server at this URL leaves the machine in plain text."""
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    return parts.scheme not in _NOT_IN_PLAIN_TEXT and not is_loopback(parts.hostname or "")
 
 
 def join(host: str, port: int) -> str:

@@ -206,23 +206,50 @@ def test_a_failure_that_an_operator_can_repair_is_one_line_without_a_traceback(
     assert last["reason"] == "no model in /nowhere; set PDMESH_MODEL_DIR"
 
 
-def test_an_inner_port_that_others_reach_needs_the_mesh_token(
+def test_an_inner_port_that_others_reach_needs_tls_or_the_mesh_token(
     tmp_path: Path, processes: list[Process]
 ) -> None:
     address = {"PDMESH_INNER_HOST": "0.0.0.0"}
-    processes.append(process := Process(tmp_path, **address))
-    assert process.process.wait(20) == 1
-    (line,) = process.lines()
-    assert line["event"] == "service.failed"
-    assert line["reason"] == (
+    assert refusal(tmp_path, processes, address) == (
+        "refusing to listen on 0.0.0.0 without TLS: set PDMESH_TLS_DIR (pdmesh certs makes "
+        "certificates), or set PDMESH_INSECURE_NETWORK=true on a network that you trust"
+    )
+    plain = {**address, "PDMESH_INSECURE_NETWORK": "true"}
+    assert refusal(tmp_path, processes, plain) == (
         "refusing to listen on 0.0.0.0 without a mesh token: set PDMESH_MESH_TOKEN or "
         "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
     )
     (tmp_path / "token").write_text("of-a-mesh-over-many-machines")
-    address["PDMESH_MESH_TOKEN_FILE"] = str(tmp_path / "token")
-    processes.append(process := Process(tmp_path, **address))
-    wait_until(process.ops_file.exists)
-    assert process.get("/health/live")[0] == 200
+    tls_dir = TestAuthority(tmp_path / "tls").issue("kv-cache-index", "index-0")
+    for settings in (
+        {**plain, "PDMESH_MESH_TOKEN_FILE": str(tmp_path / "token")},
+        {**address, "PDMESH_TLS_DIR": str(tls_dir)},
+    ):
+        processes.append(process := Process(tmp_path, **settings))
+        wait_until(process.ops_file.exists)
+        assert process.get("/health/live")[0] == 200
+        assert process.stop() == 0
+        process.ops_file.unlink()
+
+
+def refusal(tmp_path: Path, processes: list[Process], settings: dict[str, str]) -> str:
+    processes.append(process := Process(tmp_path, **settings))
+    assert process.process.wait(60) == 1
+    (line,) = process.lines()
+    assert line["event"] == "service.failed"
+    return str(line["reason"])
+
+
+def test_a_server_that_others_reach_is_used_only_over_tls(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    nats = {"PDMESH_NATS_URL": "nats://me:quiet@nats.example.org:4222"}
+    assert refusal(tmp_path, processes, nats) == (
+        "refusing to use nats://***@nats.example.org:4222 without TLS: begin PDMESH_NATS_URL with "
+        "tls://, or set PDMESH_INSECURE_NETWORK=true on a network that you trust"
+    )
+    processes.append(process := Process(tmp_path, **nats, PDMESH_INSECURE_NETWORK="true"))
+    process.until_up()
 
 
 def test_a_process_starts_only_with_a_certificate_that_is_valid_and_its_own(

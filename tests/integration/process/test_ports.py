@@ -196,7 +196,9 @@ async def test_with_the_image_s_settings_everything_between_processes_asks_for_t
 ) -> None:
     settings = image_settings()
     hosts = {"host": settings["PDMESH_HOST"], "inner_host": settings["PDMESH_INNER_HOST"]}
-    spec = mesh_spec(tmp_path, **hosts, allow_anonymous=True, env={"UCX_TLS": "tcp"})
+    spec = mesh_spec(
+        tmp_path, **hosts, allow_anonymous=True, insecure_network=True, env={"UCX_TLS": "tcp"}
+    )
     assert hosts == {"host": ALL, "inner_host": ALL}
     async with Mesh(spec, tmp_path / "mesh") as mesh:
         for each in await check_ports(mesh):
@@ -212,6 +214,7 @@ def test_compose_publishes_the_gateway_alone_and_gives_every_service_its_secrets
     assert all(port.startswith("127.0.0.1:") for port in published["gateway"])
     own = {name: s["environment"] for name, s in services.items() if name not in {"nats", "redis"}}
     for name, environment in own.items():
+        assert environment["PDMESH_INSECURE_NETWORK"] == "true", name
         assert environment["PDMESH_MESH_TOKEN"].startswith("${PDMESH_MESH_TOKEN:-"), name
         assert re.fullmatch(
             r"nats://pdmesh:\$\{PDMESH_NATS_PASSWORD:-.+\}@nats:4222",

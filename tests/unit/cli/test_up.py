@@ -144,6 +144,44 @@ def test_an_unusable_port_is_reported_before_anything_starts(
         up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--inner-host", "10.0.0.5"], "other machines can reach 10.0.0.5: give --tls, or --insec"),
+        (["--inner-host", "node-3"], "--insecure-network on a trusted network"),
+        (
+            ["--nats-url", "nats://me:quiet@nats:4222"],
+            r"--nats-url: nats://\*\*\*@nats:4222 is not",
+        ),
+        (["--nats-url", "10.0.0.5:4222"], "begin it with tls://"),
+        (["--redis-url", "redis://10.0.0.5:6379/0", "--tls"], "begin it with rediss://"),
+    ],
+)
+def test_plain_text_on_a_network_is_refused_before_anything_starts(
+    asked: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CommandFailed, match=message):
+        up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
+    options = ["up", "--engine", "sim", *asked, "--insecure-network"]
+    assert up._spec(build_parser().parse_args(options)).insecure_network
+    monkeypatch.setenv("PDMESH_INSECURE_NETWORK", "true")
+    up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--inner-host", "10.0.0.5", "--tls"],
+        ["--nats-url", "tls://nats:4222", "--redis-url", "rediss://redis:6379/0"],
+        ["--nats-url", "nats://[::1]:4222", "--redis-url", "unix:///run/valkey.sock"],
+        ["--nats-url", "localhost:4222", "--redis-url", "redis://127.0.0.2:6379"],
+    ],
+)
+def test_what_is_encrypted_or_stays_on_this_machine_is_allowed(asked: list[str]) -> None:
+    spec = up._spec(build_parser().parse_args(["up", "--engine", "sim", *asked]))
+    assert not spec.insecure_network
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_no_key_is_needed_on_a_loopback_address(host: str) -> None:
     spec = up._spec(build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
@@ -165,15 +203,15 @@ def test_a_running_mesh_with_other_options_is_not_reused(tmp_path: Path) -> None
     running = state.MeshState(
         7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x",
         "unix:///x",
-        asked=asked_of(spec("--nats-url", "nats://me:quiet@x:1")),
+        asked=asked_of(spec("--nats-url", "tls://me:quiet@x:1")),
     )  # fmt: skip
     assert "quiet" not in str(running.asked)
-    assert up._is_up_already(running, spec("--nats-url", "nats://me:quiet@x:1"), tmp_path) == 0
+    assert up._is_up_already(running, spec("--nats-url", "tls://me:quiet@x:1"), tmp_path) == 0
     with pytest.raises(CommandFailed) as said:
-        up._is_up_already(running, spec("--nats-url", "nats://y", "--host", "localhost"), tmp_path)
+        up._is_up_already(running, spec("--nats-url", "tls://y", "--host", "localhost"), tmp_path)
     assert str(said.value) == (
         "a mesh is already up (pid 7) with other options: --host 127.0.0.1, not localhost; "
-        f"--nats-url nats://***@x:1, not nats://y; stop it with: pdmesh down --state-dir {tmp_path}"
+        f"--nats-url tls://***@x:1, not tls://y; stop it with: pdmesh down --state-dir {tmp_path}"
     )
 
 

@@ -147,6 +147,12 @@ def add_up(commands: Commands) -> None:
         help="use mutual TLS between the mesh's processes, with an authority of this mesh",
     )
     add(
+        "--insecure-network",
+        action="store_true",
+        help="allow plain text between processes, and to NATS and Redis, on addresses that other "
+        "machines can reach",
+    )
+    add(
         "--timeout",
         type=values.positive,
         default=300.0,

@@ -22,6 +22,7 @@ from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.texts import text_of
+from pdmesh.config import url_problem, without_password
 from pdmesh.core.groups.desired import Desired
 from pdmesh.core.instance.engine_args import refusal
 from pdmesh.desired_file import read
@@ -33,7 +34,7 @@ from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.loopback import is_exposed, is_loopback
 
 _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -94,6 +95,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     per_role = 2 if options.engine == "sim" else 1
     groups_file, desired = _groups_file(options)
     _check_processor(options, desired)
+    _check_network(options)
     is_assigned = options.groups is not None
     default = 0 if options.fusion or is_assigned else per_role
     return MeshSpec(
@@ -124,6 +126,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         keys_file=_keys_file(options),
         allow_anonymous=options.allow_anonymous,
         tls=options.tls,
+        insecure_network=options.insecure_network,
         start_timeout_s=options.timeout,
     )
 
@@ -138,6 +141,27 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
     except InvalidRequest as exc:
         raise CommandFailed(f"{options.groups}: {exc.message}") from None
     return file, desired
+
+
+def _check_network(options: argparse.Namespace) -> None:
+    """Processes refuse plain text on a network, too, but only one by one and in their logs."""
+    if options.insecure_network or "PDMESH_INSECURE_NETWORK" in os.environ:
+        return
+    has_tls = options.tls or "PDMESH_TLS_DIR" in os.environ
+    if not has_tls and not is_loopback(options.inner_host):
+        raise CommandFailed(
+            f"other machines can reach {options.inner_host}: give --tls, or --insecure-network on "
+            "a trusted network"
+        )
+    for option, url, scheme in (
+        ("--nats-url", options.nats_url, "tls"),
+        ("--redis-url", options.redis_url, "rediss"),
+    ):
+        if url is not None and not url_problem(url) and is_exposed(url):
+            raise CommandFailed(
+                f"{option}: {without_password(url)} is not encrypted: begin it with {scheme}://, "
+                "or give --insecure-network on a trusted network"
+            )
 
 
 def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
