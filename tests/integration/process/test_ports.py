@@ -15,13 +15,14 @@ import pytest
 import yaml
 
 from pdmesh import api_keys
-from pdmesh.errors import WrongMeshToken
+from pdmesh.errors import MeshError, Unavailable, WrongMeshToken
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.mesh_token import METADATA_KEY
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.tls.own import using_certificates
 from pdmesh.v1.inference_service_pb2 import ChatRequest
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.attack.listeners import Listener, listeners
@@ -67,7 +68,8 @@ class Found:
 
 async def listening(mesh: Mesh) -> list[Found]:
     """Everything that any process of the mesh listens on, as the kernel says."""
-    bus = await NatsBus.connect(mesh.nats_url, "test")
+    with using_certificates(mesh.certificates):
+        bus = await NatsBus.connect(mesh.nats_url, "test")
     view = await NatsRegistry(bus, 3.0).watch()
     addresses = {i: r.grpc_address for i, r in view.records.items()}
     await view.close()
@@ -173,14 +175,14 @@ async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def _refuses_strangers(found: Found) -> None:
+async def _refuses_strangers(found: Found, error: type[MeshError] = WrongMeshToken) -> None:
     for token in ("", "of-another-mesh-0000"):
         async with rpc.channel(f"{LOCAL}:{found.number}", token) as channel:
             open_stream: Any = channel.stream_stream  # grpc-stubs requires serializers
             call = open_stream("/pdmesh.v1.InstanceService/Session")()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
-            assert type(rpc.from_rpc_error(refused.value)) is WrongMeshToken, found
+            assert type(rpc.from_rpc_error(refused.value)) is error, found
 
 
 def image_settings() -> dict[str, str]:
@@ -191,19 +193,22 @@ def image_settings() -> dict[str, str]:
     return dict(pair.partition("=")[::2] for pair in line.split())
 
 
-async def test_with_the_image_s_settings_everything_between_processes_asks_for_the_token(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("protection", "error"),
+    [({"insecure_network": True}, WrongMeshToken), ({"tls": True}, Unavailable)],
+)
+async def test_with_the_image_s_settings_everything_between_processes_refuses_strangers(
+    tmp_path: Path, protection: dict[str, bool], error: type[MeshError]
 ) -> None:
+    """For the token, or already for the lack of a certificate."""
     settings = image_settings()
     hosts = {"host": settings["PDMESH_HOST"], "inner_host": settings["PDMESH_INNER_HOST"]}
-    spec = mesh_spec(
-        tmp_path, **hosts, allow_anonymous=True, insecure_network=True, env={"UCX_TLS": "tcp"}
-    )
+    spec = mesh_spec(tmp_path, **hosts, **protection, allow_anonymous=True, env={"UCX_TLS": "tcp"})
     assert hosts == {"host": ALL, "inner_host": ALL}
     async with Mesh(spec, tmp_path / "mesh") as mesh:
         for each in await check_ports(mesh):
             if each.port.kind == "gRPC" and each.port.service != "gateway":
-                await _refuses_strangers(each)
+                await _refuses_strangers(each, error)
 
 
 def test_compose_publishes_the_gateway_alone_and_gives_every_service_its_secrets() -> None:
