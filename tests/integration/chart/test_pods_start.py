@@ -39,13 +39,19 @@ DESIRED = {
 }
 
 
-@pytest.fixture
-async def kubelet(tmp_path: Path) -> AsyncIterator[Kubelet]:
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="plain", marks=pytest.mark.nightly),
+        pytest.param(True, id="tls"),
+    ]
+)
+async def kubelet(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Kubelet]:
     write_sim_model(tmp_path / "model")
     values = {
         "gateway": {"allowAnonymous": True},
         "nodeAgent": {"enabled": True},
         "kv": {"netDevices": "lo"},
+        "tls": {"enabled": request.param, "issuerName": "mesh"},
         "settings": {"SIM_LAW": "zero", "SIM_IMAGE_TOKENS": 16},
         "pools": {name: {**pool, "drainSeconds": 1} for name, pool in POOLS.items()},
         "desiredState": DESIRED,
@@ -77,6 +83,8 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
     status = kubelet.run(MASTER, "pdmesh", "status")
     assert status.returncode == 0, status.stderr
     assert all(kubelet.pods[name].name in status.stdout for name in services), status.stdout
+    if "PDMESH_TLS_DIR" in kubelet.pods[MASTER].environment:
+        _commands_need_the_operator_s_certificate(kubelet)
     (job,) = jobs
     applied = kubelet.run(job)
     assert applied.returncode == 0, applied.stderr
@@ -92,6 +100,13 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
     # As a node is emptied: nothing is left to be killed.
     for name in services:
         assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
+
+
+def _commands_need_the_operator_s_certificate(kubelet: Kubelet) -> None:
+    master = kubelet.pods[MASTER].environment["PDMESH_MASTER_SCHEDULER_TLS_DIR"]
+    for other in (["-u", "PDMESH_TLS_DIR"], [f"PDMESH_TLS_DIR={master}"]):
+        refused = kubelet.run(MASTER, "env", *other, "pdmesh", "groups")
+        assert refused.returncode != 0, refused.stdout
 
 
 async def _the_leader_has_the_metric_by_which_keda_scales(kubelet: Kubelet) -> None:

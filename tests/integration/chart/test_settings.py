@@ -33,6 +33,7 @@ OF_PRODUCT = {
 EVERYTHING: dict[str, Any] = {
     "gateway": {"allowAnonymous": True},
     "nodeAgent": {"enabled": True, "deviceHostPath": "/var/lib/devices"},
+    "tls": {"enabled": True, "issuerName": "mesh"},
     "topology": {"fromPodLabels": True},
     "settings": {"LOG_LEVEL": "debug", "SIM_LAW": "zero"},
     "pools": {
@@ -100,7 +101,7 @@ def test_a_variable_of_another_service_or_with_a_misspelled_name_is_found() -> N
 def test_every_service_takes_the_values_that_it_gets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value_set: str
 ) -> None:
-    secret = {f"{server}-url": f"{server}://mesh:secret@{server}:1" for server in ("nats", "redis")}
+    secret = {"nats-url": "tls://mesh:secret@nats:4222", "redis-url": "rediss://:secret@redis:6379"}
     secret |= dict.fromkeys(("mesh-token", "hash-secret", "admin-token"), "s" * 40)
     mine: Manifest = {"kind": "Secret", "metadata": {"name": "pdmesh"}, "stringData": secret}
     manifests = render("", EVERYTHING) if value_set == "everything" else render(value_set)

@@ -32,6 +32,12 @@ OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
         ({"desiredState": {"group": {}}}, "group is not allowed"),
         # What no schema can say.
         ({"gateway": {"allowAnonymous": False}}, "gateway.keysSecret"),
+        ({"tls": {"enabled": True}}, "tls.issuerName"),
+        ({"settings": {"INSECURE_NETWORK": False}}, "INSECURE_NETWORK: without tls.enabled"),
+        (
+            {"settings": {"INSECURE_NETWORK": False}, "tls": {"enabled": True, "issuerName": "m"}},
+            "INSECURE_NETWORK: the chart's own nats has no TLS",
+        ),
         ({"nats": {"enabled": False}, "networkPolicy": {"enabled": False}}, "nats.url"),
         ({"redis": {"enabled": False, "url": "redis://r:6379"}}, "networkPolicy.extraEgress"),
         ({"pools": {"decode": {"autoscaling": {"enabled": True}}}}, "decode.autoscaling.query"),

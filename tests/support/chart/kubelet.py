@@ -22,7 +22,9 @@ from typing import Any, Final, Self
 
 import httpx
 
+from pdmesh.core.identity import ProcessIdentity
 from pdmesh.embedded.binaries import NATS, VALKEY, find
+from pdmesh.net.tls.authority import Authority
 from tests.support.chart.helm import ROOT, Manifest, of_kind
 
 NODE: Final = "ip-10-0-0-1.example.internal"  # as clouds name their machines
@@ -202,10 +204,19 @@ class Kubelet:
     def _fill(self, volume: Manifest, pod: Pod, folder: Path) -> None:
         """The files of a Secret or a ConfigMap; any other volume is an empty folder."""
         folder.mkdir(parents=True)
+        if "csi" in volume:
+            self._issue(volume["csi"]["volumeAttributes"], pod, folder)
         source = (volume.get("configMap") or {}).get("name")
         source = source or (volume.get("secret") or {}).get("secretName")
         for file, text in self._texts.get(source, {}).items():
             (folder / file).write_text(self._in_place(text, pod))
+
+    def _issue(self, attributes: Mapping[str, str], pod: Pod, folder: Path) -> None:
+        """A certificate with the names that cert-manager's csi-driver is asked for."""
+        asked = {key.partition("/")[2]: value for key, value in attributes.items()}
+        identity = ProcessIdentity.from_uri(asked["uri-sans"].replace("${POD_NAME}", pod.name))
+        assert asked["dns-names"].replace("${POD_NAME}", pod.name) == identity.dns_name
+        Authority.opened(self._folder / "authority").issue(identity, folder)
 
     def _environment(self, pod: Pod) -> dict[str, str]:
         bins = (self._folder / "bin", Path(sys.executable).parent, _BASE_PATH)

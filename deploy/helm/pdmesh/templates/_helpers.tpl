@@ -95,3 +95,20 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{/* A volume with the certificate of this pod, made and renewed by cert-manager's csi-driver. */}}
+{{- define "pdmesh.certificate" -}}
+{{- $tls := .root.Values.tls -}}
+csi:
+  driver: csi.cert-manager.io
+  readOnly: true
+  volumeAttributes:
+    csi.cert-manager.io/issuer-name: {{ required "tls.issuerName: name the issuer of cert-manager" $tls.issuerName | quote }}
+    csi.cert-manager.io/issuer-kind: {{ $tls.issuerKind | quote }}
+    csi.cert-manager.io/issuer-group: {{ $tls.issuerGroup | quote }}
+    csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/%s/${POD_NAME}" $tls.trustDomain .service | quote }}
+    csi.cert-manager.io/dns-names: {{ printf "${POD_NAME}.%s.%s" .service $tls.trustDomain | quote }}
+    csi.cert-manager.io/key-usages: digital signature,key encipherment,server auth,client auth
+    csi.cert-manager.io/duration: {{ $tls.duration | quote }}
+    csi.cert-manager.io/fs-group: {{ .root.Values.podSecurityContext.fsGroup | toString | quote }}
+{{- end }}

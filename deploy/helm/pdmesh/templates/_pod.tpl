@@ -3,6 +3,7 @@ The pod of one of the mesh's own services, as `metadata` and `spec`:
   root       the chart's context
   component  gateway, master-scheduler, ...; an instance's is `instance`
   pool, role of an instance
+  service    as certificates name it, if that is not the component: an instance's
   prefix     of the service's settings: PDMESH_GATEWAY_
   command    a list
   conf       its part of the values: settings, resources, nodeSelector, ...
@@ -85,6 +86,10 @@ spec:
           {{- include "pdmesh.fromSecret" (dict "root" $root "key" "nats-url") | nindent 10 }}
         - name: PDMESH_MESH_TOKEN
           {{- include "pdmesh.fromSecret" (dict "root" $root "key" "mesh-token") | nindent 10 }}
+        {{- if $v.tls.enabled }}
+        - name: {{ .prefix }}TLS_DIR
+          value: /etc/pdmesh/tls
+        {{- end }}
         {{- with .env }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -122,6 +127,9 @@ spec:
       resources: {{- toYaml .conf.resources | nindent 8 }}
       volumeMounts:
         - { name: tmp, mountPath: /tmp }
+        {{- if $v.tls.enabled }}
+        - { name: tls, mountPath: /etc/pdmesh/tls, readOnly: true }
+        {{- end }}
         {{- with .mounts }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -131,6 +139,10 @@ spec:
   volumes:
     - name: tmp
       emptyDir: { sizeLimit: {{ .conf.tmpSize | default "256Mi" }} }
+    {{- if $v.tls.enabled }}
+    - name: tls
+      {{- include "pdmesh.certificate" (dict "root" $root "service" (.service | default .component)) | nindent 6 }}
+    {{- end }}
     {{- with .volumes }}
     {{- . | nindent 4 }}
     {{- end }}
