@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pdmesh import lifecycle
 from pdmesh.config import SHARED_PREFIX, ServiceSettings, is_shared, unknown_variables
+from pdmesh.services.gateway.settings import Settings as GatewaySettings
 from tests.support.chart import helm
 from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, pods, render
 from tests.support.chart.kubelet import Kubelet, image_environment
@@ -105,7 +107,8 @@ def test_every_service_takes_the_values_that_it_gets(
     secret |= dict.fromkeys(("mesh-token", "hash-secret", "admin-token"), "s" * 40)
     mine: Manifest = {"kind": "Secret", "metadata": {"name": "pdmesh"}, "stringData": secret}
     manifests = render("", EVERYTHING) if value_set == "everything" else render(value_set)
-    kubelet = Kubelet([*manifests, mine], tmp_path)
+    # A process decides by its address, too, and those of test_pods_start are loopback ones.
+    kubelet = Kubelet([*manifests, mine], tmp_path, net="10.1.2")
     for variable in (*image_environment(), "PDMESH_MESH_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
     loaded = 0
@@ -121,5 +124,9 @@ def test_every_service_takes_the_values_that_it_gets(
         assert settings.instance_id == pod.name
         assert settings.node == "ip-10-0-0-1-example-internal"
         assert settings.reachable_host == pod.ip
+        lifecycle._check_network(settings)
+        assert settings.read_mesh_token()
+        if isinstance(settings, GatewaySettings):
+            assert settings.keys_file or settings.allow_anonymous
         loaded += 1
     assert loaded == len(helm.services(manifests))

@@ -108,11 +108,16 @@ class Pod:
 class Kubelet:
     """The pods of rendered manifests: one of each workload, whatever its replicas.
 
-    `image` has the folders that the image brings along. The end of the block kills what still runs.
+    `image` has the folders that the image brings along. `net` is the beginning of the pods'
+    addresses; only those of loopback can be used. The end of the block kills what still runs.
     """
 
     def __init__(
-        self, manifests: list[Manifest], folder: Path, image: Mapping[str, Path] | None = None
+        self,
+        manifests: list[Manifest],
+        folder: Path,
+        image: Mapping[str, Path] | None = None,
+        net: str = "",
     ) -> None:
         self._folder, self._image = folder, image or {}
         self._texts = {
@@ -122,7 +127,7 @@ class Kubelet:
         workloads = of_kind(manifests, "Deployment", "StatefulSet", "DaemonSet", "Job")
         # Addresses of this process alone: tests of another one may run beside it.
         number = os.getpid()
-        net = f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
+        net = net or f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
         ips = dict(zip((w["metadata"]["name"] for w in workloads), _hosts(net), strict=False))
         self._hosts = {
             service["metadata"]["name"]: ips[w["metadata"]["name"]]
