@@ -108,7 +108,7 @@ class GroupReconciler:
         """Look, decide and write, if this master leads and its whole view is current."""
         is_leader, epoch = self._leadership()
         if not is_leader:
-            self._pause("", "")
+            self._forget()
             return
         await self.view.read()
         if stale := self.view.stale():
@@ -126,6 +126,11 @@ class GroupReconciler:
                 await self._reconcile(self.view.version.version, epoch)
         except (Unavailable, NotLeader, VersionConflict) as exc:
             log.info("groups.unavailable", error=exc.message)
+
+    def _forget(self) -> None:
+        """The groups are another master's now: what was seen of them is reported no more."""
+        self._pause("", "")
+        self._epoch, self.observed, self.controller = 0, None, GroupController()
 
     async def _reconcile(self, version: int, epoch: int) -> None:
         problem, current = self.view.why_unreadable(), self.view.current

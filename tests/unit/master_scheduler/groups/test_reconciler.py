@@ -54,6 +54,16 @@ async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_a
     assert not site.loop.paused
 
 
+async def test_a_master_that_no_longer_leads_reports_no_groups(site: Site) -> None:
+    """It once reported for ever how they were when it lost the lead."""
+    await serving(site)
+    assert site.loop.controller.reports
+    site.leadership = (False, 1)
+    await site.loop.round()
+    assert not site.loop.controller.reports
+    assert site.loop.observed is None
+
+
 async def test_a_text_without_groups_is_applied_only_if_the_operator_allows_it(site: Site) -> None:
     await serving(site)
     with pytest.raises(InvalidRequest, match="no earlier version to restore"):

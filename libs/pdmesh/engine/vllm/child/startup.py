@@ -64,7 +64,9 @@ def build(
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        check_cache_kinds(config.model_config)
+        if config.kv_transfer_config is not None:  # pooling and encoding move no KV
+            reuses = bool(config.cache_config.enable_prefix_caching)
+            check_cache_kinds(config.model_config, reuses_prefixes=reuses)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():

@@ -66,6 +66,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         groups = len(kv_cache_config.kv_cache_groups)
         if groups != 1:
             raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
+        # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         self._planner: HandoffPlanner | None = None
         self._lost: set[str] = set()  # requests that wait to be failed
         self._tiers: TierPlanner | None = None

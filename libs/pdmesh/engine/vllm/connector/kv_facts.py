@@ -62,12 +62,18 @@ def how_computed(vllm_config: Any) -> list[str]:
     return [
         *([f"implementation {implementation}"] if implementation != "auto" else []),
         f"quantization {model.quantization}",
-        f"window {model.get_sliding_window()} {model.disable_sliding_window}",
+        f"window {_window(model)}",
         f"rope {_plain(rope)}",
         f"length {length}",
         f"overrides {_plain(model.hf_overrides)}",
         f"adapters {vllm_config.lora_config is not None}",
     ]
+
+
+def _window(model: Any) -> str:
+    """Release 0.1.0 kept wrong KV of models with a window: the mark makes that another KV."""
+    window = model.get_sliding_window()
+    return f"{window} {model.disable_sliding_window}" + (" whole" if window is not None else "")
 
 
 def length_decides(model_type: str, rope: object) -> bool:

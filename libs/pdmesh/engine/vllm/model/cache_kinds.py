@@ -9,11 +9,18 @@ from pdmesh.errors import EngineFailed
 _LINEAR: Final = "linear_attention"  # a layer's kind in a model's configuration
 
 
-def check_cache_kinds(model: Any) -> None:
+def check_cache_kinds(model: Any, *, reuses_prefixes: bool) -> None:
     """Raises EngineFailed that names what of the model keeps no KV by token.
 
-    Any: vLLM's `ModelConfig`, which is no stable type.
+    `reuses_prefixes`: whether vLLM, which was asked to cache prefixes, does so for this model. Any:
+    vLLM's `ModelConfig`, which is no stable type.
     """
+    if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
+        raise EngineFailed(
+            f"{model.served_model_name} has KV that depends on more than the tokens before it: "
+            "vLLM caches no prefixes of it, and the mesh moves none (docs/cache-kinds.md)",
+            reason="MODEL_UNSUPPORTED",
+        )
     if (feature := without_kv(model)) is not None:
         raise EngineFailed(
             f"{model.served_model_name} has {feature}: the mesh moves KV by token and no other "

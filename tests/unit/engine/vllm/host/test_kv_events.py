@@ -95,6 +95,15 @@ def test_blocks_without_a_salt_have_no_name() -> None:
     assert view.handle(1, [BlockRemoved([b"v0"])]) is None
 
 
+def test_blocks_of_which_only_some_are_told_get_no_names() -> None:
+    """Of layers with a window, vLLM caches the last blocks and tells the tokens of all."""
+    view = names()
+    view.handle(0, [stored(0, 1)])
+    last = BlockStored([b"v2"], b"v0", TOKENS[4:], 4, [None])
+    assert view.handle(1, [last]) is None
+    assert view.num_held(NAMES) == 1
+
+
 def test_the_memory_of_names_is_bounded_and_forgotten_names_are_reported() -> None:
     view = names(capacity=2)
     view.handle(0, [stored(0, 2)])

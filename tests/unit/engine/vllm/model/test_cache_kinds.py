@@ -24,7 +24,9 @@ def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
 
 @pytest.mark.parametrize("kinds", [None, ["full_attention", "sliding_attention"]])
 def test_layers_that_see_all_tokens_or_a_window_of_them_keep_kv(kinds: object) -> None:
-    check_cache_kinds(model(hf_text_config=SimpleNamespace(layer_types=kinds)))
+    check_cache_kinds(
+        model(hf_text_config=SimpleNamespace(layer_types=kinds)), reuses_prefixes=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,13 @@ def test_a_model_with_another_state_is_refused_in_a_line_that_names_it(
 ) -> None:
     assert without_kv(model(**facts)) == feature
     with pytest.raises(EngineFailed, match=rf"^m has {feature}: .*docs/cache-kinds\.md") as caught:
-        check_cache_kinds(model(**facts))
+        check_cache_kinds(model(**facts), reuses_prefixes=True)
     assert caught.value.reason == "MODEL_UNSUPPORTED"
     assert "\n" not in str(caught.value)
+
+
+def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> None:
+    """Of such a model (prefix LM, R-SWA), vLLM caches no prefixes although it was asked to."""
+    with pytest.raises(EngineFailed, match="depends on more than the tokens before it") as caught:
+        check_cache_kinds(model(), reuses_prefixes=False)
+    assert caught.value.reason == "MODEL_UNSUPPORTED"
