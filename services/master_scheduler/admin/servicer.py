@@ -24,6 +24,7 @@ from pdmesh.core.suggestion import suggestion
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
+from pdmesh.net.grpc.peers import caller_of
 from pdmesh.net.nats.desired_store import VERSIONS_KEPT
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
@@ -93,7 +94,7 @@ class AdminServicer:
         version, changes = await self._apply(
             request.text,
             expected,
-            request.author,
+            _author(request.author, context),
             request.reason,
             allow_empty=request.allow_empty,
             canary_share=request.canary_share,
@@ -112,7 +113,11 @@ class AdminServicer:
             raise InvalidRequest(f"there is no {which} to restore", field="version")
         reason = request.reason or f"back to version {number}"
         version, changes = await self._apply(
-            old.text, current.version, request.author, reason, allow_empty=request.allow_empty
+            old.text,
+            current.version,
+            _author(request.author, context),
+            reason,
+            allow_empty=request.allow_empty,
         )
         return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
 
@@ -370,6 +375,12 @@ def _change_to(change: Change) -> pb.DesiredChange:
 def _check_mode(mode: int) -> None:
     if mode not in (pb.LEAVE_MODE_DRAIN, pb.LEAVE_MODE_AT_ONCE):
         raise InvalidRequest(f"unknown mode {mode}", field="mode")
+
+
+def _author(said: str, context: Context) -> str:
+    """Who makes a change: as the caller says, and with mutual TLS, as its certificate says."""
+    caller = caller_of(context)
+    return said if caller is None else f"{said} ({caller})".strip()
 
 
 def _words(text: str, field: str) -> str:

@@ -139,6 +139,31 @@ async def test_commands_on_this_machine_use_a_certificate_of_their_own(mesh: Mes
     assert len([row for row in rows if row["num_running"] is not None]) == 4
 
 
+async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: Mesh) -> None:
+    """The name that a caller gives is no proof; `pdmesh up` applied the groups."""
+    command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(mesh.state_dir)]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*command, "history", "-o", "json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "pdmesh up (operator/local)" in done.stdout, done.stderr
+
+
+async def test_the_operators_page_works_without_a_certificate(mesh: Mesh) -> None:
+    """Without an admin token it serves this machine."""
+    url = f"http://{mesh.ops_address('master-scheduler')}/admin"
+    async with httpx.AsyncClient(timeout=60) as client:
+        found = (await client.post(f"{url}/GetDesired", json={})).json()["desired"]
+        request = {"text": found["text"] + "# the same\n", "author": "ann"}
+        applied = await client.post(f"{url}/ApplyDesired", json=request)
+        assert applied.status_code == 200, applied.text
+        changed = (await client.post(f"{url}/GetDesired", json={})).json()["desired"]
+        assert changed["author"] == "ann"
+
+
 async def test_every_inner_port_refuses_strangers_and_wrong_roles_by_name(
     mesh: Mesh, ours: TestAuthority, tmp_path: Path
 ) -> None:
