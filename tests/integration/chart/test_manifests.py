@@ -24,7 +24,8 @@ from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, of_kind, pods,
 # The oldest version that the chart takes, those that are maintained, and the newest known schemas.
 KUBERNETES = ("1.29", "1.33", "1.35", "1.37")
 # Custom resources, whose schemas their operators bring along.
-CUSTOM = {"ServiceMonitor", "ScaledObject"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+OBSERVE = helm.ROOT / "deploy/observe"
 MARGIN_S = 3  # of the launcher's grace beyond the drain
 
 
@@ -268,6 +269,43 @@ def test_what_scales_has_no_number_of_replicas_and_asks_for_metrics_that_exist()
     asked = set(re.findall(r"pdmesh_\w+", trigger["metadata"]["query"]))
     assert asked
     assert asked <= known
+
+
+def test_prometheus_gets_the_alerts_and_the_labels_that_they_and_the_dashboards_need() -> None:
+    """docs/observe.md: the job is pdmesh, and an instance is named as the process is."""
+    manifests = render("gpu")
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert {"targetLabel": "job", "replacement": "pdmesh"} in endpoint["relabelings"]
+    (named,) = (each for each in endpoint["relabelings"] if each["targetLabel"] == "instance")
+    assert named["sourceLabels"] == ["__meta_kubernetes_pod_name"]
+    (scraped,) = (
+        service
+        for service in of_kind(manifests, "Service")
+        if monitor["spec"]["selector"]["matchLabels"].items()
+        <= service["metadata"]["labels"].items()
+    )
+    assert endpoint["port"] in {port["name"] for port in scraped["spec"]["ports"]}
+    (rules,) = of_kind(manifests, "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((OBSERVE / "prometheus/rules.yml").read_text())
+    shown = {
+        name: text
+        for config in of_kind(manifests, "ConfigMap")
+        if config["metadata"]["labels"].get("grafana_dashboard") == "1"
+        for name, text in config["data"].items()
+    }
+    dashboards = {file.name: file.read_text() for file in OBSERVE.glob("grafana/dashboards/*.json")}
+    assert shown == dashboards != {}
+
+
+@pytest.mark.parametrize("value_set", VALUE_SETS)
+def test_helm_finds_nothing_to_complain_about(value_set: str) -> None:
+    """This renders NOTES.txt, too."""
+    values = str(CHART / f"values-{value_set}.yaml")
+    command = [str(helm.helm()), "lint", "--strict", str(CHART), "--values", values]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 chart(s) linted, 0 chart(s) failed" in done.stdout
 
 
 def test_pod_names_are_instance_ids_whatever_the_release_is_called() -> None:

@@ -106,10 +106,14 @@ def test_with_a_secret_of_one_s_own_the_chart_makes_none() -> None:
                 assert source["name"] == "pdmesh"
 
 
-def test_a_changed_desired_state_is_a_new_job() -> None:
-    def job(decode: int) -> str:
+def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:
+    """Kubernetes refuses to change a Job, so `helm upgrade` with another image would fail."""
+
+    def job(decode: int, tag: str = "sim") -> str:
         state = {"groups": {"chat": {"prefill": 2, "decode": decode}}}
-        (found,) = of_kind(render("sim", {"desiredState": state}), "Job")
+        values = {"desiredState": state, "image": {"tag": tag}}
+        (found,) = of_kind(render("sim", values), "Job")
         return str(found["metadata"]["name"])
 
-    assert job(2) == job(2) != job(3)
+    assert job(2) == job(2)
+    assert len({job(2), job(3), job(2, tag="next")}) == 3
