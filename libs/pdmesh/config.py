@@ -190,6 +190,9 @@ class ServiceSettings(BaseSettings):
     otlp_endpoint: str | None = shared(
         None, description="OTLP/HTTP collector, e.g. http://127.0.0.1:4318; none: no export"
     )
+    vllm_metric_names: bool = shared(
+        False, description="Show metrics at /metrics under vLLM's names, too (docs/observe.md)"
+    )
     state_dir: Path = shared(Path(".pdmesh"), description="Directory for sockets, logs and state")
     ops_file: Path | None = Field(
         None, description="File to write the ops address to, for the launcher of this process"

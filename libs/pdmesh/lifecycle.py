@@ -247,7 +247,9 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
             "service.version": __version__,
         }
     )
-    meters = metrics.configure(resource, settings.otlp_endpoint)
+    meters = metrics.configure(
+        resource, settings.otlp_endpoint, has_vllm_names=settings.vllm_metric_names
+    )
     tracers = traces.configure(resource, settings.otlp_endpoint)
     ops = _open_ops(settings, app)
     ops.start()

@@ -76,9 +76,10 @@ INSTANCE: Final = Dashboard(
                     {"{{instance}}": f"pdmesh_kv_blocks_free{{{HERE}}}"},
                 ),
                 Panel(
-                    "KV blocks that no sequence holds",
-                    "In the engine, evictable ones included",
-                    {"{{instance}}": f"pdmesh_kv_engine_blocks_free{{{HERE}}}"},
+                    "KV blocks in use",
+                    "Share of the engine's blocks that sequences hold; the rest may be evicted",
+                    {"{{instance}}": f"pdmesh_kv_engine_usage{{{HERE}}}"},
+                    "percentunit",
                 ),
                 Panel(
                     "Resident memory",

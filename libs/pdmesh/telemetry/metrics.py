@@ -17,9 +17,11 @@ from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client.registry import Collector
 
 from pdmesh.telemetry import labels as known_labels
 from pdmesh.telemetry.histograms import Histogram, PeriodicReader, PrometheusReader
+from pdmesh.telemetry.vllm_names import WithVllmNames
 
 Labels = Mapping[str, str]
 # From the time of a batched token to that of a long prompt: 1 ms to 2 min.
@@ -39,8 +41,20 @@ _NO_KEY: Final[frozenset[tuple[str, str]]] = frozenset()
 _meter = metrics.get_meter("pdmesh")
 
 
-def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
-    """Make the instruments count. Call `shutdown()` on the result at the end."""
+class _Page:
+    """What `render` shows."""
+
+    source: Collector = REGISTRY
+
+
+def configure(
+    resource: Resource, otlp_endpoint: str | None, *, has_vllm_names: bool = False
+) -> MeterProvider:
+    """Make the instruments count. Call `shutdown()` on the result at the end.
+
+    `has_vllm_names`: /metrics also shows vLLM's names; OTLP does not.
+    """
+    _Page.source = WithVllmNames(REGISTRY) if has_vllm_names else REGISTRY
     readers: list[MetricReader] = [PrometheusReader(resource)]
     if otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # optional and slow
@@ -136,4 +150,4 @@ def _number(value: float) -> float:
 
 def render() -> bytes:
     """All metrics of this process as Prometheus text, including those of libraries."""
-    return generate_latest(REGISTRY)
+    return generate_latest(_Page.source)

@@ -50,6 +50,9 @@ _tpot = metrics.histogram(
     ),
 )  # fmt: skip
 _tokens = metrics.counter(names.GATEWAY_TOKENS, "Tokens by direction")
+_cached = metrics.counter(
+    names.GATEWAY_CACHED_TOKENS, "Tokens of prompts that were found in a cache"
+)
 _dropped = metrics.counter(names.GATEWAY_EVENTS_DROPPED, "RequestFinished events not published")
 
 
@@ -137,14 +140,15 @@ class Observer:
             names.ATTR_REQUEST_MODEL: report.spec.model,
         }
         failure = {names.ATTR_ERROR_TYPE: report.reason} if report.outcome == "failed" else {}
-        _requests.add(1, {names.ATTR_OUTCOME: report.outcome, names.ATTR_REASON: report.reason})
+        _count_call(report.spec.model, report.outcome, report.reason)
         _duration.record(times.e2e_s, kind | failure if failure else kind)
         if times.ttft_s:
             _ttft.record(times.ttft_s, kind)
         if report.num_completion_tokens > len(report.cores):
             _tpot.record(times.per_token_s, kind)
-        _tokens.add(report.num_prompt_tokens, {"direction": "input"})
-        _tokens.add(report.num_completion_tokens, {"direction": "output"})
+        _count_tokens(report.spec.model, "input", report.num_prompt_tokens)
+        _cached.add(report.num_cached_tokens, {names.ATTR_REQUEST_MODEL: report.spec.model})
+        _count_tokens(report.spec.model, "output", report.num_completion_tokens)
         _rejections.record(times.num_rejections)
         if times.num_migrations:
             _migrations.add(times.num_migrations)
@@ -210,9 +214,9 @@ class Observer:
             names.ATTR_REQUEST_MODEL: facts.model,
         }
         failure = {names.ATTR_ERROR_TYPE: facts.reason} if facts.outcome == "failed" else {}
-        _requests.add(1, {names.ATTR_OUTCOME: facts.outcome, names.ATTR_REASON: facts.reason})
+        _count_call(facts.model, facts.outcome, facts.reason)
         _duration.record(facts.e2e_s, kind | failure)
-        _tokens.add(facts.num_tokens, {"direction": "input"})
+        _count_tokens(facts.model, "input", facts.num_tokens)
         _rejections.record(event.num_rejections)
         if event.num_migrations:
             _migrations.add(event.num_migrations)
@@ -252,6 +256,19 @@ class Observer:
             return
         self._events.append(event)
         self._has_events.set()
+
+
+def _count_call(model: str, outcome: str, reason: str) -> None:
+    labels = {
+        names.ATTR_OUTCOME: outcome,
+        names.ATTR_REASON: reason,
+        names.ATTR_REQUEST_MODEL: model,
+    }
+    _requests.add(1, labels)
+
+
+def _count_tokens(model: str, direction: str, num_tokens: int) -> None:
+    _tokens.add(num_tokens, {"direction": direction, names.ATTR_REQUEST_MODEL: model})
 
 
 class _Times:

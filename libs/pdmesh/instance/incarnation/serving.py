@@ -76,7 +76,7 @@ class Serving:
         )
         self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
         await rpc.start(self._server)  # this may be cancelled: an assignment may be withdrawn
-        gauges.show(self.host, self._settings.scenario)
+        gauges.show(self.host, self._settings.scenario, self.loaded.info.model)
         works = {
             "outputs": self.host.run(),
             "progress": self.host.tell_progress(),

@@ -8,7 +8,7 @@ from pdmesh.core.kv.transfer.source_exclusions import SourceFault
 from pdmesh.engine.awaited_embeddings import EmbeddingOutcome
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.legs.host import InstanceHost, Speculated
-from pdmesh.telemetry import metrics, names
+from pdmesh.telemetry import metrics, names, vllm_names
 
 
 class _Shown:
@@ -18,9 +18,10 @@ class _Shown:
     scenario = ""
 
 
-def show(host: InstanceHost | None, scenario: str = "") -> None:
+def show(host: InstanceHost | None, scenario: str = "", model: str = "") -> None:
     """Show this host's state at /metrics from now on; None: the instance was erased."""
     _Shown.host, _Shown.scenario = host, scenario
+    vllm_names.serve(model)
     instruments.forget_tiers()
     if host is None:
         instruments.load_seconds.clear()
@@ -41,6 +42,12 @@ for _name, _help, _read, _unit in (
         names.KV_ENGINE_BLOCKS_FREE,
         "KV blocks that no sequence of the engine holds, evictable ones included",
         lambda h: h.num_engine_blocks_free,
+        "1",
+    ),
+    (
+        names.KV_ENGINE_USAGE,
+        "Share of the engine's KV blocks that sequences hold",
+        lambda h: 1 - h.num_engine_blocks_free / h.admission.capacity.num_blocks,
         "1",
     ),
     (
