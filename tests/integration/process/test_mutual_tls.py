@@ -134,7 +134,7 @@ async def test_commands_on_this_machine_use_a_certificate_of_their_own(mesh: Mes
         )
         for name in ("groups", "status")
     ]
-    assert [done.returncode for done in shown] == [0, 0], shown
+    assert [(done.returncode, done.stderr) for done in shown] == [(0, "")] * 2
     rows = json.loads(shown[1].stdout)["rows"]
     assert len([row for row in rows if row["num_running"] is not None]) == 4
 
@@ -186,6 +186,7 @@ async def test_every_inner_port_refuses_strangers_and_wrong_roles_by_name(
         for other in (stranger, ours.issue("gateway", "late", days=-1)):
             assert await _handshake_error(record, other), record
         assert await _handshake_error(record, None)
+        assert not await _handshake_error(record, ours.issue("gateway", "valid"))
         async with channel_with(None, record) as channel:
             assert (await refusal(channel)).reason == "UNAVAILABLE"
         async with channel_with(node, record) as channel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -130,6 +131,7 @@ class NatsBus:
         """
         if not self._url.startswith("tls://"):
             return {}
+        logging.getLogger("asyncio").addFilter(_is_not_about_eof)
         try:
             context = self._new_context()
         except OSError as exc:
@@ -317,6 +319,11 @@ class NatsBus:
         if now - self._complained_at >= _COMPLAIN_EVERY_S:
             self._complained_at = now
             log.warning(event, **data)
+
+
+def _is_not_about_eof(record: logging.LogRecord) -> bool:
+    """Drops what asyncio says at the end of each TLS connection, about nats-py's way to read it."""
+    return not str(record.msg).startswith("returning true from eof_received()")
 
 
 def _discard(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
