@@ -9,10 +9,11 @@ import json
 import math
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,7 @@ class UpMesh:
     url: str
     keys: dict[str, str]
     targets: dict[str, str]
+    pids: dict[str, int]
 
 
 def pdmesh(*arguments: str) -> str:
@@ -110,7 +112,8 @@ def up(folder: Path) -> Iterator[UpMesh]:
         mesh = json.loads(pdmesh("status", "--json", *state))["mesh"]
         processes: dict[str, Any] = mesh["processes"]
         targets = {n: p["ops_address"] for n, p in processes.items() if p["ops_address"]}
-        yield UpMesh(mesh["http_url"], keys, targets)
+        pids = {name: process["pid"] for name, process in processes.items()}
+        yield UpMesh(mesh["http_url"], keys, targets, pids)
     finally:
         pdmesh("down", *state)
 
@@ -156,6 +159,15 @@ def has_data(server: PrometheusServer, panel: Panel) -> bool:
     return all(answers(server, plain(q, rate_interval=RATE)) for q in panel.queries.values())
 
 
+def is_raised(server: PrometheusServer, alert: str, of: str) -> bool:
+    """Whether the alert's condition holds, of this tenant or process: it fires if it lasts."""
+    found = [each["labels"] for each in server.alerts()]
+    whose = [
+        a.get("pdmesh_tenant", a.get("instance", "")) for a in found if a["alertname"] == alert
+    ]
+    return of in whose
+
+
 def unknown_series(server: PrometheusServer) -> list[str]:
     """Series of ours whose name or labels the registry of the code does not have."""
     known = {name: each for each in all_instruments().values() for name in each.series}
@@ -168,6 +180,19 @@ def unknown_series(server: PrometheusServer) -> list[str]:
     ]
 
 
+@contextmanager
+def frozen(pids: Iterable[int]) -> Iterator[None]:
+    """The processes neither answer nor end, so their supervisor does not replace them."""
+    pids = list(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -176,6 +201,8 @@ def free_port() -> int:
 
 @pytest.mark.req("S138", "S139")
 async def test_every_panel_has_data_from_a_mesh_under_load(tmp_path: Path) -> None:
+    """And alerts are raised of what is done to the mesh: a tenant exceeds its limit, and then both
+    masters freeze."""
     panels = [(dashboard.uid, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
     awaited = {(uid, p.title): p for uid, p in panels if (uid, p.title) not in MAY_BE_EMPTY}
     assert {(uid, p.title) for uid, p in panels if p.empty_when} >= MAY_BE_EMPTY
@@ -193,9 +220,22 @@ async def test_every_panel_has_data_from_a_mesh_under_load(tmp_path: Path) -> No
                 await until(all_seen, WITHIN_S)
             except AssertionError:
                 pytest.fail(f"without data: {sorted(awaited)}")
+            await until(
+                partial(asyncio.to_thread, is_raised, server, "PdmeshTenantRefused", "eager")
+            )
+            assert not is_raised(server, "PdmeshTenantRefused", "patient")
             for query in OF_VLLM:
                 await until(partial(asyncio.to_thread, answers, server, query))
         assert unknown_series(server) == []
         assert all(value == 1 for _, value in server.query('up{job="pdmesh"}'))
         critical = [a for a in server.alerts() if a["labels"]["severity"] == "critical"]
         assert [a["labels"]["alertname"] for a in critical if a["state"] == "firing"] == []
+        masters = [name for name in mesh.pids if name.startswith("master-scheduler")]
+        assert len(masters) == 2
+        with frozen(mesh.pids[name] for name in masters):
+            for alert, of in (
+                ("PdmeshNoLeader", ""),
+                ("PdmeshNoInstance", ""),
+                *(("PdmeshProcessDown", name) for name in masters),
+            ):
+                await until(partial(asyncio.to_thread, is_raised, server, alert, of))
