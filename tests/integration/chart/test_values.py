@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.chart.helm import Refused, of_kind, pods, render
+from pdmesh import desired_file
+from tests.support.chart.helm import ROOT, Refused, of_kind, pods, render
 
 OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
 
@@ -104,6 +107,18 @@ def test_with_a_secret_of_one_s_own_the_chart_makes_none() -> None:
         for each in pod["spec"]["containers"][0]["env"]:
             if source := each.get("valueFrom", {}).get("secretKeyRef"):
                 assert source["name"] == "pdmesh"
+
+
+def test_the_desired_state_arrives_as_it_was_written() -> None:
+    """Every field of docs/groups.md, and a number that Helm would write with an exponent."""
+    text = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/groups.md").read_text(), re.DOTALL)[1]
+    state = yaml.safe_load(text)
+    state["services"]["assistant"]["options"]["kv_host_pool_bytes"] = 17179869184
+    manifests = render("", {**OPEN, "desiredState": state})
+    config = next(each for each in of_kind(manifests, "ConfigMap") if "groups.yaml" in each["data"])
+    assert desired_file.read(config["data"]["groups.yaml"]) == desired_file.read(
+        yaml.safe_dump(state)
+    )
 
 
 def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:

@@ -30,7 +30,7 @@ from tests.support.chart.helm import ROOT, Manifest, of_kind
 NODE: Final = "ip-10-0-0-1.example.internal"  # as clouds name their machines
 ANY_ADDRESS: Final = "0.0.0.0"
 _SHARED_MEMORY: Final = "/dev/shm"  # the machine has its own
-_START_S: Final = 120
+_START_S: Final = 240
 _BASE_PATH: Final = "/usr/bin:/bin"
 
 
