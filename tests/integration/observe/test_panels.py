@@ -25,6 +25,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
+from tests.fakes.lora_adapters import write_adapter
 from tests.support.observe.prometheus import PrometheusServer, scraping
 from tests.support.observe.promql import plain
 from tests.support.waiting import until
@@ -39,7 +40,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 GROUPS = """
 services:
   sim:
-    options: {num_slots: 4, num_kv_blocks: 96, kv_host_pool_bytes: 4194304, sim_law: smollm2-cpu}
+    options: {num_slots: 4, num_kv_blocks: 96, kv_host_pool_bytes: 4194304, sim_law: smollm2-cpu,
+      enable_lora: true}
     role_options: {prefill: {num_slots: 1}}
 scenarios:
   chat: {service: sim, slo: {ttft_s: 20}}
@@ -52,10 +54,7 @@ MAY_BE_EMPTY = {
     ("pdmesh-overview", "Instances with a fault"),
     ("pdmesh-scenario", "Proposed tokens accepted"),
     ("pdmesh-instance", "Time of steps, by part"),
-    ("pdmesh-instance", "Changes of LoRA adapters"),
-    ("pdmesh-instance", "Devices by level"),
     ("pdmesh-kv", "Pulls that failed"),
-    ("pdmesh-kv", "Blocks that stay"),
     ("pdmesh-kv", "Faults of tiers"),
     ("pdmesh-groups", "Steps of upgrades"),
     ("pdmesh-groups", "Rounds without a decision"),
@@ -75,6 +74,9 @@ _OF_VLLM = (
     "avg(vllm:kv_cache_usage_perc{M}) > 0",
 )
 OF_VLLM = tuple(query.replace("M", 'model_name="sim"') for query in _OF_VLLM)
+ADAPTER = "sql"
+_ORDER = random.Random(1)
+PROMPTS = [[_ORDER.randrange(3, 600) for _ in range(_ORDER.randrange(200, 900))] for _ in range(40)]
 WITHIN_S = 300.0  # on a slow and busy machine
 RATE = "20s"  # some scrapes of this test
 
@@ -95,6 +97,16 @@ def pdmesh(*arguments: str) -> str:
     return done.stdout
 
 
+def add_adapter_and_pin(folder: Path, state: tuple[str, str], key: str) -> None:
+    write_adapter(folder / "adapter", seed=1)
+    pdmesh("adapters", "add", ADAPTER, "--path", str(folder / "adapter"), *state)
+    (folder / "pinned.txt").write_text(" ".join(map(str, PROMPTS[0])))
+    pdmesh(
+        *("pins", "add", "pinned", "--token-ids", str(folder / "pinned.txt"), *state),
+        *("--tenant", "patient", "--model", "sim", "--api-key", key),
+    )
+
+
 @contextmanager
 def up(folder: Path) -> Iterator[UpMesh]:
     """`pdmesh up` with groups of blank instances, two masters and API keys."""
@@ -106,12 +118,14 @@ def up(folder: Path) -> Iterator[UpMesh]:
     pdmesh(
         *("up", "--engine", "sim", "--detach", *state, "--timeout", "180"),
         *("--groups", str(folder / "groups.yaml"), "--blank", "4", "--masters", "2"),
+        "--node-agent",
         *("--keys", str(folder / "keys.json"), "--http-port", "0", "--grpc-port", "0"),
     )
     try:
         mesh = json.loads(pdmesh("status", "--json", *state))["mesh"]
         processes: dict[str, Any] = mesh["processes"]
         targets = {n: p["ops_address"] for n, p in processes.items() if p["ops_address"]}
+        add_adapter_and_pin(folder, state, keys["patient"])
         pids = {name: process["pid"] for name, process in processes.items()}
         yield UpMesh(mesh["http_url"], keys, targets, pids)
     finally:
@@ -120,20 +134,17 @@ def up(folder: Path) -> Iterator[UpMesh]:
 
 @asynccontextmanager
 async def load(mesh: UpMesh) -> AsyncIterator[None]:
-    """Sixteen patient users for eight slots, and an eager tenant that exceeds its limit."""
-    order = random.Random(1)
-    prompts = [
-        [order.randrange(3, 600) for _ in range(order.randrange(200, 900))] for _ in range(40)
-    ]
+    """Sixteen patient users for eight slots, one of them with an adapter, and an eager tenant that
+    exceeds its limit."""
 
     async def user(client: httpx.AsyncClient, tenant: str, seed: int) -> None:
         choice = random.Random(seed)
         headers = {"authorization": f"Bearer {mesh.keys[tenant]}"}
         while True:
             body = {
-                "model": "default",
+                "model": "sim" if seed else ADAPTER,
                 "scenario": "chat",
-                "prompt": choice.choice(prompts),
+                "prompt": choice.choice(PROMPTS),
                 "max_tokens": choice.randrange(4, 24),
                 "ignore_eos": True,
             }
