@@ -47,12 +47,20 @@ def validated(manifests: list[Manifest], folder: Path, version: str) -> list[str
     return failed
 
 
+def rendered(value_set: str, kubernetes: str = "1.35") -> list[Manifest]:
+    """The manifests of an example; `tls` is that of sim with certificates, and NATS with them."""
+    if value_set == "tls":
+        secure = {"tls": {"enabled": True, "issuerName": "mesh"}}
+        return render("sim", secure, kubernetes=kubernetes)
+    return render(value_set, kubernetes=kubernetes)
+
+
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("value_set", VALUE_SETS)
+@pytest.mark.parametrize("value_set", [*VALUE_SETS, "tls"])
 def test_the_manifests_are_valid_for_every_version_of_kubernetes_in_use(
     tmp_path: Path, value_set: str, version: str
 ) -> None:
-    known = [m for m in render(value_set, kubernetes=version) if m["kind"] not in CUSTOM]
+    known = [m for m in rendered(value_set, version) if m["kind"] not in CUSTOM]
     assert validated(known, tmp_path, version) == []
 
 
@@ -64,9 +72,9 @@ def test_a_field_that_kubernetes_does_not_know_is_found(tmp_path: Path) -> None:
     assert any("enableServiceLink" in line for line in failed)
 
 
-@pytest.mark.parametrize("value_set", VALUE_SETS)
+@pytest.mark.parametrize("value_set", [*VALUE_SETS, "tls"])
 def test_no_container_has_privileges_or_writes_to_its_image(value_set: str) -> None:
-    for name, pod in pods(render(value_set)).items():
+    for name, pod in pods(rendered(value_set)).items():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"], name
         assert spec["securityContext"]["runAsUser"] == 10001
@@ -74,14 +82,14 @@ def test_no_container_has_privileges_or_writes_to_its_image(value_set: str) -> N
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
-        (container,) = spec["containers"]
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        assert container["resources"]["limits"]["memory"], name
         assert not any("hostPath" in volume for volume in spec["volumes"]), name
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"], name
 
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)

@@ -39,7 +39,7 @@ OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
         ({"settings": {"INSECURE_NETWORK": False}}, "INSECURE_NETWORK: without tls.enabled"),
         (
             {"settings": {"INSECURE_NETWORK": False}, "tls": {"enabled": True, "issuerName": "m"}},
-            "INSECURE_NETWORK: the chart's own nats has no TLS",
+            "INSECURE_NETWORK: the chart's own redis has no TLS",
         ),
         ({"nats": {"enabled": False}, "networkPolicy": {"enabled": False}}, "nats.url"),
         ({"redis": {"enabled": False, "url": "redis://r:6379"}}, "networkPolicy.extraEgress"),

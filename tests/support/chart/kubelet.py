@@ -47,7 +47,7 @@ def image_environment() -> dict[str, str]:
 
 @dataclass
 class Pod:
-    """One pod with its only container."""
+    """One container of a pod."""
 
     name: str
     ip: str
@@ -108,6 +108,8 @@ class Pod:
 class Kubelet:
     """The pods of rendered manifests: one of each workload, whatever its replicas.
 
+    A further container of a pod is found by a name like `pdmesh-nats/reload`.
+
     `image` has the folders that the image brings along. `net` is the beginning of the pods'
     addresses; only those of loopback can be used. The end of the block kills what still runs.
     """
@@ -120,6 +122,7 @@ class Kubelet:
         net: str = "",
     ) -> None:
         self._folder, self._image = folder, image or {}
+        self._volumes: dict[str, dict[str, Manifest]] = {}
         self._texts = {
             m["metadata"]["name"]: m.get("stringData") or m.get("data") or {}
             for m in of_kind(manifests, "Secret", "ConfigMap")
@@ -138,7 +141,12 @@ class Kubelet:
         (folder / "bin").mkdir()
         (folder / "bin/nats-server").symlink_to(find(NATS))
         (folder / "bin/redis-server").symlink_to(find(VALKEY))
-        self.pods = {name: self._pod(w, ips[name]) for w in workloads for name in [_name(w)]}
+        self.pods = {
+            _name(w) + (f"/{container['name']}" if number else ""): self._pod(w, container, ip)
+            for w in workloads
+            for ip in [ips[_name(w)]]
+            for number, container in enumerate(w["spec"]["template"]["spec"]["containers"])
+        }
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,6 +170,16 @@ class Kubelet:
                     assert not pod.has_ended(), f"{name}\n{pod.log.read_text()[-3000:]}"
                     await asyncio.sleep(0.05)
 
+    def renew(self, name: str, mount_path: str) -> None:
+        """A new certificate for a pod, as the csi-driver makes one before the old one expires."""
+        pod = self.pods[name]
+        (mount,) = (m for m in pod.container["volumeMounts"] if m["mountPath"] == mount_path)
+        self._issue(
+            self._volumes[name][mount["name"]]["csi"]["volumeAttributes"],
+            pod,
+            pod.mounts[mount_path],
+        )
+
     def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
         """`kubectl exec` in a pod; without a command, the pod's own."""
         pod = self.pods[name]
@@ -175,11 +193,11 @@ class Kubelet:
             check=False,
         )
 
-    def _pod(self, workload: Manifest, ip: str) -> Pod:
+    def _pod(self, workload: Manifest, container: Manifest, ip: str) -> Pod:
         name = _name(workload)
         template = workload["spec"]["template"]
-        (container,) = template["spec"]["containers"]
         volumes = {v["name"]: v for v in template["spec"].get("volumes", [])}
+        self._volumes[name] = volumes
         folder = self._folder / name
         mounts = {
             m["mountPath"]: folder / m["name"]
@@ -195,7 +213,7 @@ class Kubelet:
             mounts,
             {},
             [],
-            folder / "log",
+            folder / f"{container['name']}.log",
         )
         for mount in container["volumeMounts"]:
             if mount["mountPath"] in mounts:
@@ -208,6 +226,8 @@ class Kubelet:
 
     def _fill(self, volume: Manifest, pod: Pod, folder: Path) -> None:
         """The files of a Secret or a ConfigMap; any other volume is an empty folder."""
+        if folder.exists():
+            return  # another container of the pod has it
         folder.mkdir(parents=True)
         if "csi" in volume:
             self._issue(volume["csi"]["volumeAttributes"], pod, folder)
@@ -220,13 +240,17 @@ class Kubelet:
         """A certificate with the names that cert-manager's csi-driver is asked for."""
         asked = {key.partition("/")[2]: value for key, value in attributes.items()}
         identity = ProcessIdentity.from_uri(asked["uri-sans"].replace("${POD_NAME}", pod.name))
-        assert asked["dns-names"].replace("${POD_NAME}", pod.name) == identity.dns_name
-        Authority.opened(self._folder / "authority").issue(identity, folder)
+        own, *names = asked["dns-names"].replace("${POD_NAME}", pod.name).split(",")
+        assert own == identity.dns_name
+        reached = [
+            self._hosts.get(name, name.replace("${POD_NAMESPACE}", "mesh")) for name in names
+        ]
+        Authority.opened(self._folder / "authority").issue(identity, folder, reached)
 
     def _environment(self, pod: Pod) -> dict[str, str]:
         bins = (self._folder / "bin", Path(sys.executable).parent, _BASE_PATH)
         environment = image_environment() | {"PATH": ":".join(map(str, bins))}
-        for each in pod.container["env"]:
+        for each in pod.container.get("env", []):
             value = each.get("value")
             if value is None:
                 value = self._value_from(each["valueFrom"], pod)

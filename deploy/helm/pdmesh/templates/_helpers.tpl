@@ -96,7 +96,8 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* A volume with the certificate of this pod, made and renewed by cert-manager's csi-driver. */}}
+{{/* A volume with the certificate of this pod, made and renewed by cert-manager's csi-driver.
+`names`: more DNS names, each after a comma. */}}
 {{- define "pdmesh.certificate" -}}
 {{- $tls := .root.Values.tls -}}
 csi:
@@ -107,7 +108,7 @@ csi:
     csi.cert-manager.io/issuer-kind: {{ $tls.issuerKind | quote }}
     csi.cert-manager.io/issuer-group: {{ $tls.issuerGroup | quote }}
     csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/%s/${POD_NAME}" $tls.trustDomain .service | quote }}
-    csi.cert-manager.io/dns-names: {{ printf "${POD_NAME}.%s.%s" .service $tls.trustDomain | quote }}
+    csi.cert-manager.io/dns-names: {{ printf "${POD_NAME}.%s.%s%s" .service $tls.trustDomain (.names | default "") | quote }}
     csi.cert-manager.io/key-usages: digital signature,key encipherment,server auth,client auth
     csi.cert-manager.io/duration: {{ $tls.duration | quote }}
     csi.cert-manager.io/fs-group: {{ .root.Values.podSecurityContext.fsGroup | toString | quote }}
