@@ -1,7 +1,7 @@
-"""Models with sliding-window layers through prefill and decode: outputs equal plain vLLM's.
+"""Models with other caches than full attention's, through prefill and decode: as plain vLLM's.
 
-Plain vLLM runs as it would alone: it keeps a cache group of each kind, and frees what has left the
-window. Prompts and answers are longer than the window.
+Plain vLLM runs as it would alone. Prompts and answers are longer than the window of the layers that
+have one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.tiers.config import TierConfig
-from tests.e2e.caches.tiny_windowed import WINDOW, write_tiny_gemma, write_tiny_mistral
+from tests.e2e.caches.tiny_windowed import (
+    LAYER_BYTES,
+    NUM_LAYERS,
+    NUM_SLIDING,
+    WINDOW,
+    write_tiny_gemma,
+    write_tiny_mistral,
+)
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import ASYNC_SCHEDULING, DTYPE, Plain, plain_vllm
 from tests.e2e.pair import Host, Pair, running
@@ -36,9 +43,20 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 768
 POOL = TierConfig(host_pool_bytes=192 << 20, timeout_s=20.0)
 SERVED_BY_POOL = ("host", "served")
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "sliding-and-full": write_tiny_gemma,
-    "sliding": write_tiny_mistral,
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    write: Callable[[Path], Path]
+    num_full: int = 0  # layers that need all tokens
+    num_windowed: int = 0
+
+
+KINDS = {
+    "sliding-and-full": Kind(
+        write_tiny_gemma, num_full=NUM_LAYERS - NUM_SLIDING, num_windowed=NUM_SLIDING
+    ),
+    "sliding": Kind(write_tiny_mistral, num_windowed=NUM_LAYERS),
 }
 
 
@@ -62,7 +80,7 @@ def windowed_cases(seed: int = 6) -> list[Case]:
 class Served:
     """A pair on one model, and what plain vLLM draws with it."""
 
-    kind: str
+    kind: Kind
     model_dir: Path
     plain: Plain
     prefill: Host
@@ -92,15 +110,18 @@ def config(model_dir: Path, instance_id: str, incarnation: int) -> VllmConfig:
 
 @pytest.fixture(
     scope="module",
-    params=["sliding-and-full", pytest.param("sliding", marks=pytest.mark.nightly)],
+    params=[
+        "sliding-and-full",
+        pytest.param("sliding", marks=pytest.mark.nightly),
+    ],
 )
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
 
 
 @pytest.fixture(scope="module")
-def model_dir(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return KINDS[kind](tmp_path_factory.mktemp(kind))
+def model_dir(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kind.write(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +138,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(kind: str, model_dir: Path, plain: Plain) -> AsyncIterator[Served]:
+async def served(kind: Kind, model_dir: Path, plain: Plain) -> AsyncIterator[Served]:
     """The prefill's cache is small, so that it evicts prompts, and has a host pool."""
     small = replace(config(model_dir, "prefill", 1), kv_cache_bytes=6 << 20, tiers=POOL)
     async with (
@@ -160,6 +181,27 @@ async def test_a_prompt_handed_over_per_layer_gives_the_outputs_of_plain_vllm(
     await idle(served.prefill, served.decode)
 
 
+@pytest.mark.req("S3", "S47")
+async def test_of_a_layer_with_a_window_only_the_window_moves(served: Served) -> None:
+    """The next token after 500 sees the tokens from 401 on, so nothing before their block moves."""
+    prompt, size = random.Random(17).choices(VOCABULARY, k=500), BLOCK_SIZE
+    num_blocks, first = -(-500 // size), (500 - WINDOW + 1) // size
+    kind, run = served.kind, Pair(served.prefill, served.decode, salt="bytes")
+    answer = await run.generate(prompt, Sampling(max_tokens=40))
+    assert run.last_received is not None
+    held = kind.num_full * num_blocks + kind.num_windowed * (num_blocks - first)
+    assert run.last_received.kv_bytes == held * size * LAYER_BYTES
+    assert run.num_computed_at_decode == 0
+    # The next turn begins with what the decode has, but for the answer's last token.
+    turn = [*prompt, *answer, *random.Random(18).choices(VOCABULARY, k=60)]
+    await run.generate(turn, Sampling(max_tokens=2))
+    num_local, num_blocks, first = 539 // size, -(-600 // size), (600 - WINDOW + 1) // size
+    held = kind.num_full * (num_blocks - num_local)
+    held += kind.num_windowed * (num_blocks - max(num_local, first))
+    assert run.last_received.kv_bytes == held * size * LAYER_BYTES
+    await idle(served.prefill, served.decode)
+
+
 @pytest.mark.req("S76", "S77")
 async def test_evicted_blocks_come_from_the_host_pool_with_equal_outputs(served: Served) -> None:
     todo, expected = served.decided()
@@ -191,7 +233,10 @@ async def test_an_answer_goes_on_elsewhere_with_equal_outputs(served: Served) ->
 async def test_the_comparison_fails_when_the_kv_is_zeroed_on_arrival(served: Served) -> None:
     todo, expected = served.decided()
     picked = [i for i, case in enumerate(todo) if case.max_tokens >= 3]
-    broken = replace(config(served.model_dir, "broken", 3), failpoints="decode.pulled=zero-kv")
+    broken = replace(
+        config(served.model_dir, "broken", 3),
+        failpoints="decode.pulled=zero-kv",
+    )
     async with running(broken) as decode:
         run = Pair(served.prefill, decode, salt="broken")
         got = await generate_all(run.generate, [todo[i] for i in picked], 4)

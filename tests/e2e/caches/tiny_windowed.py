@@ -12,6 +12,7 @@ from typing import Any, Final
 WINDOW: Final = 100  # tokens that a sliding layer sees, its own included
 NUM_LAYERS: Final = 6
 NUM_SLIDING: Final = 4  # of them in the model of both kinds
+LAYER_BYTES: Final = 2 * 2 * 64 * 4  # of a token in fp32: K and V of two heads
 VOCABULARY_SIZE: Final = 40_960  # the prompts of tests/e2e/cases.py are within it
 _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
     "vocab_size": VOCABULARY_SIZE,

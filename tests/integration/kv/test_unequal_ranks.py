@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from pdmesh.core.instance.arena import ArenaRange  # noqa: E402
 from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
+from pdmesh.core.kv.layout.cache_groups import CacheGroups  # noqa: E402
 from pdmesh.core.kv.layout.compatibility import UNSCALED, KvFormat  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of  # noqa: E402
 from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
@@ -24,6 +25,7 @@ from pdmesh.engine.vllm.connector.scheduler.handoff import KvLoad  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.piece_pulls import (  # noqa: E402
     Share,
@@ -299,7 +301,11 @@ def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
             wait_until(lambda: sources[-1].events)
         said: list[RankMessage] = []
         incoming = IncomingKv(
-            Share(num_heads, 1, 0), target.caches, target.agent, max_pulls=1, send=said.append
+            Share(num_heads, 1, 0),
+            GroupCaches(target.caches, CacheGroups(TOKENS), [0] * NUM_LAYERS, ""),
+            target.agent,
+            max_pulls=1,
+            send=said.append,
         )
         target.on_event = lambda event: (
             incoming.landing_freed(event.offset) if isinstance(event, AgentLandingFreed) else None
@@ -311,7 +317,7 @@ def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
             ArenaRange(4096, 4 << 20),
             10.0,
             NUM_USED * TOKENS,
-            block_ids=tuple(ids),
+            block_ids=(tuple(ids),),
         )
         incoming.pull(load)
         received: set[str] = set()

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
+from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, CacheGroups  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of, pieces  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches  # noqa: E402
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 6, 4, 8
 # The axes of the tensor that vLLM registers, and their order in memory.
@@ -198,6 +200,70 @@ def test_parts_scatter_as_the_whole_does(
             assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
     with pytest.raises(ValueError, match="whole blocks"):
         caches[1].scatter_part(data[: unit - 2], 0, ids)
+
+
+@pytest.mark.req("S50")
+@given(
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+    st.sets(st.integers(1, 20), max_size=4),
+    st.integers(0, 99),
+)
+def test_each_layer_travels_with_the_block_ids_of_its_group(
+    layout: tuple[str, str], is_opaque: bool, cuts: set[int], seed: int
+) -> None:
+    """Layer 1 has a window of 5 of the 11 tokens, so it has no part of the prompt's first block."""
+    if is_opaque and layout[1][0] != "b":
+        layout = LAYOUTS[3]
+    num_heads, groups = 3, CacheGroups(TOKENS, (0, 5))
+    ranks = [Rank(layout, "float16", num_heads) for _ in range(3)]
+    source, target, whole = (
+        GroupCaches(
+            paged_caches(
+                rank.tensors,
+                read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_opaque=is_opaque),
+                NUM_BLOCKS,
+            ),
+            groups,
+            (0, 1),
+            "fp",
+        )
+        for rank in ranks
+    )
+    rng = np.random.default_rng(seed)
+    for layer, block, head in np.ndindex(NUM_LAYERS, NUM_BLOCKS, num_heads):
+        kv = rng.integers(0, 256, (2, TOKENS, 2 * HEAD_DIM), np.uint8)
+        put(ranks[0], layer, block, head, torch.from_numpy(kv))
+    theirs, ours = ((4, 1, 2), (3, 5)), ((2, 5, 1), (4, 1))
+    shape = source.layout(11)
+    assert shape.total_bytes == source.num_bytes(theirs) == 5 * shape.block_bytes
+    buffer = np.zeros(shape.total_bytes, np.uint8)
+    done: list[None] = []
+    source.gather(theirs, buffer, lambda: done.append(None))
+    assert len(done) == 1
+    unit = shape.block_bytes // shape.num_heads
+    edges = [0, *(c * unit for c in sorted(cuts) if c * unit < buffer.size), buffer.size]
+    for a, b in pairwise(edges):
+        target.scatter_part(buffer[a:b], a, ours)
+    whole.scatter(buffer, ours)
+    for layer, (sent, landed) in enumerate(zip(theirs, ours, strict=True)):
+        for block, head in np.ndindex(NUM_BLOCKS, num_heads):
+            got = ranks[1].bytes_of(layer, block, head)
+            assert (got == ranks[2].bytes_of(layer, block, head)).all()
+            if block in landed:
+                came_from = sent[landed.index(block)]
+                assert (got == ranks[0].bytes_of(layer, came_from, head)).all()
+            else:
+                assert not got.any(), "no other block is touched"
+    single = np.zeros(NUM_LAYERS * shape.block_bytes, np.uint8)
+    source.gather_block([5, 2], single)
+    target.scatter_block(single, [3, NULL_BLOCK])
+    for head in range(num_heads):
+        kept = ranks[0].bytes_of(0, 5, head)
+        assert (ranks[1].bytes_of(0, 3, head) == kept).all()
+        assert not ranks[1].bytes_of(1, NULL_BLOCK, head).any(), "the group does not need it"
+    with pytest.raises(ValueError, match="need"):
+        source.gather(theirs, buffer[:-1])
 
 
 @pytest.mark.req("S3", "S126")

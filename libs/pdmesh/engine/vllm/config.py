@@ -224,10 +224,10 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "kv_cache_memory_bytes": config.kv_cache_bytes or None,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "disable_hybrid_kv_cache_manager": True,
         "seed": engine_seed(config),
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": None,  # a prefix may end at any block of a window
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # the job says how to draw, not a file beside the model
         "disable_log_stats": True,

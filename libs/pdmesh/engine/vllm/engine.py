@@ -207,6 +207,7 @@ class VllmEngine:
         assert self._control is not None
         self._num_blocks = info.num_kv_blocks
         self._names.capacity = max(1024, NAMES_PER_BLOCK * info.num_kv_blocks)
+        self._names.group = endpoint.named_group
         self._jobs = Jobs(endpoint, num_ranks)
         self._checks = PeerChecks(self._control.broadcast, num_ranks)
         if config.tiers.is_on:
@@ -342,7 +343,6 @@ class VllmEngine:
             staging.offset,
             staging.length,
             len(job.prompt),
-            -(-len(job.prompt) // self._config.block_size),
             self._config.lease_s,
         )
         self._control.broadcast(order)

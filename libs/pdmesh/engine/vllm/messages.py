@@ -39,6 +39,9 @@ class RankHello(RankMessage):
     num_blocks: int
     block_bytes: int  # of one block over all layers of this rank
     num_layers: int
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    num_groups: int = 1  # cache groups, which share the blocks
+    named_group: int = 0  # the group whose blocks stand for a prefix
 
 
 class RankTicketOpened(RankMessage):
@@ -198,7 +201,6 @@ class Open(RankMessage):
     offset: int  # of the staging range
     length: int
     num_tokens: int
-    num_blocks: int
     lease_s: float
 
 

@@ -7,6 +7,7 @@ say that both sides pack alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -87,6 +88,8 @@ class KvLayout:
 
     It is `num_layers` x `num_heads` x `num_blocks` x the bytes of one head of a block.
     `block_bytes` has all heads of a block in one layer. An opaque block counts as one head.
+    `first_blocks` says by layer which blocks are in the buffer: those from this one on, because the
+    layer sees only a window. Without it, all are.
     """
 
     num_layers: int
@@ -94,14 +97,31 @@ class KvLayout:
     block_bytes: int
     fingerprint: str = ""
     num_heads: int = 1
+    first_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.block_bytes % self.num_heads:
             raise ValueError(f"{self.block_bytes} bytes do not divide over {self.num_heads} heads")
+        firsts = self.first_blocks
+        if firsts and (
+            len(firsts) != self.num_layers or not 0 <= min(firsts) <= max(firsts) <= self.num_blocks
+        ):
+            raise ValueError(
+                f"first blocks {firsts} of {self.num_layers} layers, {self.num_blocks} blocks each"
+            )
 
     @property
     def total_bytes(self) -> int:
-        return self.num_layers * self.num_blocks * self.block_bytes
+        return (self.num_layers * self.num_blocks - sum(self.first_blocks)) * self.block_bytes
+
+    def first_block(self, layer: int) -> int:
+        """The layer's first block that is in the buffer."""
+        return self.first_blocks[layer] if self.first_blocks else 0
+
+    def layer_start(self, layer: int) -> int:
+        """Where the bytes of a layer begin."""
+        num_blocks = layer * self.num_blocks - sum(self.first_blocks[:layer])
+        return num_blocks * self.block_bytes
 
     @property
     def layer_chunk_bytes(self) -> int:
@@ -114,9 +134,11 @@ class KvLayout:
         Only for a layout of one head: with more heads, a block is in several places.
         """
         assert self.num_heads == 1
-        if not (0 <= layer < self.num_layers and 0 <= block < self.num_blocks):
+        if not (
+            0 <= layer < self.num_layers and self.first_block(layer) <= block < self.num_blocks
+        ):
             raise IndexError(f"no block {block} of layer {layer} in {self}")
-        return (layer * self.num_blocks + block) * self.block_bytes
+        return self.layer_start(layer) + (block - self.first_block(layer)) * self.block_bytes
 
     def parts(
         self,
@@ -143,11 +165,11 @@ class KvLayout:
     def _rows(self, layer: int, first_block: int, first_head: int, num_heads: int) -> list[KvSpan]:
         """The wanted bytes of one layer: one span, or one per head."""
         head_bytes = self.block_bytes // self.num_heads  # of one block
-        row_bytes = self.num_blocks * head_bytes
-        start = (layer * self.num_heads + first_head) * row_bytes
-        if not first_block:
+        row_bytes = (self.num_blocks - self.first_block(layer)) * head_bytes
+        start = self.layer_start(layer) + first_head * row_bytes
+        skipped = max(0, first_block - self.first_block(layer)) * head_bytes
+        if not skipped:
             return [KvSpan(start, num_heads * row_bytes)]
-        skipped = first_block * head_bytes
         return [
             KvSpan(start + i * row_bytes + skipped, row_bytes - skipped) for i in range(num_heads)
         ]
@@ -163,17 +185,20 @@ def _parts(
     is_tapered: bool,
 ) -> tuple[KvPart, ...]:
     head_bytes = layout.block_bytes // layout.num_heads
-    layer_bytes = (layout.num_blocks - first_block) * num_heads * head_bytes
-    if not layer_bytes * layout.num_layers:
+    sizes = [
+        (layout.num_blocks - max(first_block, layout.first_block(layer))) * num_heads * head_bytes
+        for layer in range(layout.num_layers)
+    ]
+    largest = max(sizes, default=0)
+    if not largest:
         return (KvPart(0, 0, (), 0, 0),)
-    num_layers = max(1, chunk_bytes // layer_bytes)
-    if first_block:
-        num_layers = max(1, min(num_layers, MAX_SPANS // num_heads))
+    most = max(1, MAX_SPANS // num_heads) if first_block else layout.num_layers
     parts: list[KvPart] = []
     offset = 0
-    cuts = [*range(0, layout.num_layers, num_layers), layout.num_layers]
+    cuts = _even(sizes, chunk_bytes, most)
     if is_tapered and chunk_bytes > INLINE_BYTES:
-        num_inline = min(num_layers, INLINE_BYTES // layer_bytes)
+        num_layers = max(1, min(most, chunk_bytes // largest))
+        num_inline = min(num_layers, INLINE_BYTES // largest)
         cuts = _tapered(layout.num_layers, num_layers, num_inline)
     for layer, end in pairwise(cuts):
         spans = [
@@ -181,7 +206,7 @@ def _parts(
             for i in range(layer, end)
             for row in layout._rows(i, first_block, first_head, num_heads)
         ]
-        if layer_bytes > chunk_bytes or len(spans) > MAX_SPANS:
+        if sum(sizes[layer:end]) > chunk_bytes or len(spans) > MAX_SPANS:
             groups = [[cut] for span in spans for cut in _cut(span, head_bytes, chunk_bytes)]
         else:
             groups = [_merged(spans)]
@@ -190,6 +215,18 @@ def _parts(
             parts.append(KvPart(offset, length, tuple(group), layer, end))
             offset += length
     return tuple(parts)
+
+
+def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
+    """Where to cut the layers: each part is as many as fit `chunk_bytes`, at most `most`."""
+    cuts, held = [0], 0
+    for layer, size in enumerate(sizes):
+        is_full = held + size > chunk_bytes or layer - cuts[-1] == most
+        if is_full and layer > cuts[-1]:
+            cuts.append(layer)
+            held = 0
+        held += size
+    return [*cuts, len(sizes)]
 
 
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:

@@ -6,7 +6,6 @@ once in each worker. A request without our `kv_transfer_params` passes untouched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pdmesh.core.kv.layout.cache_groups import BlockLists
+from pdmesh.engine.vllm.connector.cache_specs import group_of_layers, groups_of
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
@@ -63,19 +64,17 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
         # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
+        groups = groups_of(kv_cache_config, vllm_config.cache_config.block_size)
         self._planner: HandoffPlanner | None = None
         self._lost: set[str] = set()  # requests that wait to be failed
         self._tiers: TierPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             compile_with_drawn()
-            self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
+            self._planner = HandoffPlanner(groups)
             if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)
             self._early = EarlyRequests(vllm_config.cache_config.block_size)
@@ -97,7 +96,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=parallel.rank,
                 num_ranks=parallel.world_size,
                 num_blocks=kv_cache_config.num_blocks,
-                block_size=vllm_config.cache_config.block_size,
+                groups=groups,
+                group_of=group_of_layers(kv_cache_config),
             )
             self._clock = StepClock()
             if parallel.rank == 0:
@@ -152,7 +152,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        (block_ids,) = blocks.get_block_ids()
+        block_ids = blocks.get_block_ids()
         self.planner.allocated(request.request_id, block_ids, num_external_tokens)
         if request.request_id in self._lost:
             self._lost.remove(request.request_id)
@@ -169,9 +169,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
         for key, count in scheduler_output.num_scheduled_tokens.items():
 
-            def block_ids(key: str = key) -> Sequence[int]:
-                ids: list[int] = state.resolve_block_ids(key)[0]
-                return ids
+            def block_ids(key: str = key) -> BlockLists:
+                lists: tuple[list[int], ...] = state.resolve_block_ids(key)
+                return lists
 
             self.planner.scheduled(key, computed[key], count, block_ids)
             if self._tiers is not None:
@@ -209,7 +209,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
+        """vLLM has the layers by cache group; the worker gets them as the model computes them."""
+        order = list(self._vllm_config.compilation_config.static_forward_context)
+        in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=order.index)}
+        self.worker.start(in_order, kv_facts(self._vllm_config, in_order))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins; vLLM calls `start_load_kv` after its forward unless it awaits a load."""

@@ -38,7 +38,19 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
         block_size=config.block_size,
         lease_ms=round(1000 * config.lease_s),
         max_model_len=config.max_model_len,
+        windows=tuple(first.windows),
+        named_group=first.named_group,
     )
+
+
+def num_kv_blocks(hello: RankHello, max_model_len: int, block_size: int) -> int:
+    """How many blocks of a text the cache holds; vLLM keeps one as its null block.
+
+    Layers with a window count as if they kept all tokens. But vLLM has made sure that the longest
+    prompt fits.
+    """
+    num_blocks = (hello.num_blocks - 1) // hello.num_groups
+    return max(num_blocks, -(-max_model_len // block_size)) if hello.windows else num_blocks
 
 
 def info_of(
@@ -52,7 +64,7 @@ def info_of(
         model=config.model,
         model_fingerprint=endpoint.model_fingerprint,
         block_size=config.block_size,
-        num_kv_blocks=hellos[0].num_blocks - 1,  # vLLM keeps one as its null block
+        num_kv_blocks=num_kv_blocks(hellos[0], config.max_model_len, config.block_size),
         kv_bytes_per_token=endpoint.kv_bytes_per_token * len(hellos),
         max_model_len=config.max_model_len,
         num_ranks=len(hellos),

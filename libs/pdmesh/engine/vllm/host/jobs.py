@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.kv.layout import compatibility as kv_format
+from pdmesh.core.kv.layout.cache_groups import kv_bytes
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import (
     DecodeJob,
@@ -67,10 +68,12 @@ class Endpoint:
     block_size: int
     lease_ms: int
     max_model_len: int
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    named_group: int = 0  # the cache group whose blocks stand for a prefix
 
     def ticket(self, job: PrefillJob) -> Ticket:
         num_tokens = len(job.prompt)
-        num_blocks = -(-num_tokens // self.block_size)
+        block_bytes = self.block_size * self.kv_bytes_per_token
         return Ticket(
             ticket_id=job.ticket_id,
             request_id=job.request_id,
@@ -79,7 +82,7 @@ class Endpoint:
             incarnation=self.incarnation,
             model_fingerprint=self.model_fingerprint,
             num_tokens=num_tokens,
-            kv_bytes=num_blocks * self.block_size * self.kv_bytes_per_token,
+            kv_bytes=kv_bytes(num_tokens, self.block_size, block_bytes, self.windows),
             addresses=self.addresses,
             lease_ms=self.lease_ms,
         )

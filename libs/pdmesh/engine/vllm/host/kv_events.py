@@ -31,10 +31,12 @@ class BlockStored(msgspec.Struct, tag=True):
     token_ids: list[int]
     block_size: int
     extra_keys: list[list[Any] | None] | None = None  # Any: vLLM mixes strings, pairs and bytes
+    group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
     block_hashes: list[bytes | int]
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
@@ -61,11 +63,14 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 class BlockNames:
     """Maps vLLM's block hashes to the mesh's.
 
-    `capacity` bounds how many are remembered; the least recent is forgotten first.
+    `capacity` bounds how many are remembered; the least recent is forgotten first. vLLM reports a
+    block once for each cache group, and `group` is the one that counts: a group without a window
+    keeps a prefix longest, and vLLM itself checks that a prefix is held by all groups.
     """
 
     capacity: int
     block_size: int
+    group: int = 0
     _names: OrderedDict[bytes | int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
     _held: dict[bytes, None] = field(default_factory=dict)
     _stored: dict[bytes, None] = field(default_factory=dict)  # in this batch
@@ -80,7 +85,7 @@ class BlockNames:
         self._next_sequence = sequence + 1
         self._stored.clear()
         self._removed.clear()
-        for event in events:
+        for event in filter(self._counts, events):
             match event:
                 case BlockStored():
                     self._store(event)
@@ -100,6 +105,9 @@ class BlockNames:
     def num_held(self, names: Sequence[bytes]) -> int:
         """Blocks in the longest prefix of `names` that the engine holds, by its events so far."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
+
+    def _counts(self, event: CacheEvent) -> bool:
+        return isinstance(event, AllBlocksCleared) or event.group_idx in (None, self.group)
 
     def _store(self, event: BlockStored) -> None:
         origin = self._origin(event)

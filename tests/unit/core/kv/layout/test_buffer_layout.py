@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,13 +65,21 @@ layouts = st.builds(
 )
 
 
+@st.composite
+def windowed(draw: st.DrawFn) -> KvLayout:
+    """Each layer has its own first block; some have none left."""
+    layout = draw(layouts)
+    first = st.integers(0, layout.num_blocks)
+    return replace(layout, first_blocks=tuple(draw(first) for _ in range(layout.num_layers)))
+
+
 @pytest.mark.req("S47")
-@given(layouts)
+@given(st.one_of(layouts, windowed()))
 def test_offsets_tile_the_buffer_in_order(layout: KvLayout) -> None:
     offsets = [
         layout.offset(layer, block)
         for layer in range(layout.num_layers)
-        for block in range(layout.num_blocks)
+        for block in range(layout.first_block(layer), layout.num_blocks)
     ]
     assert offsets == list(range(0, layout.total_bytes, layout.block_bytes))
     with pytest.raises(IndexError):
@@ -83,6 +93,11 @@ def pulls(draw: st.DrawFn) -> tuple[KvLayout, int, tuple[int, int] | None, int]:
     layout = KvLayout(
         draw(st.integers(0, 6)), draw(st.integers(0, 9)), 8 * num_heads, num_heads=num_heads
     )
+    firsts = st.lists(
+        st.integers(0, layout.num_blocks), min_size=layout.num_layers, max_size=layout.num_layers
+    )
+    if draw(st.booleans()):
+        layout = replace(layout, first_blocks=tuple(draw(firsts)))
     first = draw(st.integers(0, layout.num_blocks))
     head = draw(st.integers(0, num_heads - 1))
     heads = (head, draw(st.integers(1, num_heads - head)))
@@ -97,26 +112,30 @@ def test_parts_hold_exactly_what_is_wanted_in_order(
     layout, first, heads, chunk = pull
     parts = layout.parts(first, heads, chunk)
     head, num_heads = heads or (0, layout.num_heads)
-    row = layout.num_blocks * layout.block_bytes // layout.num_heads
-    wanted = [
-        (layer * layout.num_heads + h) * row + i
+    unit = layout.block_bytes // layout.num_heads
+    held = [  # the buffer's head blocks, in order
+        (layer, h, block)
         for layer in range(layout.num_layers)
-        for h in range(head, head + num_heads)
-        for i in range(first * layout.block_bytes // layout.num_heads, row)
+        for h in range(layout.num_heads)
+        for block in range(layout.first_block(layer), layout.num_blocks)
+    ]
+    wanted = [
+        place * unit + i
+        for place, (_, h, block) in enumerate(held)
+        if head <= h < head + num_heads and block >= first
+        for i in range(unit)
     ]
     spans = [span for part in parts for span in part.spans]
     assert [i for s in spans for i in range(s.offset, s.offset + s.length)] == wanted
     end = 0
-    unit = layout.block_bytes // layout.num_heads
     for part in parts:
         assert part.offset == end
         assert part.length == sum(span.length for span in part.spans)
         assert part.length <= max(chunk, unit), "a part is small, or one block"
         assert part.length % unit == 0
-        layer_bytes = layout.num_blocks * layout.block_bytes
         for span in part.spans:
-            assert part.first_layer * layer_bytes <= span.offset
-            assert span.offset + span.length <= part.end_layer * layer_bytes
+            assert layout.layer_start(part.first_layer) <= span.offset
+            assert span.offset + span.length <= layout.layer_start(part.end_layer)
         end += part.length
     assert end == len(wanted)
 
@@ -126,6 +145,26 @@ def test_parts_hold_exactly_what_is_wanted_in_order(
 def test_a_whole_prompt_that_fits_one_part_is_one_range(layout: KvLayout) -> None:
     (part,) = layout.parts()
     assert [(span.offset, span.length) for span in part.spans] == [(0, layout.total_bytes)]
+
+
+def test_short_layers_share_a_part_with_each_other_and_not_with_a_long_one() -> None:
+    """As in Gemma 3: five layers of six have a window."""
+    layout = KvLayout(12, 100, 64, first_blocks=(90, 90, 90, 90, 90, 0) * 2)
+    parts = layout.parts(chunk_bytes=6400)
+    assert [(part.first_layer, part.end_layer) for part in parts] == [
+        (0, 5),
+        (5, 6),
+        (6, 11),
+        (11, 12),
+    ]
+    tapered = layout.parts(chunk_bytes=layout.total_bytes, is_tapered=True)
+    assert sum(part.length for part in tapered) == layout.total_bytes
+
+
+@pytest.mark.parametrize("firsts", [(0,), (0, 0, 0), (0, 5), (-1, 0)])
+def test_first_blocks_are_within_the_layout(firsts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="first blocks"):
+        KvLayout(2, 4, 8, first_blocks=firsts)
 
 
 @pytest.mark.req("S49")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.engine.base import PrefillJob, Sampling
 from pdmesh.engine.vllm.config import VllmConfig
-from pdmesh.engine.vllm.host.description import endpoint_of, info_of
+from pdmesh.engine.vllm.host.description import endpoint_of, info_of, num_kv_blocks
 from pdmesh.engine.vllm.messages import RankHello
 from pdmesh.errors import EngineFailed
 
@@ -22,6 +25,17 @@ def test_both_ranks_are_described() -> None:
     info = info_of(CONFIG, endpoint, [HELLO, OTHER])
     assert info.kv_addresses == ("a", "b")
     assert (info.num_ranks, info.num_kv_blocks, info.kv_bytes_per_token) == (2, 10, 128)
+
+
+def test_layers_with_a_window_make_tickets_smaller_and_count_as_full_in_the_capacity() -> None:
+    """Of 100 tokens the next one sees 20 in layer 1: tokens 81 to 99, in blocks 5 and 6 of 7."""
+    hello = RankHello(0, 1, 1, "a", "f", 41, 1024, 2, (0, 20), 2, 1)
+    endpoint = endpoint_of(replace(CONFIG, max_model_len=256), 16, [hello])
+    job = PrefillJob(1, "r", 0, array("I", range(100)), Sampling(max_tokens=1), "t")
+    assert endpoint.ticket(job).kv_bytes == (7 + 2) * 512
+    assert endpoint.named_group == 1
+    assert num_kv_blocks(hello, 256, 16) == 20, "two groups share 40 blocks"
+    assert num_kv_blocks(hello, 1024, 16) == 64, "vLLM starts only if the longest prompt fits"
 
 
 def test_an_unwanted_block_size_and_ranks_that_differ_are_refused() -> None:

@@ -57,6 +57,18 @@ def test_a_block_reported_twice_changes_nothing() -> None:
     assert view.handle(1, [stored(0, 2)]) is None
 
 
+def test_only_the_events_of_one_cache_group_count() -> None:
+    """vLLM reports a block for each group, and a group with a window drops it first."""
+    view = names()
+    view.group = 1
+    mine, others = stored(0, 2), stored(0, 4)
+    mine.group_idx, others.group_idx = 1, 0
+    assert view.handle(0, [others]) is None
+    assert view.handle(1, [mine]) == BlocksChanged(tuple(NAMES[:2]), ())
+    assert view.handle(2, [BlockRemoved([b"v0"], 0)]) is None
+    assert view.handle(3, [BlockRemoved([b"v0"], 1)]) == BlocksChanged((), (NAMES[0],))
+
+
 def test_removed_blocks_are_named_and_can_still_be_parents() -> None:
     view = names()
     view.handle(0, [stored(0, 2)])
@@ -125,7 +137,9 @@ def test_a_batch_is_read_as_vllm_packs_it() -> None:
         "group_idx": 0,
     }
     payload = msgspec.msgpack.encode([1.5, [event, {"type": "AllBlocksCleared"}], 0])
-    assert decode_batch(payload) == [stored(0, 1), AllBlocksCleared()]
+    first = stored(0, 1)
+    first.group_idx = 0
+    assert decode_batch(payload) == [first, AllBlocksCleared()]
 
 
 async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.engine.base import (
     ArenaRange,
     Failed,
@@ -145,18 +146,20 @@ def test_a_request_that_vllm_refuses_is_failed_and_its_ticket_closed() -> None:
 
 # --- the scheduler's half -------------------------------------------------------------------------
 
-BLOCKS = [10, 11, 12, 13]
+BLOCKS = [[10, 11, 12, 13]]
 
 
 def storing(num_tokens: int = 9) -> HandoffPlanner:
-    core = HandoffPlanner(4)
+    core = HandoffPlanner(CacheGroups(4))
     params = store_params("t1", 0, ArenaRange(0, 4096), 5.0, is_per_layer=True)
     core.add("a", params, num_tokens)
     return core
 
 
 def parts(core: HandoffPlanner) -> list[tuple[int, tuple[int, ...], bool]]:
-    return [(p.first_block, p.block_ids, p.is_last) for p in core.take_plan().parts]
+    found = core.take_plan().parts
+    assert all(len(p.block_ids) == 1 and len(p.block_ids[0]) == p.end_block for p in found)
+    return [(p.first_block, p.block_ids[0], p.is_last) for p in found]
 
 
 def test_each_chunk_adds_the_blocks_it_fills_and_the_last_the_rest() -> None:
@@ -184,7 +187,7 @@ def test_a_preempted_prompt_continues_from_where_it_was() -> None:
     core = storing()
     core.scheduled("a", 0, 5, lambda: BLOCKS)
     parts(core)
-    core.scheduled("a", 0, 9, lambda: [20, 21, 22])
+    core.scheduled("a", 0, 9, lambda: [[20, 21, 22]])
     assert parts(core) == [(1, (20, 21, 22), True)]
 
 
@@ -197,7 +200,7 @@ def test_an_aborted_prompt_drops_its_ticket() -> None:
 
 def test_an_early_decode_with_nothing_to_pull_waits_for_token_1() -> None:
     """Otherwise vLLM would compute at once from the stand-in for token 1."""
-    core = HandoffPlanner(4)
+    core = HandoffPlanner(CacheGroups(4))
     ticket = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 8, 120, ("addr",), 5000)
     core.add("b", load_params(2, ticket, ArenaRange(0, 4096), 100.0, 8, is_early=True), 9)
     assert core.num_external_tokens("b", 4) == 4

@@ -10,10 +10,11 @@ that reserved bytes for them learns that nothing will touch these bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pdmesh.core.kv.layout.cache_groups import BlockIds, BlockLists, CacheGroups
 from pdmesh.engine.base import ArenaRange, Ticket
 
 STORE, LOAD = "store", "load"
@@ -29,7 +30,7 @@ class Store:
     lease_s: float
     num_tokens: int
     is_per_layer: bool = False
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockIds = ()  # those that travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,16 @@ class StorePart:
     """
 
     store: Store  # without its blocks
-    num_blocks: int  # of the whole prompt
     first_block: int  # earlier steps have gathered the blocks below it
-    block_ids: tuple[int, ...]  # from the prompt's first block on
+    end_block: int
+    block_ids: BlockIds  # those below `end_block` that travel
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
+    Without `block_ids`, all are.
 
     `timeout_s` bounds the wait for its turn, and again the pull itself. The time until a step
     begins the load counts for neither bound.
@@ -62,7 +64,7 @@ class KvLoad:
     num_tokens: int
     is_early: bool = False  # token 1 is not known yet: the request's last token is a stand-in
     num_local_blocks: int = 0
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockIds = ()
     stall_s: float = math.inf  # longest silence of the sender, once it has all of the bytes
 
 
@@ -162,8 +164,8 @@ def _load(key: str, params: Mapping[str, Any]) -> KvLoad:
 class HandoffPlanner:
     """State + facts in, one `StepPlan` out per step. `key` is the engine's name of a request."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: CacheGroups) -> None:
+        self._groups, self._block_size = groups, groups.block_size
         self._stores: dict[str, Store] = {}  # not staged yet
         self._num_gathered: dict[str, int] = {}  # blocks of per-layer stores
         self._unjoined: set[str] = set()  # early loads whose token 1 is not known
@@ -198,20 +200,21 @@ class HandoffPlanner:
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0
         return None if not num_external and key in self._unjoined else num_external
 
-    def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
         """The request has its blocks: start its load, or acknowledge a load that needs no bytes."""
         load = self._loads.pop(key, None)
         if load is None:
             return
-        num_blocks = -(-load.num_tokens // self._block_size)
+        num_blocks = self._groups.num_blocks(load.num_tokens)
         num_local = num_blocks
         if num_external_tokens:
             local_tokens = load.num_tokens - num_external_tokens
             assert local_tokens % self._block_size == 0, "a local hit ends at a block"
             num_local = local_tokens // self._block_size
-        load = replace(
-            load, num_local_blocks=num_local, block_ids=tuple(block_ids[num_local:num_blocks])
-        )
+        ids: BlockIds = ()
+        if num_local < num_blocks:
+            ids = self._groups.needed(block_ids, load.num_tokens, num_local, num_blocks)
+        load = replace(load, num_local_blocks=num_local, block_ids=ids)
         self._started[key] = load
         (self._plan.loads if num_external_tokens else self._plan.takes).append(load)
 
@@ -220,7 +223,7 @@ class HandoffPlanner:
         key: str,
         num_computed_tokens: int,
         num_scheduled_tokens: int,
-        block_ids: Callable[[], Sequence[int]],
+        block_ids: Callable[[], BlockLists],
     ) -> None:
         """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
         store = self._stores.get(key)
@@ -257,14 +260,14 @@ class HandoffPlanner:
         return plan
 
     def _gather_part(
-        self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], Sequence[int]]
+        self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], BlockLists]
     ) -> None:
         """Gather the blocks that are full once `num_tokens` are computed.
 
         With the prompt's last token, also gather its partial block.
         """
         is_last = num_tokens >= store.num_tokens
-        num_blocks = -(-store.num_tokens // self._block_size)
+        num_blocks = self._groups.num_blocks(store.num_tokens)
         first = self._num_gathered.get(key, 0)
         last = num_blocks if is_last else num_tokens // self._block_size
         if is_last:
@@ -274,13 +277,15 @@ class HandoffPlanner:
             return
         else:
             self._num_gathered[key] = last
-        ids = tuple(block_ids()[:last])
-        self._plan.parts.append(StorePart(store, num_blocks, first, ids, is_last))
+        ids = self._groups.needed(block_ids(), store.num_tokens, 0, last)
+        self._plan.parts.append(StorePart(store, first, last, ids, is_last))
 
-    def _with_blocks(self, store: Store, block_ids: Sequence[int]) -> Store:
-        num_blocks = -(-store.num_tokens // self._block_size)
-        assert len(block_ids) >= num_blocks
-        return replace(store, block_ids=tuple(block_ids[:num_blocks]))
+    def _with_blocks(self, store: Store, block_ids: BlockLists) -> Store:
+        num_blocks = self._groups.num_blocks(store.num_tokens)
+        assert all(len(ids) >= num_blocks for ids in block_ids)
+        return replace(
+            store, block_ids=self._groups.needed(block_ids, store.num_tokens, 0, num_blocks)
+        )
 
     def check_invariants(self) -> None:
         assert not self._loads.keys() & self._started.keys()

@@ -8,36 +8,34 @@ decides from what the scheduler reports; the ranks carry out the decisions.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
+from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, BlockIds, BlockLists
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, ImageAt, block_hashes
 from pdmesh.kv.tiers.owner import owner_of
-
-NULL_BLOCK: Final = 0  # vLLM's stand-in for a block that has left a request's window
 
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`.
+    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`, by cache group.
 
-    Without `block_ids`, the lease is not needed.
+    A group that does not need a block has `NULL_BLOCK` for it. Without `block_ids`, the lease is
+    not needed.
     """
 
     leg: int
     first: int = 0
-    block_ids: tuple[int, ...] = ()
+    block_ids: BlockIds = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TierSave:
-    """The chain `names` is complete; its last `len(block_ids)` blocks are new, in `block_ids`."""
+    """The chain `names` is complete; its last blocks are new, in `block_ids` by cache group."""
 
     names: tuple[bytes, ...]
     owner: bytes
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
 
 
 @dataclass(slots=True)
@@ -116,7 +114,7 @@ class TierPlanner:
             return 0
         return (offer.first + offer.count - num_local) * self._block_size
 
-    def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
         """The request has its blocks; the load follows in the same step.
 
         The lease is used once: if vLLM asks again, there is no lease.
@@ -126,15 +124,15 @@ class TierPlanner:
             return
         count = num_external_tokens // self._block_size
         end = offer.first + offer.count
-        ids = _held(block_ids[end - count : end])
-        self._plan.loads.append(TierLoad(offer.leg, end - len(ids), ids))
+        ids = _from(block_ids, end - count, end, any)
+        self._plan.loads.append(TierLoad(offer.leg, end - len(ids[0]), ids if ids[0] else ()))
 
     def scheduled(
         self,
         key: str,
         num_computed_tokens: int,
         num_scheduled_tokens: int,
-        block_ids: Callable[[], Sequence[int]],
+        block_ids: Callable[[], BlockLists],
     ) -> None:
         """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
         self._plan.num_tokens += num_scheduled_tokens
@@ -151,7 +149,7 @@ class TierPlanner:
         parent = chain.names[-1] if chain.names else b""
         images = [(at - named, digest) for at, digest in chain.images if at >= named]
         chain.names += block_hashes(chain.root, fresh, self._block_size, parent, images)
-        ids = _held(block_ids()[chain.num_saved : num_full])
+        ids = _from(block_ids(), chain.num_saved, num_full, all)
         self._plan.saves.append(TierSave(tuple(chain.names[:num_full]), chain.owner, ids))
         chain.num_saved = num_full
 
@@ -171,7 +169,11 @@ class TierPlanner:
         return not (self._chains or self._offers)
 
 
-def _held(block_ids: Sequence[int]) -> tuple[int, ...]:
-    """The blocks that the request holds: those before its window have `NULL_BLOCK` for an id."""
-    num_null = sum(1 for _ in itertools.takewhile(lambda i: i == NULL_BLOCK, block_ids))
-    return tuple(block_ids[num_null:])
+def _from(
+    block_ids: BlockLists, first: int, end: int, who: Callable[[Iterable[bool]], bool]
+) -> BlockIds:
+    """The ids of the blocks below `end`, from the first one that any or all groups hold."""
+    rows = list(zip(*(ids[first:end] for ids in block_ids), strict=True))
+    held = [who(i != NULL_BLOCK for i in row) for row in rows]
+    start = first + (held.index(True) if True in held else len(held))
+    return tuple(tuple(ids[start:end]) for ids in block_ids)

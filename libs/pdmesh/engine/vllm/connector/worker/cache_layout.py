@@ -7,7 +7,7 @@ in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ def read_layout(
     (where,) = layouts
     travels = travel_shape(axes, caches[0].shape, item)
     return CacheLayout(where, _digest("heads", *map(str, (len(caches), *travels))), is_opaque=False)
+
+
+def with_windows(block: str, windows: Sequence[int]) -> str:
+    """The digest of a layout whose layers send only these windows; 0: all tokens."""
+    return _digest(block, *map(str, windows)) if any(windows) else block
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:

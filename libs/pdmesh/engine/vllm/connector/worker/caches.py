@@ -1,8 +1,8 @@
 """Gather and scatter over vLLM's paged KV cache. The cache's device decides the implementation.
 
 The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks count
-as one head. Layers are in order of registration, which is the same on every rank and instance with
-the same fingerprint.
+as one head. Layers are in the order in which the model computes them, which is the same on every
+rank and instance with the same fingerprint.
 """
 
 from __future__ import annotations
@@ -70,11 +70,32 @@ class PagedCaches(Protocol):
         """
         ...
 
+    def scatter_layer(
+        self,
+        layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
+        """`scatter_part` for one layer, which has only these blocks; `offset` is within it.
 
-def layout_of(caches: PagedCaches, num_blocks: int, fingerprint: str) -> KvLayout:
-    """The layout of the contiguous side of `num_blocks` blocks."""
+        It is complete when it returns.
+        """
+        ...
+
+
+def layout_of(
+    caches: PagedCaches, num_blocks: int, fingerprint: str, first_blocks: tuple[int, ...] = ()
+) -> KvLayout:
+    """The layout of the contiguous side of `num_blocks` blocks; `first_blocks` as in `KvLayout`."""
     return KvLayout(
-        caches.num_layers, num_blocks, caches.block_bytes, fingerprint, caches.num_heads
+        caches.num_layers,
+        num_blocks,
+        caches.block_bytes,
+        fingerprint,
+        caches.num_heads,
+        first_blocks,
     )
 
 

@@ -44,12 +44,23 @@ class DeviceCaches:
     def scatter_part(
         self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
+        self.scatter_layer(0, data, offset, block_ids, heads)
+
+    def scatter_layer(
+        self,
+        layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
         num_heads = heads[1] if heads else self.num_heads
         layer_bytes = len(block_ids) * num_heads * self._where.head_bytes
         if offset % layer_bytes == 0 and data.size % layer_bytes == 0:
-            layers = offset // layer_bytes, data.size // layer_bytes
+            layers = layer + offset // layer_bytes, data.size // layer_bytes
             self._copies.scatter_now(data, block_ids, layers, heads)
             return
-        for layer, head, first, rows in part_rows(self._where, data, offset, len(block_ids), heads):
+        rows_of = part_rows(self._where, data, offset, len(block_ids), heads)
+        for later, head, first, rows in rows_of:
             ids = block_ids[first : first + len(rows)]
-            self._copies.scatter_now(rows.reshape(-1), ids, (layer, 1), (head, 1))
+            self._copies.scatter_now(rows.reshape(-1), ids, (layer + later, 1), (head, 1))

@@ -57,6 +57,17 @@ class HostCaches:
         assert heads in (None, (0, 1)), "opaque blocks have no heads"
         self._blocks.scatter_part(data, offset, block_ids)
 
+    def scatter_layer(
+        self,
+        layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
+        assert heads in (None, (0, 1)), "opaque blocks have no heads"
+        self._layers[layer].scatter_part(data, offset, block_ids)
+
 
 class HostHeads:
     """Blocks with separable heads, in host memory: the device operators' work, by numpy."""
@@ -102,11 +113,31 @@ class HostHeads:
     def scatter_part(
         self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
+        self._scatter_rows(0, data, offset, block_ids, heads)
+
+    def scatter_layer(
+        self,
+        layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
+        self._scatter_rows(layer, data, offset, block_ids, heads)
+
+    def _scatter_rows(
+        self,
+        first_layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None,
+    ) -> None:
         rows = part_rows(self._where, data, offset, len(block_ids), heads)
         for layer, head, first, landed in rows:
             ids = np.asarray(block_ids[first : first + len(landed)])
             shape = [len(landed), *(axis.count for axis in self._where.outer), -1]
-            self._layers[layer][head, ids] = landed.reshape(shape)
+            self._layers[first_layer + layer][head, ids] = landed.reshape(shape)
 
     def _buffer(
         self, data: ByteArray, num_layers: int, num_heads: int, num_blocks: int

@@ -45,7 +45,7 @@ from pdmesh.core.kv.transfer.receiver_events import FreeLanding
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.model import Tick
 from pdmesh.engine.vllm.connector.scheduler.handoff import Entered, KvLoad
-from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.piece_pulls import (
     PiecePull,
     Share,
@@ -81,7 +81,7 @@ class IncomingKv:
     def __init__(
         self,
         share: Share,
-        caches: PagedCaches,
+        caches: GroupCaches,
         agent: AgentThread,
         max_pulls: int,
         send: Callable[[RankMessage], None],
@@ -209,7 +209,7 @@ class IncomingKv:
             deadline_s=load.timeout_s,
             stall_s=math.inf if awaits_prefill else load.stall_s,
             first_block=load.num_local_blocks,
-            num_blocks=load.num_local_blocks + len(load.block_ids),
+            num_blocks=self._caches.groups.num_blocks(load.num_tokens),
             on_range=land if load.block_ids else None,
             on_silent=lambda: self._tell(PullFellSilent(leg)),
         )
@@ -238,7 +238,7 @@ class IncomingKv:
         self._send(PullFailed(self._rank, leg, general, why, failure.reason))
 
     def _num_bytes(self, load: KvLoad) -> int:
-        return len(load.block_ids) * self._caches.num_layers * self._caches.block_bytes
+        return self._caches.num_bytes(load.block_ids) if load.block_ids else 0
 
 
 def _ended(leg: int, pull: TogetherPull) -> PullEnded:

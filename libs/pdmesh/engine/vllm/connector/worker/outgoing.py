@@ -17,7 +17,7 @@ from pdmesh import failpoints
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.vllm.connector.scheduler.handoff import Store, StorePart
-from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.messages import (
     Open,
     RankMessage,
@@ -40,13 +40,12 @@ class Outgoing:
     def __init__(
         self,
         rank: int,
-        caches: PagedCaches,
-        fingerprint: str,
+        caches: GroupCaches,
         agent: AgentThread,
         send: Callable[[RankMessage], None],
     ) -> None:
         self._rank, self._caches = rank, caches
-        self._fingerprint, self._agent, self._send = fingerprint, agent, send
+        self._agent, self._send = agent, send
         self._lock = threading.Lock()  # orders a release and the staging of its ticket
         self._held: set[str] = set()  # tickets that the agent knows
         self._over: OrderedDict[str, None] = (
@@ -68,7 +67,7 @@ class Outgoing:
             order.num_tokens,
             is_per_layer=True,
         )
-        self._open(store, order.num_blocks)
+        self._open(store)
 
     def release(self, ticket_id: str) -> None:
         with self._lock:
@@ -121,7 +120,7 @@ class Outgoing:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _open(self, store: Store, num_blocks: int) -> None:
+    def _open(self, store: Store) -> None:
         """Open a ticket: by the host's order or in the step, whichever comes first.
 
         A ticket that was closed is not opened again.
@@ -135,13 +134,13 @@ class Outgoing:
                 store.ticket_id,
                 store.attempt,
                 store.staging,
-                layout_of(self._caches, num_blocks, self._fingerprint),
+                self._caches.layout(store.num_tokens),
                 store.lease_s,
             )
         opened.add_done_callback(lambda done: self._on_held(store, done, RankTicketOpened))
 
     def _is_writable(self, part: StorePart) -> bool:
-        self._open(part.store, part.num_blocks)
+        self._open(part.store)
         with self._lock:
             return part.store.ticket_id in self._held
 
@@ -150,12 +149,14 @@ class Outgoing:
 
         With separable heads, the whole layer is gathered with its last part.
         """
-        first = part.first_block if self._caches.num_heads == 1 else 0
-        if first == 0 and not part.is_last and self._caches.num_heads > 1:
+        is_whole = self._caches.num_heads > 1
+        layout = self._caches.layout(part.store.num_tokens)
+        skipped = 0 if is_whole else max(0, part.first_block - layout.first_block(layer))
+        ids = self._caches.of_layer(layer, part.block_ids)[skipped:]
+        if not part.is_last and (is_whole or not ids):
             return
         width = self._caches.block_bytes
-        start = (layer * part.num_blocks + first) * width
-        ids = part.block_ids[first:]
+        start = layout.layer_start(layer) + skipped * width
         out = self._agent.staging(part.store.staging)[start : start + len(ids) * width]
         ticket_id = part.store.ticket_id
         try:
@@ -170,7 +171,7 @@ class Outgoing:
             failpoints.hit("prefill.layer")
 
     def _stage(self, store: Store) -> None:
-        layout = layout_of(self._caches, len(store.block_ids), self._fingerprint)
+        layout = self._caches.layout(store.num_tokens)
         try:
             out = self._agent.staging(store.staging)[: layout.total_bytes]
             self._caches.gather(store.block_ids, out, lambda: self._serve(store, layout))

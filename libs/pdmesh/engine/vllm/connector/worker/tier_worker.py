@@ -41,7 +41,7 @@ from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
 
 if TYPE_CHECKING:
-    from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
+    from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class TierWorker:
     def __init__(
         self,
         config: Mapping[str, Any],
-        caches: PagedCaches,
+        caches: GroupCaches,
         blocks: RankBlocks,
         send: Callable[[RankMessage], None],
         die: Callable[[BaseException], None],
@@ -131,14 +131,14 @@ class TierWorker:
         if lease is None:
             # This cannot happen as long as the host submits after `Fetched`, and forgets only
             # leases that it did not submit.
-            self._failed_blocks.update(load.block_ids)
+            self._failed_blocks.update(*load.block_ids)
             return
         if load.block_ids:
-            blocks = lease.use(load.first, len(load.block_ids))
+            blocks = lease.use(load.first, len(load.block_ids[0]))
             is_spoiled = failpoints.hit("tier.loaded") == "zero-kv"
-            for block, block_id in zip(blocks, load.block_ids, strict=True):
+            for block, *block_ids in zip(blocks, *load.block_ids, strict=True):
                 data = np.zeros_like(block.data) if is_spoiled else block.data
-                self._caches.scatter(data, [block_id])
+                self._caches.scatter_block(data, block_ids)
         lease.close()
 
     def save(self, plan: TierPlan) -> None:
@@ -152,15 +152,15 @@ class TierWorker:
 
     def _save(self, save: TierSave) -> None:
         pool = self.stack.pool
-        first = len(save.names) - len(save.block_ids)
+        first = len(save.names) - len(save.block_ids[0])
         fresh = save.names[first:]
         held = pool.held(fresh)
-        for index, (name, block_id) in enumerate(zip(fresh, save.block_ids, strict=True)):
+        for index, (name, *block_ids) in enumerate(zip(fresh, *save.block_ids, strict=True)):
             if held >> index & 1:
                 continue
 
-            def write(out: ByteArray, block_id: int = block_id) -> None:
-                self._caches.gather([block_id], out)
+            def write(out: ByteArray, block_ids: Sequence[int] = block_ids) -> None:
+                self._caches.gather_block(block_ids, out)
 
             if pool.put(name, save.owner, write):
                 self.stack.stored([name], first + index)

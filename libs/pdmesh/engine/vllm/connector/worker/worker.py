@@ -13,12 +13,14 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
-from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout
+from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout, with_windows
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerProber
@@ -68,13 +70,15 @@ class HandoffWorker:
         rank: int,
         num_ranks: int,
         num_blocks: int,
-        block_size: int,
+        groups: CacheGroups,
+        group_of: Mapping[str, int],
     ) -> None:
+        """`group_of` has the cache group of each layer, by vLLM's name."""
         failpoints.arm(config["failpoints"])
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._num_blocks, self._groups, self._group_of = num_blocks, groups, group_of
         self._fingerprint = ""
-        self._layers: dict[str, int] = {}  # by vLLM's name, in order of registration
+        self._layers: dict[str, int] = {}  # by vLLM's name, in order of computation
         self._agent: AgentThread | None = None
         self.outgoing: Outgoing | None = None
         self._lost: set[str] = set()  # requests that fail with the next results
@@ -85,35 +89,46 @@ class HandoffWorker:
         self.signs = WorkSigns(rank, self._control.send)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
-        """Open the agent over the allocated cache and greet the host."""
+        """Open the agent over the allocated cache and greet the host.
+
+        `kv_caches` are in the order in which the model computes the layers.
+        """
         is_opaque = self._config["device"] == "cpu"
         mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
         layout = read_layout(
             kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
         )
-        caches = paged_caches(kv_caches, layout, self._num_blocks)
+        group_of = [self._group(name) for name in kv_caches]
+        windows = [self._groups.windows[group] for group in group_of]
+        block_size = self._groups.block_size
         kind = KvFormat(
             digest((self._config["computation"], facts.computed))[:COMPUTATION_CHARS],
             facts.dtype,
             facts.scales,
-            self._block_size,
-            layout.block,
+            block_size,
+            with_windows(layout.block, windows),
             num_ranks=self._num_ranks if layout.is_opaque else 0,
             num_heads=0 if layout.is_opaque else facts.num_heads,
         )
         self._fingerprint = str(kind)
+        caches = GroupCaches(
+            paged_caches(kv_caches, layout, self._num_blocks),
+            self._groups,
+            group_of,
+            self._fingerprint,
+        )
         self._layers = {name: number for number, name in enumerate(kv_caches)}
         if tiers := self._config["tiers"]:
             self.tiers = TierWorker(
                 tiers,
                 caches,
-                RankBlocks(self._fingerprint, self._block_size, self._rank, self._num_ranks),
+                RankBlocks(self._fingerprint, block_size, self._rank, self._num_ranks),
                 self._control.send,
                 _die,
             )
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
-            self.outgoing = Outgoing(self._rank, caches, self._fingerprint, self._agent, send)
+            self.outgoing = Outgoing(self._rank, caches, self._agent, send)
             share = Share(facts.num_heads, self._num_ranks, self._rank)
             self.incoming = IncomingKv(share, caches, self._agent, self._config["max_pulls"], send)
             self._prober = PeerProber(share, self._agent, send)
@@ -127,8 +142,19 @@ class HandoffWorker:
                 self._num_blocks,
                 caches.num_layers * caches.block_bytes,
                 caches.num_layers,
+                tuple(windows) if any(windows) else (),
+                len(self._groups),
+                self._groups.first_full,
             )
         )
+
+    def _group(self, layer_name: str) -> int:
+        """Raises ValueError for a layer that uses another layer's cache, of an unknown group."""
+        if len(self._groups) == 1:
+            return 0
+        if layer_name not in self._group_of:
+            raise ValueError(f"{layer_name} has no cache group of its own")
+        return self._group_of[layer_name]
 
     def _open_agent(self) -> str:
         config = self._config

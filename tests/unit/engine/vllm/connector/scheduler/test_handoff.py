@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.engine.base import ArenaRange, Ticket
 from pdmesh.engine.vllm.connector.scheduler.handoff import (
     Entered,
@@ -14,11 +15,11 @@ from pdmesh.engine.vllm.connector.scheduler.handoff import (
 )
 
 TICKET = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 9, 120, ("addr",), 5000)
-BLOCKS = [10, 11, 12, 13]
+BLOCKS = [[10, 11, 12, 13]]
 
 
 def planner(block_size: int = 4) -> HandoffPlanner:
-    return HandoffPlanner(block_size)
+    return HandoffPlanner(CacheGroups(block_size))
 
 
 def storing() -> HandoffPlanner:
@@ -41,7 +42,7 @@ def test_a_prompt_is_gathered_in_the_step_that_completes_it() -> None:
     assert core.take_plan() == StepPlan()
     core.scheduled("a", 5, 4, lambda: BLOCKS)
     (store,) = core.take_plan().stores
-    assert store.block_ids == (10, 11, 12)
+    assert store.block_ids == ((10, 11, 12),)
     assert store.staging == ArenaRange(64, 4096)
     core.finished("a")
     assert core.take_plan() == StepPlan()
@@ -50,9 +51,9 @@ def test_a_prompt_is_gathered_in_the_step_that_completes_it() -> None:
 def test_a_preempted_prompt_is_gathered_when_it_completes_again() -> None:
     core = storing()
     core.scheduled("a", 0, 5, lambda: BLOCKS)
-    core.scheduled("a", 0, 9, lambda: [20, 21, 22])
+    core.scheduled("a", 0, 9, lambda: [[20, 21, 22]])
     (store,) = core.take_plan().stores
-    assert store.block_ids == (20, 21, 22)
+    assert store.block_ids == ((20, 21, 22),)
 
 
 def test_a_prompt_that_ends_before_it_is_staged_drops_its_ticket() -> None:
@@ -67,7 +68,7 @@ def test_all_but_the_cached_tokens_are_pulled() -> None:
     assert core.num_external_tokens("b", 4) == 5
     core.allocated("b", BLOCKS, 5)
     (load,) = core.take_plan().loads
-    assert (load.num_local_blocks, load.block_ids) == (1, (11, 12))
+    assert (load.num_local_blocks, load.block_ids) == (1, ((11, 12),))
     assert load.ticket == TICKET
 
 
@@ -76,7 +77,27 @@ def test_a_block_beyond_the_prompt_is_not_pulled(num_tokens: int) -> None:
     core = loading(num_tokens)
     core.allocated("b", BLOCKS, num_tokens)
     (load,) = core.take_plan().loads
-    assert load.block_ids == tuple(BLOCKS[: -(-num_tokens // 4)])
+    assert load.block_ids == (tuple(BLOCKS[0][: -(-num_tokens // 4)]),)
+
+
+def test_of_a_layer_with_a_window_only_the_blocks_that_the_next_token_sees_move() -> None:
+    """The window of 6 tokens begins at token 5 of 10: block 0 is not needed, and vLLM freed it."""
+    groups = CacheGroups(4, (0, 6))
+    lists = [[10, 11, 12, 13], [0, 21, 22, 23]]
+    core = HandoffPlanner(groups)
+    core.add("a", store_params("t1", 0, ArenaRange(64, 4096), 5.0), 10)
+    core.scheduled("a", 0, 10, lambda: lists)
+    (store,) = core.take_plan().stores
+    assert store.block_ids == ((10, 11, 12), (21, 22))
+    core.add("b", load_params(2, TICKET, ArenaRange(128, 4096), 100.0, 10), 11)
+    assert core.num_external_tokens("b", 4) == 6
+    core.allocated("b", lists, 6)
+    (load,) = core.take_plan().loads
+    assert load.block_ids == ((11, 12), (21, 22))
+    core.add("c", load_params(3, TICKET, ArenaRange(128, 4096), 100.0, 10), 11)
+    core.allocated("c", lists, 2)
+    (load,) = core.take_plan().loads
+    assert load.block_ids == ((12,), (22,)), "the window's first block is in the cache"
 
 
 def test_a_wholly_cached_prompt_is_only_acknowledged() -> None:

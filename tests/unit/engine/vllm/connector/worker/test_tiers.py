@@ -11,17 +11,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, CacheGroups
 from pdmesh.core.kv.prefix.block_hash import block_hashes
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import (
-    NULL_BLOCK,
     TierLoad,
     TierPlan,
     TierPlanner,
     TierSave,
 )
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.tier_worker import RankBlocks, TierWorker
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
@@ -42,7 +43,7 @@ from pdmesh.kv.transport.base import ByteArray
 ROOT = bytes(range(16))
 SALT = ROOT.hex()
 OWNER = owner_of(SALT)
-BLOCKS = [10, 11, 12, 13, 14]
+BLOCKS = [[10, 11, 12, 13, 14]]
 TOKENS = list(range(100, 120))
 NAMES = tuple(block_hashes(ROOT, TOKENS, 4))
 
@@ -62,7 +63,7 @@ def test_a_lease_continues_what_the_engine_holds() -> None:
     assert core.num_external_tokens("a", 0) == 0, "a preempted request computes its KV"
     core.scheduled("a", 16, 2, lambda: BLOCKS)
     plan = core.take_plan()
-    assert plan.loads == [TierLoad(7, 2, (12, 13))]
+    assert plan.loads == [TierLoad(7, 2, ((12, 13),))]
     core.finished("a")
     assert core.take_plan() == TierPlan()
     assert core.is_idle
@@ -90,8 +91,8 @@ def test_blocks_are_saved_as_they_become_full_under_their_mesh_names() -> None:
     core.scheduled("a", 10, 1, lambda: BLOCKS)
     plan = core.take_plan()
     assert plan.saves == [
-        TierSave(NAMES[:1], OWNER, (10,)),
-        TierSave(NAMES[:2], OWNER, (11,)),
+        TierSave(NAMES[:1], OWNER, ((10,),)),
+        TierSave(NAMES[:2], OWNER, ((11,),)),
     ]
     assert plan.num_tokens == 11
 
@@ -99,12 +100,24 @@ def test_blocks_are_saved_as_they_become_full_under_their_mesh_names() -> None:
 def test_blocks_that_have_left_a_window_are_neither_saved_nor_loaded() -> None:
     """vLLM has them in a request's list with the id of its null block."""
     core = planner()
-    core.scheduled("a", 12, 4, lambda: [NULL_BLOCK, NULL_BLOCK, 12, 13])
-    assert core.take_plan().saves == [TierSave(NAMES[:4], OWNER, (12, 13))]
+    core.scheduled("a", 12, 4, lambda: [[NULL_BLOCK, NULL_BLOCK, 12, 13]])
+    assert core.take_plan().saves == [TierSave(NAMES[:4], OWNER, ((12, 13),))]
     core = planner(offer=(7, 1, 3))
     assert core.num_external_tokens("a", 4) == 12
-    core.allocated("a", [10, NULL_BLOCK, NULL_BLOCK, 13, 14], 12)
-    assert core.take_plan().loads == [TierLoad(7, 3, (13,))]
+    core.allocated("a", [[10, NULL_BLOCK, NULL_BLOCK, 13, 14]], 12)
+    assert core.take_plan().loads == [TierLoad(7, 3, ((13,),))]
+
+
+def test_a_block_is_saved_if_all_groups_hold_it_and_loaded_into_those_that_need_it() -> None:
+    full, window = [10, 11, 12, 13, 14], [NULL_BLOCK, NULL_BLOCK, 22, 23, 24]
+    core = planner()
+    core.scheduled("a", 12, 4, lambda: [full, window])
+    assert core.take_plan().saves == [TierSave(NAMES[:4], OWNER, ((12, 13), (22, 23)))]
+    core = planner(offer=(7, 0, 4))
+    assert core.num_external_tokens("a", 4) == 12
+    core.allocated("a", [full, window], 12)
+    expected = TierLoad(7, 1, ((11, 12, 13), (NULL_BLOCK, 22, 23)))
+    assert core.take_plan().loads == [expected]
 
 
 def test_a_draft_that_may_be_rejected_has_no_name() -> None:
@@ -115,7 +128,7 @@ def test_a_draft_that_may_be_rejected_has_no_name() -> None:
     assert [len(save.names) for save in core.take_plan().saves] == [1]
     tokens += TOKENS[6:9]
     core.scheduled("a", 7, 2, lambda: BLOCKS)
-    assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, (11,))]
+    assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, ((11,),))]
 
 
 def test_after_a_pulled_prompt_only_the_answer_is_saved() -> None:
@@ -126,7 +139,7 @@ def test_after_a_pulled_prompt_only_the_answer_is_saved() -> None:
     assert core.take_plan().saves == []
     tokens += TOKENS[10:12]
     core.scheduled("a", 11, 1, lambda: BLOCKS)
-    assert core.take_plan().saves == [TierSave(NAMES[:3], OWNER, (12,))]
+    assert core.take_plan().saves == [TierSave(NAMES[:3], OWNER, ((12,),))]
 
 
 @pytest.mark.fault("F40")
@@ -144,12 +157,13 @@ class ArrayCaches:
     def __init__(self, num_blocks: int = 32, block_bytes: int = 2048) -> None:
         rng = np.random.default_rng(1)
         self.rows = [rng.integers(0, 256, (num_blocks, block_bytes), np.uint8) for _ in range(2)]
-        self.num_layers, self.block_bytes = 2, block_bytes
+        self.num_layers, self.num_heads, self.block_bytes = 2, 1, block_bytes
 
     def wait_for_model(self) -> None:
         pass
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: None = None) -> None:
+        assert on_done is None, "the call waits"
         gather(self.rows, block_ids, out)
 
     def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
@@ -167,7 +181,7 @@ class Rank:
         self.now = 100.0
         self.worker = TierWorker(
             config,
-            cast(Any, self.caches),
+            GroupCaches(cast(Any, self.caches), CacheGroups(4), (0, 0), "fp"),
             RankBlocks("fp", 4, 0, 1),
             self.said.append,
             self.died.append,
@@ -232,9 +246,9 @@ def test_a_part_of_the_tiers_that_dies_ends_the_worker(
 
 @pytest.mark.req("S76", "S77")
 def test_blocks_saved_by_one_step_are_loaded_into_other_blocks_by_a_later_step(rank: Rank) -> None:
-    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, ((4, 9, 2),))]))
     assert rank.fetch(1, NAMES) == 3
-    rank.worker.load(TierPlan(loads=[TierLoad(1, 1, (20, 21))]))
+    rank.worker.load(TierPlan(loads=[TierLoad(1, 1, ((20, 21),))]))
     for row in rank.caches.rows:
         assert np.array_equal(row[[20, 21]], row[[9, 2]])
     assert rank.worker.take_failed_blocks() == set()
@@ -253,7 +267,7 @@ def test_computing_is_timed_from_the_beginning_of_the_step_whenever_vllm_asks_fo
     costs.weight = 1.0
     rank.worker.begin()
     rank.now += 3.0  # the forward
-    plan = TierPlan(loads=[TierLoad(9)], saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))])
+    plan = TierPlan(loads=[TierLoad(9)], saves=[TierSave(NAMES[:3], OWNER, ((4, 9, 2),))])
     plan.num_tokens = 12
     rank.worker.load(plan)
     rank.worker.save(plan)
@@ -264,9 +278,11 @@ def test_computing_is_timed_from_the_beginning_of_the_step_whenever_vllm_asks_fo
 def test_the_time_of_computing_does_not_include_loading(rank: Rank) -> None:
     costs = rank.worker.stack.costs
     costs.weight = 1.0
-    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, ((4, 9),))]))
     assert rank.fetch(1, NAMES) == 2
-    plan = TierPlan([TierLoad(1, 0, (20, 21))], [TierSave(NAMES[:3], OWNER, (2,))], num_tokens=4)
+    plan = TierPlan(
+        [TierLoad(1, 0, ((20, 21),))], [TierSave(NAMES[:3], OWNER, ((2,),))], num_tokens=4
+    )
     rank.worker.begin()
     rank.now += 5.0
     rank.worker.load(plan)
@@ -279,11 +295,11 @@ def test_the_time_of_computing_does_not_include_loading(rank: Rank) -> None:
 def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
     client = TierClient(lambda message: rank.worker.handle(message), 1, 5.0)
     client.pin([PinnedPrefix(NAMES[:2], OWNER, 2e9)])
-    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, ((4, 9),))]))
     rank.until(lambda: any(isinstance(m, TierNews) and m.num_pinned == 2 for m in rank.said))
     others = [n.to_bytes(16, "big") for n in range(40)]
     for name in others:  # more blocks than the pool has slots
-        rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, (7,))]))
+        rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, ((7,),))]))
     assert rank.fetch(1, NAMES) == 2
     rank.worker.handle(ForgetLease(1))
     longest = Pin([(OWNER, 2e9, [*(n.to_bytes(16, "big") for n in range(32))])] * 64)
@@ -291,7 +307,7 @@ def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
 
 
 def test_a_lease_that_is_not_needed_is_closed(rank: Rank) -> None:
-    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, ((4, 9, 2),))]))
     assert rank.fetch(1, NAMES) == 3
     rank.worker.load(TierPlan(loads=[TierLoad(1)]))
     assert rank.fetch(2, NAMES) == 3
@@ -301,7 +317,7 @@ def test_a_lease_that_is_not_needed_is_closed(rank: Rank) -> None:
 
 def test_a_load_without_its_lease_is_reported_to_vllm_and_writes_nothing(rank: Rank) -> None:
     before = [row.copy() for row in rank.caches.rows]
-    rank.worker.load(TierPlan(loads=[TierLoad(5, 0, (20, 21))]))
+    rank.worker.load(TierPlan(loads=[TierLoad(5, 0, ((20, 21),))]))
     assert rank.worker.take_failed_blocks() == {20, 21}
     assert rank.worker.take_failed_blocks() == set()
     assert all(np.array_equal(a, b) for a, b in zip(before, rank.caches.rows, strict=True))
@@ -309,7 +325,7 @@ def test_a_load_without_its_lease_is_reported_to_vllm_and_writes_nothing(rank: R
 
 @pytest.mark.req("S78", "S98")
 def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
-    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, ((4, 9),))]))
     outputs: list[Output] = []
 
     def stored() -> tuple[set[bytes], int]:

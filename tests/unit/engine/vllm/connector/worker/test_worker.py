@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.connector.scheduler.handoff import (
@@ -34,12 +35,14 @@ from pdmesh.errors import KvTransferFailed
 
 pytest.importorskip("torch")
 
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
 from pdmesh.kv.agent.types import PullResult
 
 NUM_LAYERS, NUM_BLOCKS, WIDTH = 3, 8, 16
+ONE = CacheGroups(4)
 
 
 ALL_CAME = PullResult(2 * NUM_LAYERS * WIDTH, 0.0)  # of two blocks
@@ -50,8 +53,10 @@ class Caches:
 
     num_layers, num_heads, block_bytes = NUM_LAYERS, 1, WIDTH
 
+    def wait_for_model(self) -> None: ...
+
     def __init__(self) -> None:
-        self.scattered: list[tuple[int, int, tuple[int, ...]]] = []
+        self.scattered: list[tuple[Any, ...]] = []
 
     def gather_layer(
         self, layer: int, block_ids: Any, out: Any, on_done: Any = lambda: None
@@ -71,6 +76,11 @@ class Caches:
     def scatter_part(self, data: Any, offset: int, block_ids: Any, heads: Any) -> None:
         assert heads is None, "the sender has as many ranks"
         self.scattered.append((offset, data.size, tuple(block_ids)))
+
+    def scatter_layer(
+        self, layer: int, data: Any, offset: int, block_ids: Any, heads: Any = None
+    ) -> None:
+        self.scattered.append((layer, offset, data.size, tuple(block_ids)))
 
 
 class Agent:
@@ -126,12 +136,15 @@ def _done() -> Future[None]:
 
 
 class Rank:
-    def __init__(self, max_pulls: int = 1) -> None:
+    def __init__(
+        self, max_pulls: int = 1, groups: CacheGroups = ONE, group_of: tuple[int, ...] = (0, 0, 0)
+    ) -> None:
         self.agent, self.caches, self.sent = Agent(), Caches(), list[RankMessage]()
-        caches: Any = self.caches
+        paged: Any = self.caches
         agent: Any = self.agent
+        caches = GroupCaches(paged, groups, group_of, "fp")
         self.incoming = IncomingKv(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
-        self.outgoing = Outgoing(0, caches, "fp", agent, self.sent.append)
+        self.outgoing = Outgoing(0, caches, agent, self.sent.append)
 
     def heard(self) -> list[RankMessage]:
         sent, self.sent[:] = list(self.sent), []
@@ -142,7 +155,8 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
     ticket = Ticket(f"t{n}", "r", 0, "prefill-0", 7, "fp", 8, 128, ("addr",), 5000)
     landing = ArenaRange(128 * n, 128)
     num_local = 0 if block_ids else 2
-    return KvLoad(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
+    ids = (block_ids,) if block_ids else ()
+    return KvLoad(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, ids)
 
 
 def test_a_pull_without_bytes_frees_its_landing_without_a_step_of_vllm() -> None:
@@ -314,7 +328,7 @@ def test_an_early_load_cancelled_while_it_waits_for_token_1_gives_its_blocks_bac
 
 
 STORE = Store("t1", 0, ArenaRange(64, 9 * WIDTH), 5.0, 9, is_per_layer=True)
-ORDER = Open("t1", 0, 64, 9 * WIDTH, 9, 3, 5.0)
+ORDER = Open("t1", 0, 64, 9 * WIDTH, 9, 5.0)
 
 
 @pytest.mark.req("S48")
@@ -322,8 +336,8 @@ def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk(
     rank = Rank()
     rank.outgoing.open(ORDER)
     assert rank.heard() == [RankTicketOpened(0, "t1")]
-    first = StorePart(STORE, 3, 0, (4, 5), is_last=False)
-    last = StorePart(STORE, 3, 2, (4, 5, 7), is_last=True)
+    first = StorePart(STORE, 0, 2, ((4, 5),), is_last=False)
+    last = StorePart(STORE, 2, 3, ((4, 5, 7),), is_last=True)
     for layer in range(NUM_LAYERS):
         rank.outgoing.put_layer([first], layer)
     rank.outgoing.end_step([first])
@@ -336,9 +350,46 @@ def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk(
     assert staged.tolist() == [4, 5, 7, 14, 15, 17, 24, 25, 27]
 
 
+def windowed() -> Rank:
+    """Layer 1 has a window of 4 tokens; the others need all tokens."""
+    return Rank(groups=CacheGroups(4, (0, 4)), group_of=(0, 1, 0))
+
+
+def test_of_a_layer_with_a_window_only_the_window_is_gathered() -> None:
+    """Of 9 tokens the next one sees tokens 6 to 8 in layer 1, which are in blocks 1 and 2."""
+    rank = windowed()
+    rank.outgoing.open(ORDER)
+    first = StorePart(STORE, 0, 1, ((4,), ()), is_last=False)
+    last = StorePart(STORE, 1, 3, ((4, 5, 7), (2, 3)), is_last=True)
+    for part in (first, last):
+        for layer in range(NUM_LAYERS):
+            rank.outgoing.put_layer([part], layer)
+        rank.outgoing.end_step([part])
+    assert rank.agent.said[1:] == [("ready", "t1", n) for n in (1, 2, 3)]
+    staged = rank.agent.staging(STORE.staging).reshape(-1, WIDTH)[:, 0]
+    assert staged.tolist() == [4, 5, 7, 12, 13, 24, 25, 27, 0]
+    whole = windowed()
+    whole.outgoing.stage([replace(STORE, block_ids=last.block_ids)])
+    assert whole.agent.said == [("stage", "t1")]
+    assert (whole.agent.arena == rank.agent.arena).all(), "as when it is gathered per layer"
+
+
+def test_what_lands_goes_into_the_blocks_of_each_layers_group() -> None:
+    rank = windowed()
+    rank.incoming.pull(replace(load(1), num_tokens=9, block_ids=((4, 5, 7), (2, 3))))
+    rank.agent.on_range["t1"](2 * WIDTH, np.zeros(4 * WIDTH, np.uint8))
+    assert rank.caches.scattered == [
+        (0, 2 * WIDTH, WIDTH, (4, 5, 7)),
+        (1, 0, 2 * WIDTH, (2, 3)),
+        (2, 0, WIDTH, (4, 5, 7)),
+    ]
+    rank.agent.pulls["t1"].set_result(PullResult(8 * WIDTH, 0.0))
+    assert rank.incoming.take_results() == ({"k1"}, set())
+
+
 def test_a_step_may_come_before_the_hosts_order_and_opens_the_ticket_itself() -> None:
     rank = Rank()
-    rank.outgoing.put_layer([StorePart(STORE, 3, 0, (4, 5, 7), is_last=True)], 0)
+    rank.outgoing.put_layer([StorePart(STORE, 0, 3, ((4, 5, 7),), is_last=True)], 0)
     rank.outgoing.open(ORDER)
     assert rank.agent.said == [("open", "t1"), ("ready", "t1", 1)]
 
@@ -350,7 +401,7 @@ def test_nothing_is_written_for_a_ticket_that_was_closed() -> None:
     rank.outgoing.release("t1")
     rank.outgoing.closed("t1", "released")
     rank.agent.said.clear()
-    rank.outgoing.put_layer([StorePart(STORE, 3, 0, (4, 5, 7), is_last=True)], 0)
+    rank.outgoing.put_layer([StorePart(STORE, 0, 3, ((4, 5, 7),), is_last=True)], 0)
     rank.outgoing.drop("t1")
     assert rank.agent.said == []
     assert rank.agent.arena.sum() == 0
@@ -359,7 +410,7 @@ def test_nothing_is_written_for_a_ticket_that_was_closed() -> None:
 
 def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() -> None:
     rank = Rank()
-    store = Store("t1", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=(1, 2, 3))
+    store = Store("t1", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=((1, 2, 3),))
     rank.outgoing.release("t1")
     rank.outgoing.stage([store])
     assert rank.heard() == [RankTicketClosed(0, "t1", "released")]
