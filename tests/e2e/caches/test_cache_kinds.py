@@ -244,6 +244,39 @@ async def test_the_comparison_fails_when_the_kv_is_zeroed_on_arrival(served: Ser
     await idle(served.prefill)
 
 
+@pytest.mark.nightly
+@pytest.mark.req("S77")
+async def test_the_comparison_fails_when_the_kv_from_the_pool_is_zeroed(served: Served) -> None:
+    todo, expected = served.decided()
+    picked = [i for i, case in enumerate(todo) if len(case.prompt) > WINDOW + BLOCK_SIZE]
+    todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
+    small = replace(config(served.model_dir, "spoilt", 5), kv_cache_bytes=6 << 20, tiers=POOL)
+    async with running(replace(small, failpoints="tier.loaded=zero-kv")) as prefill:
+        run = Pair(prefill, served.decode, salt="spoilt")
+        assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+        again = await generate_all(Pair(prefill, served.decode, salt="spoilt").generate, todo, 1)
+    assert len(differences(expected, again)) > len(todo) // 3
+    await idle(served.decode)
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S57")
+async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, plain: Plain) -> None:
+    todo, expected = plain.decided(windowed_cases())
+    first, second = (
+        replace(config(model_dir, name, number), tensor_parallel_size=2)
+        for name, number in (("prefill-ranks", 6), ("decode-ranks", 7))
+    )
+    async with running(first) as prefill, running(second) as decode:
+        assert prefill.info.num_ranks == 2
+        run = Pair(prefill, decode, salt="ranks")
+        assert differences(expected, await generate_all(run.generate, todo, 4)) == []
+        run = Pair(prefill, decode, salt="ranks per layer")
+        assert differences(expected, await generate_all(run.generate_per_layer, todo, 4)) == []
+        assert run.num_computed_at_decode == 0
+        await idle(prefill, decode)
+
+
 _FEW_LAYERS = {"num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 1000}
 
 
