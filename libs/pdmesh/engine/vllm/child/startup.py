@@ -78,6 +78,8 @@ def build(
             # The gateway compiled the constraint: vLLM would, once more, on this event loop.
             llm.input_processor.structured_outputs_config = None
             return llm
+    except ImportError as error:
+        raise EngineFailed(missing_library(error), reason="ENGINE_MISSING") from error
     except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
         message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
         raise EngineFailed(message, reason="ENGINE_START") from error
@@ -97,6 +99,19 @@ def guarded_children() -> Iterator[None]:
         del main.__file__
         if file is not None:
             main.__file__ = file
+
+
+def missing_library(error: ImportError) -> str:
+    """What a model needs that is not installed, in one line.
+
+    The processors of Qwen2-VL and its successors need torchvision, if only for videos.
+    """
+    if "torchvision" in str(error).lower():
+        return (
+            "the model's processor needs torchvision, built for the torch that is installed "
+            "(docs/images.md, Models)"
+        )
+    return f"the model needs a library that is not installed ({_cause(error)})"
 
 
 def _cause(error: BaseException) -> str:
