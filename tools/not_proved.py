@@ -76,8 +76,9 @@ REASONS: Final[Mapping[str, str]] = {
         "passed on to vLLM (`engine_args: {quantization: fp8}`), and not tried: it needs a GPU"
     ),
     "S129": (
-        "not implemented: images come in parts of messages; a model whose positions depend on an "
-        "image's size, as Qwen-VL's, refuses them with a 400"
+        "in part: images come in parts of messages, and the model's template writes their tags; "
+        "`<img>` in a text is a text. Qwen2-VL is run with the code of transformers; vLLM's own "
+        "needs torchvision, whose builds do not run with a CPU's torch"
     ),
     "S130": (
         "in part: an encoder that leaves the language model out needs torchvision, whose builds do "

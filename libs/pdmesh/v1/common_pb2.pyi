@@ -918,20 +918,25 @@ Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
 
 @_typing.final
 class ImageFacts(_message.Message):
-    """How a model takes images: each one of them as the same tokens."""
+    """How a model takes images: each one of them as the same tokens, or by its size."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACEHOLDER_FIELD_NUMBER: _builtins.int
     EXPANSION_FIELD_NUMBER: _builtins.int
     MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
     placeholder: _builtins.int
     """the token that the chat template writes for an image"""
     max_images: _builtins.int
     """in a prompt"""
     @_builtins.property
     def expansion(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the tokens that take its place in the prompt"""
+        """the tokens that take its place in the prompt; empty with a grid"""
+
+    @_builtins.property
+    def grid(self) -> Global___ImageGrid:
+        """absent: every image takes the expansion"""
 
     def __init__(
         self,
@@ -939,14 +944,44 @@ class ImageFacts(_message.Message):
         placeholder: _builtins.int = ...,
         expansion: _abc.Iterable[_builtins.int] | None = ...,
         max_images: _builtins.int = ...,
+        grid: Global___ImageGrid | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansion", b"expansion", "max_images", b"max_images", "placeholder", b"placeholder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expansion", b"expansion", "grid", b"grid", "max_images", b"max_images", "placeholder", b"placeholder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImageFacts: _TypeAlias = ImageFacts  # noqa: Y015
+
+@_typing.final
+class ImageGrid(_message.Message):
+    """An image's tokens stand in rows: one for each square of pixels, after the image was resized as Qwen2-VL resizes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTOR_FIELD_NUMBER: _builtins.int
+    MIN_PIXELS_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    factor: _builtins.int
+    """the side of the square"""
+    min_pixels: _builtins.int
+    """of a resized image"""
+    max_pixels: _builtins.int
+    def __init__(
+        self,
+        *,
+        factor: _builtins.int = ...,
+        min_pixels: _builtins.int = ...,
+        max_pixels: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["factor", b"factor", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageGrid: _TypeAlias = ImageGrid  # noqa: Y015
 
 @_typing.final
 class ModelText(_message.Message):

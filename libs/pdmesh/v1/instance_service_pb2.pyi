@@ -314,7 +314,7 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
 @_typing.final
 class PromptImage(_message.Message):
-    """An image in a prompt. Its tokens are the same as any other image's: the digest tells images apart."""
+    """An image in a prompt. Its tokens are the same as those of other images: the digest tells images apart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,6 +322,7 @@ class PromptImage(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """of its first token"""
     num_tokens: _builtins.int
@@ -329,6 +330,8 @@ class PromptImage(_message.Message):
     """SHA-256 of the data"""
     data: _builtins.bytes
     """the file, as the client gave it; empty for a decode, which computes no image"""
+    num_rows: _builtins.int
+    """in which its tokens stand, for a model whose positions depend on it; 0: in none"""
     def __init__(
         self,
         *,
@@ -336,10 +339,11 @@ class PromptImage(_message.Message):
         num_tokens: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
+        num_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "num_tokens", b"num_tokens", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digest", b"digest", "num_rows", b"num_rows", "num_tokens", b"num_tokens", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,8 +54,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class LoadedImages:
+    """`sizes`: width and height in pixels, as the images are shown."""
+
     data: tuple[bytes, ...]
     digests: tuple[bytes, ...]
+    sizes: tuple[tuple[int, int], ...]
     held: Held
 
 
@@ -107,6 +110,7 @@ class Images:
         held = Held()
         found: list[bytes] = []
         digests: list[bytes] = []
+        sizes: list[tuple[int, int]] = []
         num_left = self._max_request_bytes
         max_pixels = num_pixels_left = _MAX_SUM * self._rules.max_pixels
         time = self._fetcher.time_of_request()
@@ -127,7 +131,8 @@ class Images:
             self._hold(held, len(data))
             found.append(data)
             digests.append(digest)
-        return LoadedImages(tuple(found), tuple(digests), held)
+            sizes.append(header.shown_size)
+        return LoadedImages(tuple(found), tuple(digests), tuple(sizes), held)
 
     async def _one(self, asked: AskedImage, time: FetchTime) -> tuple[bytes, bytes, ImageHeader]:
         """An image's bytes, digest and header. Raises ImageRefused."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.images.prompt_image import PromptImage, least_length
 from pdmesh.core.kv.prefix.block_hash import token_array, tokens_to_bytes
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
@@ -18,11 +18,11 @@ from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.images.loading import Held
 from pdmesh.services.gateway.openai.chat_images import (
     asked_images,
+    check_places,
     check_sent,
     has_images,
     no_images,
     placed,
-    with_places,
 )
 from pdmesh.services.gateway.openai.chat_messages import messages_of
 from pdmesh.services.gateway.openai.parser_request import may_call, parsing_of
@@ -112,7 +112,8 @@ async def chat_prompt(
     """The tokens of a conversation, and its images. Raises MeshError.
 
     The prompt is charged while its images are read, so that no work on images is done for a tenant
-    that has no tokens left. Nothing remains charged.
+    that has no tokens left. Where an image's tokens depend on its size, only the text is charged.
+    Nothing remains charged.
     """
     messages = request.messages or []
     facts = frontend.shared.fleet.images_of(model.name) if has_images(messages) else None
@@ -130,13 +131,15 @@ async def chat_prompt(
     (mark,) = await model.tokenizer.strings((facts.placeholder,))
     conversation = conversation_of(request, mark)
     tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
-    prompt, positions = with_places(tokens, facts, len(asked))
-    await charged(permit, lambda: permit.charge(len(prompt)))
+    check_places(tokens, facts, len(asked))
+    num_tokens = least_length(len(tokens), facts, len(asked))
+    await charged(permit, lambda: permit.charge(num_tokens))
     try:
         loaded = await shared.load(asked)
     finally:
         permit.settle(0)
-    return prompt, placed(positions, facts, loaded), loaded.held
+    prompt, images = placed(tokens, facts, loaded)
+    return prompt, images, loaded.held
 
 
 async def _parsed_sampling(

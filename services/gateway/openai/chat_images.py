@@ -5,7 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, expanded
+from pdmesh.core.images.prompt_image import (
+    ImageFacts,
+    PromptImage,
+    check_placeholders,
+    expanded,
+)
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.images.loading import MAX_SENT_BYTES, AskedImage, LoadedImages
 from pdmesh.services.gateway.openai.chat_messages import (
@@ -32,22 +37,24 @@ def no_images(messages: Sequence[ChatMessage], model: str) -> InvalidRequest:
     return InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
 
 
-def with_places(
-    tokens: array[int], facts: ImageFacts, num_images: int
-) -> tuple[array[int], list[int]]:
-    """The prompt with each image's tokens, and where each begins. Raises InvalidRequest."""
+def check_places(tokens: array[int], facts: ImageFacts, num_images: int) -> None:
+    """Raises InvalidRequest."""
     try:
-        return expanded(tokens, facts, num_images)
+        check_placeholders(tokens, facts, num_images)
     except InvalidRequest as exc:
         raise InvalidRequest(exc.message, field="messages") from None
 
 
 def placed(
-    positions: Sequence[int], facts: ImageFacts, loaded: LoadedImages
-) -> tuple[PromptImage, ...]:
-    size = len(facts.expansion)
-    found = zip(positions, loaded.digests, loaded.data, strict=True)
-    return tuple(PromptImage(at, size, digest, data) for at, digest, data in found)
+    tokens: array[int], facts: ImageFacts, loaded: LoadedImages
+) -> tuple[array[int], tuple[PromptImage, ...]]:
+    """The prompt with each image's tokens, and the images. The places were checked."""
+    prompt, places = expanded(tokens, facts, loaded.sizes)
+    found = zip(places, loaded.digests, loaded.data, strict=True)
+    return prompt, tuple(
+        PromptImage(place.position, place.num_tokens, digest, data, place.num_rows)
+        for place, digest, data in found
+    )
 
 
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:

@@ -220,6 +220,7 @@ def images_to_proto(
             num_tokens=image.num_tokens,
             digest=image.digest,
             data=image.data if with_data else b"",
+            num_rows=image.num_rows,
         )
         for image in images
     ]

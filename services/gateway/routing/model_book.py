@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
 from pdmesh.core.images.prompt_image import ImageFacts
@@ -109,7 +110,14 @@ def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
     found = [facts for record in records if (facts := images_from_proto(record)) is not None]
     if not found:
         return None
-    num = Counter((facts.placeholder, facts.expansion) for facts in found)
+    num = Counter(map(_tokens_of, found))
     tokens = max(num, key=lambda tokens: (num[tokens], tokens))
-    max_images = min(f.max_images for f in found if (f.placeholder, f.expansion) == tokens)
-    return ImageFacts(*tokens, max_images)
+    chosen = [facts for facts in found if _tokens_of(facts) == tokens]
+    return replace(chosen[0], max_images=min(facts.max_images for facts in chosen))
+
+
+def _tokens_of(facts: ImageFacts) -> tuple[int | tuple[int, ...], ...]:
+    """What says which tokens an image takes, as values that have an order."""
+    rule = facts.grid
+    grid = (rule.factor, rule.min_pixels, rule.max_pixels) if rule is not None else ()
+    return facts.placeholder, facts.expansion, grid

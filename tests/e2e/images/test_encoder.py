@@ -98,12 +98,15 @@ class EncoderHost:
         return output.num_computed
 
 
-@asynccontextmanager
-async def encoding(model: Path, failpoints: str = "") -> AsyncIterator[EncoderHost]:
-    config = VllmEncoderConfig(
+def encoder_config(model: Path, failpoints: str = "") -> VllmEncoderConfig:
+    return VllmEncoderConfig(
         "encoder-0", 1, model, "tiny", dtype=DTYPE, failpoints=failpoints,
         max_model_len=256, kv_cache_bytes=32 << 20,
     )  # fmt: skip
+
+
+@asynccontextmanager
+async def encoding(config: VllmEncoderConfig) -> AsyncIterator[EncoderHost]:
     engine = VllmEncoderEngine(config)
     host = EncoderHost(engine, await engine.start())
     pump = asyncio.create_task(host.pump())
@@ -117,7 +120,7 @@ async def encoding(model: Path, failpoints: str = "") -> AsyncIterator[EncoderHo
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def encoder(model: Path, wanted: Wanted) -> AsyncIterator[EncoderHost]:
-    async with encoding(model) as host:
+    async with encoding(encoder_config(model)) as host:
         yield host
 
 
@@ -202,7 +205,8 @@ async def test_the_answer_depends_on_the_embeddings_that_were_fetched(
 ) -> None:
     """The negative control: an encoder whose embeddings are zero."""
     (prompt, images, sampling), tokens = wanted.asked()[1], wanted.tokens[1]
-    async with encoding(model, "encode.published=zero-embeddings") as wrong:
+    zeroing = encoder_config(model, "encode.published=zero-embeddings")
+    async with encoding(zeroing) as wrong:
         await wrong.encode(images, "zero")
         got = await answered(computing, prompt, images, sampling, wrong.peer, "zero")
     assert got != tokens
@@ -215,7 +219,7 @@ async def test_an_encoder_that_was_killed_costs_no_answer(
     """It said that it held the embeddings, and died before they were fetched."""
     (prompt, images, sampling), tokens = wanted.asked()[2], wanted.tokens[2]
     before = counts(computing)
-    async with encoding(model) as victim:
+    async with encoding(encoder_config(model)) as victim:
         await victim.encode(images, "killed")
         for pid in victim.engine.worker_pids:
             os.kill(pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.images.header import read_header
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of, expanded
 from pdmesh.engine.base import Sampling
 from pdmesh.kv.tiers.config import TierConfig
@@ -64,13 +65,14 @@ class Wanted:
         return [(*placed(case), case.sampling()) for case in self.cases]
 
 
-def placed(case: Case) -> tuple[array[int], tuple[PromptImage, ...]]:
+def placed(case: Case, facts: ImageFacts = FACTS) -> tuple[array[int], tuple[PromptImage, ...]]:
     """The prompt as a gateway makes it."""
     files = [Path(path).read_bytes() for path in case.images]
-    prompt, positions = expanded(array("I", case.prompt), FACTS, len(files))
+    sizes = [read_header(data).shown_size for data in files]
+    prompt, places = expanded(array("I", case.prompt), facts, sizes)
     return prompt, tuple(
-        PromptImage(at, NUM_IMAGE_TOKENS, digest_of(data), data)
-        for at, data in zip(positions, files, strict=True)
+        PromptImage(place.position, place.num_tokens, digest_of(data), data, place.num_rows)
+        for place, data in zip(places, files, strict=True)
     )
 
 
@@ -229,8 +231,8 @@ async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
     asked = []
     for seed in range(10, 14):
         tokens = array("I", (*text(10, seed), IMAGE, *text(20, seed)))
-        prompt, (at,) = expanded(tokens, FACTS, 1)
-        asked.append((prompt, (PromptImage(at, NUM_IMAGE_TOKENS, digest_of(data), data),)))
+        prompt, ((at, num_tokens, _),) = expanded(tokens, FACTS, [(60, 40)])
+        asked.append((prompt, (PromptImage(at, num_tokens, digest_of(data), data),)))
     expected = [await locally(pair.decode, p, sampling, images=i) for p, i in asked]
     block_bytes = pair.decode.info.kv_bytes_per_token * 64
     async with running(replace(config, kv_cache_bytes=9 * block_bytes)) as small:

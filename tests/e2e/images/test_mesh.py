@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from pdmesh.core.images.header import read_header
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.e2e.cases import Case
@@ -85,13 +86,17 @@ async def mesh(
         yield running
 
 
-def body(texts: tuple[str, ...], images: tuple[int, ...], num_tokens: int) -> dict[str, Any]:
+def content_of(pictures: Sequence[bytes], texts: Sequence[str]) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
-    for image in images:
-        data = base64.b64encode(picture(image)).decode()
-        url = {"url": f"data:image/png;base64,{data}"}
+    for data in pictures:
+        text = base64.b64encode(data).decode()
+        url = {"url": f"data:image/{read_header(data).format};base64,{text}"}
         content.append({"type": "image_url", "image_url": url})
-    content += [{"type": "text", "text": text} for text in texts]
+    return content + [{"type": "text", "text": text} for text in texts]
+
+
+def body(texts: tuple[str, ...], images: tuple[int, ...], num_tokens: int) -> dict[str, Any]:
+    content = content_of([picture(image) for image in images], texts)
     return {
         "model": "default", "messages": [{"role": "user", "content": content}],
         "max_tokens": num_tokens,

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of
-from pdmesh.engine.vllm.host.images import VllmImages, decoded, find_facts
+from pdmesh.engine.vllm.images.facts import find_facts
+from pdmesh.engine.vllm.images.inputs import VllmImages
+from pdmesh.engine.vllm.images.processing import decoded
 from pdmesh.errors import ImageUnusable
 from tests.e2e.images.tiny_llava import IMAGE, NUM_IMAGE_TOKENS, write_tiny_llava
 

@@ -7,6 +7,7 @@ depends on the whole prompt and on the image in it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -79,29 +80,7 @@ def write_tiny_llava(directory: Path, seed: int = 0) -> Path:
     CLIPImageProcessorPil(
         size={"shortest_edge": IMAGE_SIZE}, crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     ).save_pretrained(directory)
-    _write_texts(directory)
-    return directory
-
-
-def _write_texts(directory: Path) -> None:
-    """A tokenizer with a token for each byte, and the processor that joins it with images."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("<s>", "</s>", "<image>", "<pad>")]
-    )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    texts = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "chat_template": CHAT_TEMPLATE,
-    }
+    write_tokenizer(directory, ("<s>", "</s>", "<image>", "<pad>"), CHAT_TEMPLATE)
     processor = {
         "processor_class": "LlavaProcessor",
         "patch_size": PATCH_SIZE,
@@ -109,5 +88,25 @@ def _write_texts(directory: Path) -> None:
         "num_additional_image_tokens": 1,
         "vision_feature_select_strategy": "default",
     }
-    for name, values in (("tokenizer_config", texts), ("processor_config", processor)):
-        (directory / f"{name}.json").write_text(json.dumps(values))
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    return directory
+
+
+def write_tokenizer(directory: Path, special: Sequence[str], chat_template: str) -> None:
+    """Write a tokenizer with a token for each byte, and after them the special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": chat_template,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from typing import Literal
 
 
 def png(seed: int = 0, width: int = 8, height: int = 8) -> bytes:
@@ -39,6 +40,27 @@ def jpeg(width: int = 5, height: int = 7, frames: int = 1) -> bytes:
     comment = b"\xff\xfe" + struct.pack(">H", 6) + b"\xff\xd9hi"
     frame = b"\xff\xff\xc2" + struct.pack(">HBHHB", 11, 8, height, width, 1) + bytes(3)
     return b"\xff\xd8" + comment + frames * frame + b"\xff\xda"
+
+
+def exif(orientation: int, *, is_big_endian: bool = False) -> bytes:
+    """As cameras write it into an image: two tags, the second says how the image is turned."""
+    order: Literal["big", "little"] = "big" if is_big_endian else "little"
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, order)
+
+    def tag(name: int, value: int) -> bytes:
+        return number(name, 2) + number(3, 2) + number(1, 4) + number(value, 2) + bytes(2)
+
+    head = (b"MM\0*" if is_big_endian else b"II*\0") + number(8, 4)
+    directory = number(2, 2) + tag(0x0100, 6) + tag(0x0112, orientation) + bytes(4)
+    return b"Exif\0\0" + head + directory
+
+
+def with_segments(*data: bytes, image: bytes = jpeg()) -> bytes:
+    """A JPEG image with application data before its size."""
+    made = b"".join(b"\xff\xe1" + (2 + len(each)).to_bytes(2, "big") + each for each in data)
+    return image[:2] + made + image[2:]
 
 
 def webp(kind: str = "VP8 ", width: int = 5, height: int = 7) -> bytes:

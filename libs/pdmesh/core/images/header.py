@@ -2,18 +2,22 @@
 
 Nothing is decoded. So an image that would fill the memory when it is decoded is refused while it is
 a few kilobytes. A file that says its size twice is refused, because a decoder may take the other
-size.
+size. A JPEG image also says how a viewer turns it: cameras write that, and decoders turn its pixels
+accordingly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _MAX_SEGMENTS: Final = 4096  # before the pixels
 # JPEG's markers of a frame, which hold the size. C4, C8 and CC mean something else.
 _FRAMES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+_EXIF: Final = b"Exif\0\0"
+_ORIENTATION: Final = 0x0112
+_ON_ITS_SIDE: Final = range(5, 9)  # orientations that exchange width and height
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG's markers without a segment
 
 
@@ -26,6 +30,13 @@ class ImageHeader:
     format: str  # as in a media type: png, jpeg, webp or gif
     width: int
     height: int
+    is_on_its_side: bool = False  # it is shown with its width and height exchanged
+
+    @property
+    def shown_size(self) -> tuple[int, int]:
+        """Width and height of the image as it is shown, and as models get it."""
+        size = (self.width, self.height)
+        return size[::-1] if self.is_on_its_side else size
 
     @property
     def num_pixels(self) -> int:
@@ -93,7 +104,7 @@ def _gif(data: bytes) -> ImageHeader:
 
 def _jpeg(data: bytes) -> ImageHeader:
     """Walk over the segments to the pixels: decoders take the last size before these."""
-    at, found = 2, None
+    at, found, orientation = 2, None, 0
     for _ in range(_MAX_SEGMENTS):
         if _little(data, at, 1) != 0xFF:
             raise NotAnImage("the JPEG image is damaged before its pixels")
@@ -109,12 +120,31 @@ def _jpeg(data: bytes) -> ImageHeader:
                 if found is not None:
                     raise NotAnImage("the JPEG image says its size twice")
                 found = ImageHeader("jpeg", _big(data, at + 7, 2), _big(data, at + 5, 2))
+            elif marker == 0xE1 and not orientation and data.startswith(_EXIF, at + 4):
+                end = at + 2 + _big(data, at + 2, 2)
+                orientation = _orientation(data[at + 4 + len(_EXIF) : end])
             at += 2 + max(2, _big(data, at + 2, 2))
     else:
         raise NotAnImage("the JPEG image has too many parts before its pixels")
     if found is None:
         raise NotAnImage("the JPEG image does not say its size")
-    return found
+    return replace(found, is_on_its_side=orientation in _ON_ITS_SIDE)
+
+
+def _orientation(exif: bytes) -> int:
+    """As a camera writes it, in the first directory of tags; 1, upright, if it is not there."""
+    number = {b"II*\0": _little, b"MM\0*": _big}.get(exif[:4])
+    if number is None:
+        return 1
+    try:
+        directory = number(exif, 4, 4)
+        for index in range(number(exif, directory, 2)):
+            entry = directory + 2 + 12 * index
+            if number(exif, entry, 2) == _ORIENTATION:
+                return number(exif, entry + 8, 2) or 1
+    except IndexError:
+        pass
+    return 1
 
 
 def _webp(data: bytes) -> ImageHeader:

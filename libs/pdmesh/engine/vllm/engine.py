@@ -52,7 +52,6 @@ from pdmesh.engine.vllm.encoding.config import ec_config, embeddings_path
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.host.description import endpoint_of, info_of
-from pdmesh.engine.vllm.host.images import VllmImages, find_facts
 from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
@@ -65,6 +64,8 @@ from pdmesh.engine.vllm.host.outputs import OutputQueue
 from pdmesh.engine.vllm.host.requests import RequestEvents, Requests
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
+from pdmesh.engine.vllm.images.facts import find_facts
+from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.engine.vllm.loading.choice import check_weights
 from pdmesh.engine.vllm.messages import (
     Connections,

@@ -261,8 +261,8 @@ class FetchEmbeddings(RankMessage):
     instance_id: str
     incarnation: int
     address: str
-    identifiers: list[str]  # of the images, in order
-    num_rows: int  # of each image
+    identifiers: list[str]  # of the images; those of one length stand together
+    num_tokens: list[int]  # of each image
     deadline_s: float
 
 

@@ -175,7 +175,8 @@ def images_from_proto(
     not hashed again.
     """
     images = tuple(
-        PromptImage(each.position, each.num_tokens, each.digest, each.data) for each in m.images
+        PromptImage(each.position, each.num_tokens, each.digest, each.data, each.num_rows)
+        for each in m.images
     )
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"at most {MAX_IMAGES} images", field="images")
@@ -183,6 +184,8 @@ def images_from_proto(
     for image in images:
         if image.position < end or not image.num_tokens or len(image.digest) != DIGEST_BYTES:
             raise InvalidRequest("not images in order, each with its digest", field="images")
+        if image.num_rows and image.num_tokens % image.num_rows:
+            raise InvalidRequest("an image's rows are not of one length", field="images")
         end = image.position + image.num_tokens
         if bool(image.data) == isinstance(m, Start):
             raise InvalidRequest(

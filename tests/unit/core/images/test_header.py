@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
-from tests.support.images.files import bomb, gif, jpeg, png, two_headers, webp
+from tests.support.images.files import (
+    bomb,
+    exif,
+    gif,
+    jpeg,
+    png,
+    two_headers,
+    webp,
+    with_segments,
+)
 
 FILES = [
     (png(1, 5, 7), "png"), (gif(), "gif"), (jpeg(), "jpeg"),
@@ -39,6 +48,27 @@ def test_a_file_with_two_sizes_is_refused(data: bytes) -> None:
     """A decoder may take another one than the check."""
     with pytest.raises(NotAnImage, match=r"two headers|twice|larger than its screen"):
         read_header(data)
+
+
+@pytest.mark.parametrize("is_big_endian", [False, True])
+@pytest.mark.parametrize("orientation", range(10))
+def test_a_camera_says_how_its_image_is_shown(orientation: int, is_big_endian: bool) -> None:
+    header = read_header(with_segments(exif(orientation, is_big_endian=is_big_endian)))
+    assert (header.width, header.height) == (5, 7)
+    assert header.shown_size == ((7, 5) if orientation in (5, 6, 7, 8) else (5, 7))
+
+
+@given(st.binary(max_size=60))
+def test_damaged_exif_data_leave_an_image_upright_or_turn_it(damaged: bytes) -> None:
+    for start in (b"", b"II*\0", b"MM\0*"):
+        header = read_header(with_segments(b"Exif\0\0" + start + damaged))
+        assert header.shown_size in {(5, 7), (7, 5)}
+
+
+def test_only_the_first_exif_data_count() -> None:
+    """Each further segment would cost time; decoders append it to the first."""
+    assert read_header(with_segments(exif(1), exif(6))).shown_size == (5, 7)
+    assert read_header(with_segments(exif(6), exif(1))).shown_size == (7, 5)
 
 
 def test_a_bomb_tells_its_pixels_without_being_decoded() -> None:

@@ -61,18 +61,22 @@ class EmbeddingClient:
         """What vLLM is told of the request's embeddings. `request`: vLLM's input, with images."""
         (hashes,) = request["mm_hashes"].values()
         (places,) = request["mm_placeholders"].values()
-        identifiers, num_rows = list(dict.fromkeys(hashes)), places[0].get_num_embeds()
+        lengths = [place.get_num_embeds() for place in places]
+        images = dict(sorted(zip(hashes, lengths, strict=True), key=lambda image: image[1]))
 
         async def fetch(encoder: KvPeer, deadline_s: float) -> int:
-            return await self._fetch(leg, identifiers, num_rows, encoder, deadline_s)
+            return await self._fetch(leg, images, encoder, deadline_s)
 
-        num = await self.awaited.gather(leg, len(identifiers), fetch)
-        return {LANDED: landed_params(leg, identifiers[:num])} if num else {}
+        num = await self.awaited.gather(leg, len(images), fetch)
+        return {LANDED: landed_params(leg, list(images)[:num])} if num else {}
 
     async def _fetch(
-        self, leg: int, identifiers: list[str], num_rows: int, encoder: KvPeer, deadline_s: float
+        self, leg: int, images: Mapping[str, int], encoder: KvPeer, deadline_s: float
     ) -> int:
-        """Raises KvTransferFailed if it failed at any rank."""
+        """How many of the first images all ranks have. `images`: their lengths in tokens.
+
+        Raises KvTransferFailed if it failed at any rank.
+        """
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)
         order = FetchEmbeddings(
@@ -80,8 +84,8 @@ class EmbeddingClient:
             encoder.instance_id,
             encoder.incarnation,
             encoder.addresses[0],
-            identifiers,
-            num_rows,
+            list(images),
+            list(images.values()),
             deadline_s,
         )
         self._control.broadcast(order)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from pdmesh import failpoints
-from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.engine.base import Encoded, EncodeJob, EngineInfo, EngineStats, Failed, Output
 from pdmesh.engine.no_kv import NoKv
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
@@ -34,8 +34,9 @@ from pdmesh.engine.vllm.encoding.config import (
     encoder_arguments,
 )
 from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
-from pdmesh.engine.vllm.host.images import VllmImages, find_facts
 from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.images.facts import find_facts
+from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.engine.vllm.job_tasks import JobTasks
 from pdmesh.engine.vllm.messages import EmbeddingsHeld, ToHost
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
@@ -65,7 +66,7 @@ class VllmEncoderEngine(NoKv):
         self._control: ControlServer | None = None
         self._llm: AsyncLLM | None = None
         self._images: VllmImages | None = None
-        self._expansion: tuple[int, ...] = ()
+        self._facts: ImageFacts | None = None
         self._view = SchedulerView()
         self._jobs = JobTasks(self._process)
         self._held: set[bytes] = set()
@@ -113,7 +114,7 @@ class VllmEncoderEngine(NoKv):
                 "the mesh serves no images of this model, see vllm.images.unsupported",
                 reason="ENGINE_MISCONFIGURED",
             )
-        self._images, self._expansion = VllmImages(llm, facts), facts.expansion
+        self._images, self._facts = VllmImages(llm, facts), facts
         log.info(
             "vllm.ready",
             seconds=round(time.monotonic() - started, 1),
@@ -237,11 +238,11 @@ class VllmEncoderEngine(NoKv):
 
         assert self._llm is not None
         assert self._images is not None, "start() has returned"
+        assert self._facts is not None
         stored = self._stored[name] = asyncio.get_running_loop().create_future()
         alone = [replace(image, position=0)]
-        request = await self._images.input_of(
-            list(self._expansion), alone, cache_salt, lambda: False
-        )
+        tokens = list(self._facts.tokens_of(image.num_tokens))
+        request = await self._images.input_of(tokens, alone, cache_salt, lambda: False)
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
         self._num_requests += 1
         request_id = f"{self._config.instance_id}-{self._num_requests}"

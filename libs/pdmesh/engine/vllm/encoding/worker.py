@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -123,42 +124,79 @@ class EmbeddingWorker:
                     self._landed.pop(message.leg, None)
 
     def _fetch(self, asked: FetchEmbeddings) -> None:
-        """Into tensors of this leg's own: after a failure, a late write hurts nothing."""
+        """Into tensors of this leg's own: after a failure, a late write hurts nothing.
+
+        What one fetch brings has one length, so there is one for each length, all at once.
+        """
         import torch
 
         self._fetching.add(asked.leg)
-        shape = (asked.num_rows, self._width)
-        made = {name: torch.empty(shape, dtype=self._dtype) for name in asked.identifiers}
+        made = {
+            name: torch.empty((num_tokens, self._width), dtype=self._dtype)
+            for name, num_tokens in zip(asked.identifiers, asked.num_tokens, strict=True)
+        }
+        lengths = groupby(made.items(), key=lambda each: len(each[1]))
+        groups = [dict(group) for _, group in lengths]
+        fetches = [self._begin_fetch(asked, group) for group in groups]
+        num_left = len(fetches)
+
+        def done(_: Future[Sequence[bytes]]) -> None:
+            nonlocal num_left
+            with self._lock:
+                num_left -= 1
+                is_last = num_left == 0
+            if is_last:
+                num, failure = first_fetched(fetches, [len(group) for group in groups])
+                self._fetched(asked.leg, dict(list(made.items())[:num]), failure)
+
+        for fetching in fetches:
+            fetching.add_done_callback(done)
+
+    def _begin_fetch(
+        self, asked: FetchEmbeddings, into: Mapping[str, torch.Tensor]
+    ) -> Future[Sequence[bytes]]:
         try:
-            fetching = self._agent.fetch(
+            return self._agent.fetch(
                 asked.address,
                 asked.incarnation,
-                [embedding_name(identifier) for identifier in made],
-                [_bytes_of(tensor) for tensor in made.values()],
+                [embedding_name(identifier) for identifier in into],
+                [_bytes_of(tensor) for tensor in into.values()],
                 deadline_s=asked.deadline_s,
                 on_freed=lambda: None,
                 source=asked.instance_id,
             )
         except KvTransferFailed as error:
-            self._fetching.discard(asked.leg)
-            self._control.send(EmbeddingsFetched(self._rank, asked.leg, 0, error.reason))
-            return
+            failed: Future[Sequence[bytes]] = Future()
+            failed.set_exception(error)
+            return failed
 
-        def done(fetched: Future[Sequence[bytes]]) -> None:
-            num, failure = 0, ""
-            if fetched.cancelled():
-                failure = PullFailure.CLOSING
-            elif (error := fetched.exception()) is not None:
-                failure = getattr(error, "reason", KvTransferFailed.default_reason)
-            else:
-                num = len(fetched.result())
-            with self._lock:
-                if asked.leg in self._fetching:
-                    self._fetching.discard(asked.leg)
-                    self._landed[asked.leg] = dict(list(made.items())[:num])
-            self._control.send(EmbeddingsFetched(self._rank, asked.leg, num, failure))
+    def _fetched(self, leg: int, landed: dict[str, torch.Tensor], failure: str) -> None:
+        with self._lock:
+            if leg in self._fetching:
+                self._fetching.discard(leg)
+                if landed:
+                    self._landed[leg] = landed
+        self._control.send(EmbeddingsFetched(self._rank, leg, len(landed), failure))
 
-        fetching.add_done_callback(done)
+
+def first_fetched(
+    fetches: Sequence[Future[Sequence[bytes]]], sizes: Sequence[int]
+) -> tuple[int, str]:
+    """How many of the first images came, and why a fetch failed; then none count.
+
+    `sizes`: images of each fetch, which are over. An encoder may have evicted the last ones.
+    """
+    for fetched in fetches:
+        if fetched.cancelled():
+            return 0, PullFailure.CLOSING
+        if (error := fetched.exception()) is not None:
+            return 0, getattr(error, "reason", KvTransferFailed.default_reason)
+    num = 0
+    for fetched, size in zip(fetches, sizes, strict=True):
+        num += len(fetched.result())
+        if len(fetched.result()) < size:
+            break
+    return num, ""
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:

@@ -21,10 +21,10 @@ from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
-from pdmesh.engine.vllm.host.images import VllmImages
 from pdmesh.engine.vllm.host.job_facts import Drawn
 from pdmesh.engine.vllm.host.sampling import drawn, num_told, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
+from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.errors import AdapterUnusable, EngineFailed, ImageMisfit, ImageUnusable, MeshError
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net.tasks import watched

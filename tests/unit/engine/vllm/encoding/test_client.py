@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ pytestmark = pytest.mark.req("S130")
 ENCODER = KvPeer("encoder-0", 1, ("address",))
 
 
+@dataclass(frozen=True)
 class Placeholder:
+    num_tokens: int = 4
+
     def get_num_embeds(self) -> int:
-        return 4
+        return self.num_tokens
 
 
 REQUEST: dict[str, Any] = {
@@ -44,6 +48,7 @@ class Ranks:
         self.answers = answers
         self.on_message: Callable[[ToHost], None] = lambda _: None
         self.fetches: list[int] = []
+        self.asked: dict[str, int] = {}  # images of the last fetch, with their lengths
         self.forgotten: list[int] = []
 
     def __call__(self, on_message: Callable[[ToHost], None], _: object) -> Ranks:
@@ -58,6 +63,7 @@ class Ranks:
         match message:
             case FetchEmbeddings():
                 self.fetches.append(message.leg)
+                self.asked = dict(zip(message.identifiers, message.num_tokens, strict=True))
                 for rank, (num, failure) in enumerate(self.answers):
                     self.on_message(EmbeddingsFetched(rank, message.leg, num, failure))
             case ForgetEmbeddings():
@@ -107,3 +113,21 @@ async def test_a_request_uses_what_all_ranks_have(monkeypatch: pytest.MonkeyPatc
     found, numbers = await landed(ranks, 1, monkeypatch)
     assert (found, ranks.forgotten) == ([1], [])
     assert (numbers["num_embeddings_fetched"], numbers["num_embeddings_lost"]) == (1, 1)
+
+
+@pytest.mark.req("S129")
+async def test_images_of_one_length_are_asked_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks((3, ""))
+    monkeypatch.setattr(client, "ControlServer", ranks)
+    host = client.EmbeddingClient(1)
+    await host.listen(Path(), lambda _: None)
+    host.awaited.expect(1)
+    host.awaited.tell(1, ENCODER)
+    names, lengths = ["a", "b", "c", "a", "d"], [6, 4, 6, 6, 4]
+    request = {
+        "mm_hashes": {"image": names},
+        "mm_placeholders": {"image": [Placeholder(length) for length in lengths]},
+    }
+    told = await host.landed(1, request)
+    assert list(ranks.asked.items()) == [("b", 4), ("d", 4), ("a", 6), ("c", 6)]
+    assert told[LANDED]["identifiers"] == ["b", "d", "a"]

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.engine.base import EncodeJob
 from pdmesh.engine.vllm.encoding.config import VllmEncoderConfig
 from pdmesh.engine.vllm.encoding.engine import VllmEncoderEngine
@@ -38,6 +38,7 @@ def encoder() -> tuple[VllmEncoderEngine, NeverMade]:
     engine = VllmEncoderEngine(VllmEncoderConfig("e", 1, Path(), "m", max_num_seqs=BATCH))
     images = NeverMade()
     engine._llm, engine._images = object(), images  # type: ignore[assignment]
+    engine._facts = ImageFacts(9, (9,), 1)
     return engine, images
 
 

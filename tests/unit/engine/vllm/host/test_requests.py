@@ -17,8 +17,8 @@ from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.host import requests
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
-from pdmesh.engine.vllm.host.images import VllmImages
 from pdmesh.engine.vllm.host.requests import RequestEvents, Requests
+from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.errors import MeshError
 from tests.fakes.lora_adapters import safetensors, write_adapter
 from tests.support.waiting import until

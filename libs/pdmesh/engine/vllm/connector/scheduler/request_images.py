@@ -1,6 +1,6 @@
 """The images of a vLLM request: their places and names, and whether the engine has them.
 
-A decode knows an image only by its name, since it pulls the image's KV. If vLLM preempts it, the KV
+A decode has no pixels of an image, since it pulls the image's KV. If vLLM preempts it, the KV
 is lost, and the tokens alone would be computed to something else. So such a request fails here, and
 the gateway has it computed where the image is.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdmesh.core.kv.prefix.block_hash import ImageAt
+from pdmesh.engine.vllm.images.processing import GRID
 
 
 def images_at(request: Any) -> Sequence[ImageAt]:
@@ -26,6 +27,11 @@ def num_without_image(request: Any, num_computed_tokens: int) -> int:
     ends = [
         feature.mm_position.offset + feature.mm_position.length
         for feature in request.mm_features or ()
-        if feature.data is None
+        if not _has_pixels(feature.data)
     ]
     return max(0, max(ends, default=0) - num_computed_tokens)
+
+
+def _has_pixels(data: Any) -> bool:
+    """Any: vLLM's type, or None. A decode has at most the rows of an image's tokens."""
+    return data is not None and set(data) != {GRID}

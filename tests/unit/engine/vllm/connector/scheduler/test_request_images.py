@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.vllm.connector.scheduler.request_images import images_at, num_without_image
+from pdmesh.engine.vllm.images.processing import GRID
 
 
 def request(*images: tuple[int, int, bytes, object]) -> Any:
@@ -30,6 +31,9 @@ def test_images_are_found_by_their_digests() -> None:
 def test_a_decode_cannot_compute_up_to_its_last_image(num_computed: int, missing: int) -> None:
     images = [(3, 5, b"a", None), (9, 5, b"b", None)]
     assert num_without_image(request(*images), num_computed) == missing
-    with_data = [(at, size, digest, object()) for at, size, digest, _ in images]
+    rows_alone = [(at, size, digest, {GRID: 1}) for at, size, digest, _ in images]
+    assert num_without_image(request(*rows_alone), num_computed) == missing
+    pixels = {"pixel_values": 1, GRID: 1}
+    with_data = [(at, size, digest, pixels) for at, size, digest, _ in images]
     assert num_without_image(request(*with_data), num_computed) == 0
     assert num_without_image(request(), num_computed) == 0

@@ -1,0 +1,165 @@
+"""The inputs of a vLLM request that has images.
+
+The image's digest is its name in vLLM, and so part of the names of blocks. The owner of the KV
+stands before it: vLLM keeps what its encoder made by that name, and a tenant must not learn from
+the time of an answer which images another one sends.
+
+A prefill gets the image; a decode gets only the name, since the KV that it pulls was computed with
+the image. In a model with M-RoPE, all positions after an image depend on the rows in which its
+tokens stand. A decode of such a model gets these rows, too: without them, the tokens of an answer
+would have other positions than those that follow the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
+from pdmesh.engine.vllm.images.processing import (
+    GRID,
+    IMAGE,
+    ProcessedImage,
+    decoded,
+    merge_size_of,
+    processed,
+    processing,
+)
+from pdmesh.errors import EngineFailed, ImageMisfit, ImageUnusable
+from pdmesh.kv.embeddings.names import identifier_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+_MAX_DECODED: Final = 2  # at once
+
+
+class VllmImages:
+    """Makes the inputs of requests with images. `facts` None: the model takes none."""
+
+    def __init__(self, llm: AsyncLLM, facts: ImageFacts | None) -> None:
+        self._llm, self._facts = llm, facts
+        self._room = asyncio.Semaphore(_MAX_DECODED)
+
+    async def input_of(
+        self,
+        prompt: list[int],
+        images: Sequence[PromptImage],
+        cache_salt: str,
+        is_cancelled: Callable[[], bool],
+    ) -> Any:
+        """Any: vLLM's own type.
+
+        Raises ImageUnusable; ImageMisfit if the prompt was made for another instance's model; and
+        EngineFailed if the request was cancelled meanwhile.
+        """
+        from vllm.inputs import mm_input
+
+        assert self._facts is not None, "admission refuses images of other models"
+        items: list[Any] = [None] * len(images)
+        places: list[Any] = _places(images)
+        _check_places(prompt, images, self._facts)
+        if images[0].data:
+            async with self._room:
+                for at, image in enumerate(images):
+                    items[at], place = await self._made(image, is_cancelled)
+                    places[at] = replace(place, offset=image.position)
+        elif self._facts.grid is not None:
+            items = [_rows_of(image, self._merge_size()) for image in images]
+        return mm_input(
+            prompt,
+            {IMAGE: items},
+            {IMAGE: [identifier_of(cache_salt, image.digest) for image in images]},
+            {IMAGE: places},
+            cache_salt=cache_salt or None,
+        )
+
+    async def _made(self, image: PromptImage, is_cancelled: Callable[[], bool]) -> tuple[Any, Any]:
+        """What vLLM's processor makes of an image, and its place in a prompt of its own.
+
+        Each image is decoded, processed and dropped before the next one. What the processor makes
+        of an image never depends on the others; vLLM's cache of it relies on that.
+        """
+        assert self._facts is not None
+        _check_wanted(is_cancelled)
+        picture = await asyncio.to_thread(decoded, image.data)
+        _check_wanted(is_cancelled)
+        try:
+            made = await asyncio.wrap_future(
+                processing(self._llm, self._facts.placeholder, picture)
+            )
+        except Exception as error:  # noqa: BLE001  any instance would fail with these pixels
+            name = error.__class__.__name__
+            log.warning("vllm.images.not_processed", size=picture.size, error=name)
+            raise ImageUnusable(f"the image cannot be processed: {name}") from None
+        found = processed(made)
+        self._check_made(image, found)
+        return found.item, found.place
+
+    def _merge_size(self) -> int:
+        return merge_size_of(self._llm.model_config.hf_config)
+
+    def _check_made(self, image: PromptImage, found: ProcessedImage) -> None:
+        """Raises ImageMisfit; ImageUnusable if the image is shown on its side.
+
+        A gateway knows only how the Exif data of a JPEG image turn it.
+        """
+        assert self._facts is not None
+        expected = self._facts.tokens_of(image.num_tokens)
+        num_rows = found.num_rows(self._merge_size()) if self._facts.grid is not None else 0
+        if found.tokens == expected and found.is_whole and num_rows == image.num_rows:
+            return
+        if num_rows and num_rows * image.num_rows == image.num_tokens == len(found.tokens):
+            raise ImageUnusable("the image's metadata turn it; its pixels must be turned instead")
+        raise ImageMisfit("an image of this size takes other tokens here")
+
+
+def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: ImageFacts) -> None:
+    """Raises ImageMisfit; ImageUnusable if vLLM would take two images for one."""
+    for image in images:
+        expected = facts.tokens_of(image.num_tokens)
+        if tuple(prompt[image.position : image.end]) != expected:
+            raise ImageMisfit("the prompt has other tokens for its images than the model here")
+        if bool(image.num_rows) != (facts.grid is not None):
+            raise ImageMisfit("the prompt's images stand in rows, or they must do so here")
+    if facts.grid is not None and any(a.end == b.position for a, b in pairwise(images)):
+        # The code of transformers looks for images in the tokens, and the step would fail.
+        raise ImageUnusable("two images stand side by side: a text must be between them")
+
+
+def _rows_of(image: PromptImage, merge_size: int) -> Any:
+    """What positions depend on, without the pixels. Any: vLLM's own type.
+
+    vLLM's scheduler leaves as much of an image to a worker that has its KV.
+    """
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    num_columns = image.num_tokens // image.num_rows
+    grid = torch.tensor([1, image.num_rows * merge_size, num_columns * merge_size])
+    return MultiModalKwargsItem(
+        {GRID: MultiModalFieldElem(grid, MultiModalBatchedField(keep_on_cpu=True))}
+    )
+
+
+def _check_wanted(is_cancelled: Callable[[], bool]) -> None:
+    """Raises EngineFailed."""
+    if is_cancelled():
+        raise EngineFailed("it was given up")
+
+
+def _places(images: Sequence[PromptImage]) -> list[Any]:
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    return [PlaceholderRange(offset=i.position, length=i.num_tokens) for i in images]
