@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
 
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of
+from pdmesh.engine.vllm.config import MAX_IMAGES
 from pdmesh.engine.vllm.images.facts import find_facts
 from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.engine.vllm.images.processing import decoded
 from pdmesh.errors import ImageUnusable
+from tests.e2e.images import tiny_qwen2_vl
 from tests.e2e.images.tiny_llava import IMAGE, NUM_IMAGE_TOKENS, write_tiny_llava
+from tests.e2e.images.tiny_qwen2_vl import write_tiny_qwen2_vl
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("default"),  # vLLM's own
 ]
+ROWS = ImageFacts(tiny_qwen2_vl.IMAGE, (), MAX_IMAGES, tiny_qwen2_vl.RULE)
 EXPANSION = (IMAGE,) * NUM_IMAGE_TOKENS
 
 
@@ -71,11 +76,14 @@ def test_each_kind_of_file_is_decoded_as_vllm_does() -> None:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return processing(write_tiny_llava(tmp_path_factory.mktemp("models") / "llava"))
+
+
+def processing(folder: Path, **arguments: Any) -> Any:
     """What of an engine the processor needs."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers.registry import renderer_from_config
 
-    folder = write_tiny_llava(tmp_path_factory.mktemp("models") / "llava")
     config = EngineArgs(
         str(folder),
         model_impl="transformers",
@@ -83,6 +91,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
         mm_processor_cache_gb=0,
         dtype="float32",
         enforce_eager=True,
+        **arguments,
     ).create_engine_config()
     renderer = renderer_from_config(config)
     return Namespace(model_config=config.model_config, renderer=renderer)
@@ -92,6 +101,12 @@ def test_extreme_sizes_take_the_same_tokens(llm: Any) -> None:
     facts = find_facts(llm)
     assert facts is not None
     assert facts.expansion == EXPANSION
+
+
+@pytest.mark.req("S129")
+def test_a_model_with_mrope_confirms_its_rule(tmp_path: Path) -> None:
+    qwen2_vl = processing(write_tiny_qwen2_vl(tmp_path / "qwen2-vl"), trust_remote_code=True)
+    assert find_facts(qwen2_vl) == ROWS
 
 
 @pytest.mark.req("S128")

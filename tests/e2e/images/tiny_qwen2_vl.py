@@ -14,11 +14,13 @@ import json
 from pathlib import Path
 from typing import Final
 
+from pdmesh.core.images.grid import GridRule
 from tests.e2e.images.tiny_llava import write_tokenizer
 
 PATCH_SIZE, MERGE_SIZE = 7, 2
 FACTOR: Final = PATCH_SIZE * MERGE_SIZE
 MIN_PIXELS, MAX_PIXELS = 4 * FACTOR**2, 40 * FACTOR**2
+RULE: Final = GridRule(FACTOR, MIN_PIXELS, MAX_PIXELS)
 HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 256, 4, 2, 3
 _BYTES: Final = 256
 BOS, EOS, IMAGE, PAD, VIDEO, VISION_START, VISION_END = range(_BYTES, _BYTES + 7)
