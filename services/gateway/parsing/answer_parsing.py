@@ -272,15 +272,25 @@ class CallParser:
         if reason == "stop" and choice.has_calls and not self._parsing.is_named:
             reason = "tool_calls"
         bare = TextDelta(delta.index, "", (), ())
-        told = [
-            replace(bare, text=piece.content, reasoning=piece.reasoning, calls=_calls_of(piece))
-            for piece in pieces[:-1]
-        ]
+        told = []
+        logprobs = delta.logprobs
+        for piece in pieces[:-1]:
+            own, logprobs = logprobs[: piece.num_tokens], logprobs[piece.num_tokens :]
+            told.append(
+                replace(
+                    bare,
+                    text=piece.content,
+                    reasoning=piece.reasoning,
+                    calls=_calls_of(piece),
+                    logprobs=own,
+                )
+            )
         last = pieces[-1]
         told.append(
             replace(
                 delta,
                 text=last.content,
+                logprobs=logprobs,
                 reasoning=last.reasoning,
                 calls=_calls_of(last),
                 finish_reason=reason,
@@ -311,12 +321,18 @@ async def _feed(
 ) -> ParsedTokens:
     """Raises ParserLost, ParserFailed."""
     found = ParsedTokens([])
+    num_silent = 0  # tokens after the last piece
     for begin in range(0, max(1, len(token_ids)), _PIECE):
         is_last = is_end and begin + _PIECE >= len(token_ids)
         piece = list(token_ids[begin : begin + _PIECE])
         reply = await life.ask(FeedAnswer(choice.open.choice, piece, is_last))
         _raise_if_failed(reply)
         assert isinstance(reply, ParsedTokens)
+        if reply.pieces:
+            reply.pieces[0].num_tokens += num_silent
+            num_silent = 0
+        else:
+            num_silent += len(piece)
         found.pieces += reply.pieces
         found.num_reasoning_tokens = reply.num_reasoning_tokens
     return found

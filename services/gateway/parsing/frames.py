@@ -105,11 +105,16 @@ class ParsedCall(msgspec.Struct, array_like=True):
 
 
 class ParsedPiece(msgspec.Struct, array_like=True):
-    """Reasoning, text and calls that came together, in the order in which clients read them."""
+    """Reasoning, text and calls that came together, in the order in which clients read them.
+
+    `num_tokens`: how many of the new tokens were read for it. Tokens that gave nothing count for
+    the piece before them, or for the first one.
+    """
 
     reasoning: str = ""
     content: str = ""
     calls: list[ParsedCall] = []
+    num_tokens: int = 0
 
 
 class ParsedTokens(msgspec.Struct, tag=True):

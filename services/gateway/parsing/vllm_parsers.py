@@ -198,6 +198,8 @@ class ChoiceParser:
             is_end = is_last and at == len(token_ids) - 1
             text = self._text.feed([token_id]) + (self._rest() if is_end else "")
             self._add(pieces, text, [token_id], is_end=is_end)
+            if pieces:
+                pieces[-1].num_tokens = at + 1 - sum(p.num_tokens for p in pieces[:-1])
         if is_last and not token_ids:
             self._add(pieces, self._rest(), [], is_end=True)
         return ParsedTokens(pieces, self._num_reasoning_tokens() if is_last else 0)
@@ -269,7 +271,7 @@ class ChoiceParser:
         ]
         if not self._request.include_reasoning:
             reasoning = None
-        piece = ParsedPiece(reasoning or "", content or "", found)
+        piece = ParsedPiece(reasoning or "", content or "", found, len(token_ids))
         return ParsedTokens([piece], self._num_reasoning_tokens())
 
 

@@ -112,13 +112,14 @@ async def test_both_ends_of_a_connection_are_one_pair_though_two_connections_cro
 
 
 @pytest.mark.fault("F25")
-@pytest.mark.parametrize("num_lost", [2, 3])
+@pytest.mark.parametrize("num_lost", [2, ucx._MAX_OPENINGS])
 async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
     num_lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """UCX may pair a new endpoint with one that the peer closed together with an older connection.
-    After three such openings in a row, `connect` fails.
+    After several such openings in a row, `connect` fails.
     """
+    is_made = num_lost < ucx._MAX_OPENINGS
     async with two_sides() as (a, b):
         openings = 0
         greet = a.transport._say_hello
@@ -132,11 +133,11 @@ async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
                 ucx._settle(connection.greeted, PEER_GONE)
 
         monkeypatch.setattr(a.transport, "_say_hello", lose_the_first)
-        if num_lost < 3:
+        if is_made:
             await a.connect(b)
         else:
             with pytest.raises(KvTransferFailed, match=PEER_GONE) as lost:
                 await a.connect(b)
             assert lost.value.reason == "KV_CONNECT_FAILED"
-        assert openings == 3
-        await until(lambda: a.transport.num_connections == (1 if num_lost < 3 else 0))
+        assert num_lost + is_made <= openings <= ucx._MAX_OPENINGS  # UCX itself may end some
+        await until(lambda: a.transport.num_connections == is_made)

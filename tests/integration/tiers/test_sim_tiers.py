@@ -40,6 +40,7 @@ from tests.fakes.sim_instances import (
 )
 from tests.support.sim_reference import sim_reference
 from tests.support.sites.sim_pair import prompt_of
+from tests.support.waiting import until
 
 POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=20.0)
 TINY: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 640, "num_slots": 2}
@@ -79,12 +80,6 @@ async def locally(to: TestSession, prompt: list[int]) -> tuple[list[int], int]:
     return [first.token_id, *leg.tokens], first.num_cached_tokens
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.req("S76", "S77", "S78", "S72")
 async def test_evicted_blocks_come_back_from_the_host_pool(tmp_path: Path) -> None:
     async with tiered("fusion-0", FUSION, MemoryTransport, tiers=POOL) as i:
@@ -108,6 +103,9 @@ async def test_a_new_instance_starts_with_the_blocks_of_the_file_store(tmp_path:
         TestSession(i) as to,
     ):
         first = [await locally(to, prompt) for prompt in PROMPTS]
+        files = stack_of(i).files
+        assert files is not None
+        await until(lambda: not files.num_waiting)  # closing does not wait long for writes
     async with tiered("fusion-1", FUSION, MemoryTransport, tiers=tiers) as i:
         async with TestSession(i) as to:
             second = [await locally(to, prompt) for prompt in PROMPTS]
@@ -175,7 +173,7 @@ async def test_a_peers_host_pool_serves_what_it_computed(make: Callable[[], KvTr
         await b.until_idle()
         for instance in (a, b):
             pool = stack_of(instance).pool
-            await until(lambda pool=pool: pool.num_pinned == 0)  # type: ignore[misc]
+            await until(lambda pool=pool: pool.num_pinned == 0)
 
 
 @pytest.mark.req("S77")

@@ -55,7 +55,7 @@ _AT_ONCE = 32 << 10  # a message of this size is sent at once, and not copied to
 MAX_CONNECTIONS = 4096  # both directions
 _FLUSH_S = 0.2  # for the last messages, above all acks
 _DRAIN_S = 2.0
-_MAX_OPENINGS = 3  # of a connection that UCX ends before the peer's welcome
+_MAX_OPENINGS = 8  # of a connection that UCX ends before the peer's welcome
 _WARM_UP_S = 1.0
 
 

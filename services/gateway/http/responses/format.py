@@ -72,7 +72,7 @@ class ResponseWriter:
         if self._logprobs is not None:
             logprobs = self._logprobs.chat(delta.logprobs)["content"]
             if self._of_text is not None:
-                logprobs = self._of_text.of(delta.text, logprobs)
+                logprobs = self._of_text.of(delta, logprobs)
         parts: list[bytes] = []
         if delta.reasoning:
             parts.append(self._items.reasoning(delta.reasoning))

@@ -1,14 +1,16 @@
 """Which log probabilities of a parsed answer are those of its text.
 
 The parsers say what the reasoning, the text and the calls are, but not which tokens make them up.
-So the text is searched for in the bytes of the last tokens. Reasoning comes before it, and calls
-after it.
+So the text is searched for in the bytes of the last tokens: behind those of the reasoning, and
+before those of the calls.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import Any, Final
+
+from pdmesh.services.gateway.text.choice_text import TextDelta
 
 # Tokens without text that may belong to later text: parts of a character, or what could have begun
 # a mark.
@@ -26,25 +28,39 @@ class TextLogprobs:
     def __init__(self) -> None:
         self._held: list[Json] = []
 
-    def of(self, text: str, logprobs: list[Json]) -> list[Json]:
-        """The log probabilities of `text`. `logprobs`: of all tokens since the last call."""
+    def of(self, delta: TextDelta, logprobs: list[Json]) -> list[Json]:
+        """The log probabilities of `delta.text`. `logprobs`: of all tokens since the last call."""
         self._held += logprobs
-        if not text:
-            del self._held[:-_MAX_HELD]
-            return []
-        begin, end = _place(text.encode(), [bytes(each["bytes"]) for each in self._held])
+        found: list[Json] = []
+        if delta.text:
+            if delta.reasoning:
+                self._taken(delta.reasoning, is_first=True)
+            found = self._taken(delta.text, is_first=bool(delta.calls))
+        del self._held[:-_MAX_HELD]
+        return found
+
+    def _taken(self, text: str, *, is_first: bool) -> list[Json]:
+        tokens = [bytes(each["bytes"]) for each in self._held]
+        begin, end = _place(text.encode(), tokens, is_first=is_first)
         found = self._held[begin:end]
         del self._held[:end]
         return found
 
 
-def _place(text: bytes, tokens: list[bytes]) -> tuple[int, int]:
-    """The range of the tokens that have this text; if none have, the last ones of its length."""
+def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
+    """The range of the tokens that have this text; if none have, the last ones of its length.
+
+    `is_first`: where the text is first, if possible at the beginning of a token, as other text
+    follows that may repeat it; otherwise, where it is last.
+    """
     whole = b"".join(tokens)
+    ends = list(accumulate(map(len, tokens)))
     at = whole.rfind(text)
+    if at >= 0 and is_first:
+        begins = (0, *ends)
+        at = next((b for b in begins if whole.startswith(text, b)), whole.find(text))
     if at < 0:
         at = max(0, len(whole) - len(text))
-    ends = list(accumulate(map(len, tokens)))
     begin = next((i for i, end in enumerate(ends) if end > at), len(tokens))
     last = next((i for i, end in enumerate(ends) if end >= at + len(text)), len(tokens) - 1)
     return begin, last + 1

@@ -227,6 +227,7 @@ class Choices:
 
         reply = self._desk.handle(FeedAnswer(choice, list(ids), is_last))
         assert isinstance(reply, ParsedTokens), reply
+        assert not reply.pieces or sum(piece.num_tokens for piece in reply.pieces) == len(ids)
         return reply.pieces
 
     def told(self, parts: Iterable[Sequence[int]], **fields: Any) -> Told:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdmesh.services.gateway.http.responses.text_logprobs import TextLogprobs
+from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
 # A recorded answer: each token, and the text that its parser gave with it.
 RAIN = "\U0001f327".encode()
@@ -34,13 +35,22 @@ def entry(index: int) -> dict[str, Any]:
     return {"logprob": -index / 8, "bytes": list(RECORDED[index][0])}
 
 
+def delta(text: str, reasoning: str = "", *, has_calls: bool = False) -> TextDelta:
+    calls = [ToolCallDelta(0, "{}")] if has_calls else []
+    return TextDelta(0, text, (), (), reasoning=reasoning, calls=calls)
+
+
+def entries_of(*tokens: bytes) -> list[dict[str, Any]]:
+    return [{"bytes": list(token), "logprob": -i / 8} for i, token in enumerate(tokens)]
+
+
 def found(cuts: tuple[int, ...]) -> list[dict[str, Any]]:
     """What is found if the tokens come in pieces that end at the `cuts`."""
     text_logprobs, told = TextLogprobs(), []
     begin = 0
     for end in (*cuts, len(RECORDED)):
         text = "".join(text for _, text in RECORDED[begin:end])
-        told += text_logprobs.of(text, [entry(i) for i in range(begin, end)])
+        told += text_logprobs.of(delta(text), [entry(i) for i in range(begin, end)])
         begin = end
     return told
 
@@ -53,22 +63,31 @@ def test_reasoning_and_marks_are_left_out(num_cuts: int) -> None:
 
 
 def test_a_call_after_the_text_is_left_out() -> None:
-    tokens = [b"Look", b".", b"<tool_call>", b"{}", b"</tool_call>"]
-    entries: list[dict[str, Any]] = [{"bytes": list(token)} for token in tokens]
-    assert TextLogprobs().of("Look.", entries) == entries[:2]
+    entries = entries_of(b"Look", b".", b"<tool_call>", b'{"q": "', b"Look", b".", b'"}')
+    assert TextLogprobs().of(delta("Look.", has_calls=True), entries) == entries[:2]
+
+
+def test_of_reasoning_text_and_a_call_that_say_the_same_the_text_is_found() -> None:
+    said = (b"It", b" is")
+    entries = entries_of(b"<think>", *said, b"</think>", *said, b"<call>", *said, b"</call>")
+    told = TextLogprobs().of(delta("It is", "It is", has_calls=True), entries)
+    assert told == entries[4:6]
+
+
+def test_a_part_of_a_mark_is_not_the_text() -> None:
+    entries = entries_of(b"</think>", b"think", b"<call>", b"think", b"</call>")
+    assert TextLogprobs().of(delta("think", has_calls=True), entries) == entries[1:2]
 
 
 def test_text_that_no_tokens_spell_gets_the_last_ones_of_its_length() -> None:
     """A replacement character, for example."""
-    entries: list[dict[str, Any]] = [
-        {"bytes": list(t)} for t in (b"hm", b"</think>", b"a", b"\xff")
-    ]
-    assert TextLogprobs().of("a\ufffd", entries)[-1] == entries[-1]
-    assert TextLogprobs().of("x", []) == []
+    entries = entries_of(b"hm", b"</think>", b"a", b"\xff")
+    assert TextLogprobs().of(delta("a\ufffd"), entries)[-1] == entries[-1]
+    assert TextLogprobs().of(delta("x"), []) == []
 
 
 def test_long_reasoning_is_not_kept() -> None:
     text_logprobs = TextLogprobs()
     for _ in range(50):
-        assert text_logprobs.of("", [{"bytes": [97]}] * 100) == []
+        assert text_logprobs.of(delta(""), [{"bytes": [97]}] * 100) == []
     assert len(text_logprobs._held) <= 100
