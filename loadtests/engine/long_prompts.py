@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from loadtests.harness.client import LoadSpec, run_load
 from loadtests.harness.generator import ROOT
@@ -52,14 +51,10 @@ def body(rng: random.Random, num_prompt: int, max_tokens: int) -> str:
 
 
 def load(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float) -> LoadSpec:
-    parts = urlsplit(mesh.http_url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return LoadSpec(
-        host=parts.hostname,
-        port=parts.port,
-        path="/v1/completions",
-        bodies=tuple(bodies),
+    return LoadSpec.of_url(
+        mesh.http_url,
+        "/v1/completions",
+        bodies,
         concurrency=concurrency,
         warmup_s=5.0,
         duration_s=duration_s,

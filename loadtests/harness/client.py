@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 from loadtests.harness.histogram import Histogram
 
@@ -51,6 +52,25 @@ class LoadSpec:
     # from half to one and a half of the mean: with equal pauses, requests could fall into step with
     # the timers of the measured server.
     think_s: float = 0.0
+
+    @classmethod
+    def of_url(
+        cls,
+        http_url: str,
+        path: str,
+        bodies: Sequence[str],
+        *,
+        concurrency: int,
+        warmup_s: float,
+        duration_s: float,
+    ) -> LoadSpec:
+        """Load on the gateway at `http_url`, http://host:port. Raises ValueError without a port."""
+        parts = urlsplit(http_url)
+        if parts.hostname is None or parts.port is None:
+            raise ValueError(f"{http_url!r} has no host and port")
+        return cls(
+            parts.hostname, parts.port, path, tuple(bodies), concurrency, warmup_s, duration_s
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

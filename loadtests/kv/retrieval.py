@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from loadtests.faults.leak import gauges
 from loadtests.harness.client import LoadResult, LoadSpec, run_load
@@ -72,14 +71,10 @@ def _body(rng: random.Random, num_prompt: int, max_tokens: int) -> str:
 
 
 def _spec(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float) -> LoadSpec:
-    parts = urlsplit(mesh.http_url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return LoadSpec(
-        host=parts.hostname,
-        port=parts.port,
-        path="/v1/completions",
-        bodies=tuple(bodies),
+    return LoadSpec.of_url(
+        mesh.http_url,
+        "/v1/completions",
+        bodies,
         concurrency=concurrency,
         warmup_s=2.0,
         duration_s=duration_s,

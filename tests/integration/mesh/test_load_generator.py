@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from loadtests.harness.client import (
     LoadResult,
     LoadSpec,
@@ -52,6 +54,20 @@ async def load(port: int, *, is_stream: bool, max_requests: int = 20) -> LoadRes
     body = chat_body("hello", 3, is_stream=is_stream)
     spec = LoadSpec("127.0.0.1", port, "/v1/chat/completions", (body,), 2, 0.0, 2.0, max_requests)
     return await run_load(spec)
+
+
+def test_load_on_a_mesh_s_address_needs_its_port() -> None:
+    spec = LoadSpec.of_url(
+        "http://127.0.0.1:8000",
+        "/v1/completions",
+        ["{}"],
+        concurrency=2,
+        warmup_s=0.5,
+        duration_s=3.0,
+    )
+    assert spec == LoadSpec("127.0.0.1", 8000, "/v1/completions", ("{}",), 2, 0.5, 3.0)
+    with pytest.raises(ValueError, match="has no host and port"):
+        LoadSpec.of_url("http://mesh", "/", [], concurrency=1, warmup_s=0.0, duration_s=1.0)
 
 
 async def test_a_stream_cut_into_single_bytes_is_counted_like_a_whole_one() -> None:
