@@ -44,6 +44,18 @@ OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
         ({"nats": {"enabled": False}, "networkPolicy": {"enabled": False}}, "nats.url"),
         ({"redis": {"enabled": False, "url": "redis://r:6379"}}, "networkPolicy.extraEgress"),
         ({"pools": {"decode": {"autoscaling": {"enabled": True}}}}, "decode.autoscaling.query"),
+        (
+            {"poolDefaults": {"podDisruptionBudget": {"maxUnavailable": 1, "minAvailable": 1}}},
+            "poolDefaults.podDisruptionBudget: name maxUnavailable or minAvailable",
+        ),
+        (
+            {
+                "pools": {
+                    "decode": {"podDisruptionBudget": {"maxUnavailable": 1, "minAvailable": 1}}
+                }
+            },
+            "pools.decode.podDisruptionBudget: name maxUnavailable or minAvailable",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_its_name(values: dict[str, Any], named: str) -> None:
@@ -132,3 +144,31 @@ def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:
 
     assert job(2) == job(2)
     assert len({job(2), job(3), job(2, tag="next")}) == 3
+
+
+def test_a_disruption_budget_has_one_bound_and_a_pool_s_own_replaces_the_defaults() -> None:
+    """Kubernetes refuses a budget with both, and Helm merges maps."""
+
+    def budgets(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        found = of_kind(render("", {**OPEN, **values}), "PodDisruptionBudget")
+        bounds = ("maxUnavailable", "minAvailable")
+        return {
+            each["metadata"]["name"].removeprefix("pdmesh-"): {
+                bound: each["spec"][bound] for bound in bounds if bound in each["spec"]
+            }
+            for each in found
+        }
+
+    default = {"maxUnavailable": 1}
+    assert set(map(str, budgets({}).values())) == {str(default)}
+    own = budgets({"pools": {"decode": {"podDisruptionBudget": {"minAvailable": "50%"}}}})
+    assert own["decode"] == {"minAvailable": "50%"}
+    assert own["prefill"] == default
+    both = budgets(
+        {
+            "poolDefaults": {"podDisruptionBudget": {"minAvailable": 1}},
+            "pools": {"decode": {"podDisruptionBudget": {"maxUnavailable": 0}}},
+        }
+    )
+    assert both["prefill"] == {"minAvailable": 1}
+    assert both["decode"] == {"maxUnavailable": 0}
