@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pdmesh.engine.vllm.child.llm_process import BUILD_STOP_S, STOP_TIMEOUT_S
 from pdmesh.launcher.spec import STOP_GRACE_S, StopOrder
 from pdmesh.services.gateway.settings import Settings as GatewaySettings
 from pdmesh.services.instance.settings import Settings as InstanceSettings
@@ -141,9 +142,33 @@ def test_a_pod_ends_after_its_drain_and_a_gateway_after_the_load_balancers_know(
             assert before > 0
         if helm.component(pod) in ("gateway", "instance"):
             assert grace >= before + drains[0] + MARGIN_S, name
-        else:
+        if helm.component(pod) == "instance":  # vLLM ends after the drain; a load has no drain
+            assert grace >= drains[0] + STOP_TIMEOUT_S + MARGIN_S, name
+            assert grace >= BUILD_STOP_S + STOP_TIMEOUT_S + MARGIN_S, name
+        if helm.component(pod) not in ("gateway", "instance"):
             assert not drains
             assert grace >= STOP_GRACE_S[StopOrder.CONTROL]
+
+
+def test_a_part_of_a_second_of_drain_counts() -> None:
+    values = {"gateway": {"drainSeconds": 9.5}, "poolDefaults": {"drainSeconds": 9.5}}
+    whole = services(render("sim", {k: {"drainSeconds": 10} for k in values}))
+    for name, pod in services(render("sim", values)).items():
+        grace = pod["spec"]["terminationGracePeriodSeconds"]
+        assert grace == whole[name]["spec"]["terminationGracePeriodSeconds"], name
+
+
+def test_a_rollout_of_gateways_may_take_as_long_as_the_slowest_pool_needs_to_load() -> None:
+    """A gateway is ready when an instance serves. Kubernetes gives a rollout 600 s by itself."""
+    values = {"pools": {"decode": {"startupSeconds": 1200}}}
+    for value_set, slowest_s in (("vllm-cpu", 1200), ("gpu", 1800)):
+        manifests = render(value_set, values)
+        found = {each["metadata"]["name"]: each for each in of_kind(manifests, "Deployment")}
+        gateway = found["pdmesh-gateway"]
+        (container,) = gateway["spec"]["template"]["spec"]["containers"]
+        probe = container["startupProbe"]
+        own_s = probe["failureThreshold"] * probe["periodSeconds"]
+        assert gateway["spec"]["progressDeadlineSeconds"] > own_s + slowest_s
 
 
 def test_the_drain_times_are_the_product_s_own_and_so_is_the_margin() -> None:

@@ -12,6 +12,7 @@ The pod of one of the mesh's own services, as `metadata` and `spec`:
   startPath  what the startup probe asks for: the pod has startupSeconds for it
   preStop    seconds before SIGTERM
   drain      seconds that the service may take to drain after SIGTERM
+  end        seconds that it may then take to end
   spread     labels of nodes
   mounts, volumes  as YAML
 */}}
@@ -50,8 +51,8 @@ spec:
   runtimeClassName: {{ . }}
   {{- end }}
   securityContext: {{- toYaml $v.podSecurityContext | nindent 4 }}
-  # What the service takes at most to end after SIGTERM, and a margin.
-  terminationGracePeriodSeconds: {{ add (.preStop | default 0) (.drain | default 5) 5 }}
+  # What the service takes at most to drain and to end after SIGTERM.
+  terminationGracePeriodSeconds: {{ add (.preStop | default 0) (ceil (.drain | default 5)) (.end | default 5) }}
   {{- with include "pdmesh.scheduling" .conf }}
   {{- . | nindent 2 }}
   {{- end }}
