@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launcher import state
-from tests.support.sites.command import START_S, Pdmesh
+from tests.support.sites.command import START_S, Pdmesh, pdmesh
 from tests.support.sites.processes import is_alive
 from tests.support.waiting import wait_until
+
+__all__ = ["pdmesh"]
 
 
 def pids(mesh: state.MeshState) -> dict[str, int]:
