@@ -191,6 +191,15 @@ class EngineFailed(MeshError):
     is_retryable = True
 
 
+class EngineMisconfigured(EngineFailed):
+    """No engine starts with these settings, this model and this machine: another start would fail
+    in the same way.
+    """
+
+    default_reason = "ENGINE_MISCONFIGURED"
+    is_retryable = False
+
+
 class ConstraintUnsatisfiable(MeshError):
     """What was asked of an answer's form, beside the request's other fields, allows no token."""
 

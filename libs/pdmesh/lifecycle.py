@@ -34,7 +34,8 @@ from pdmesh.config import (
     unknown_variables,
     without_password,
 )
-from pdmesh.errors import MeshError
+from pdmesh.core.control.supervision import BAD_SETTING
+from pdmesh.errors import EngineMisconfigured, MeshError
 from pdmesh.net.grpc import rpc
 from pdmesh.net.loopback import is_exposed, is_loopback, join
 from pdmesh.net.tasks import end
@@ -171,12 +172,15 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
             await main(settings, app)
     except StoppedEarly:
         pass
+    except EngineMisconfigured as exc:  # as for a bad setting, another start cannot help
+        log.error("service.failed", reason=str(exc))
+        return BAD_SETTING
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1
     except BadSetting as exc:  # found only when a file named by a setting was read
         log.error("service.failed", reason=f"bad setting {exc}")
-        return 2
+        return BAD_SETTING
     except Exception:
         log.exception("service.crashed")
         return 1
@@ -372,7 +376,7 @@ def _load(service: str, settings_type: type[S]) -> S:
         return settings_type.load()
     except BadSetting as exc:
         print(f"pdmesh-{service}: bad setting {exc}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(BAD_SETTING)
 
 
 def _help_line(line: SettingLine) -> str:

@@ -24,7 +24,7 @@ from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.engine.sim.vocabulary import IMAGE_ID
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
@@ -105,7 +105,7 @@ class BuiltEngine:
 
 
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
-    """An engine that is not started yet. Raises EngineFailed if the settings name no engine.
+    """An engine that is not started yet. Raises EngineMisconfigured if the settings name no engine.
 
     If `find_holders` is None, peers are not asked for blocks.
     """
@@ -123,7 +123,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
         case "vllm":
             return _build_vllm(settings, find_holders)
         case other:
-            raise EngineFailed(f"unknown engine {other!r}; choose sim or vllm")
+            raise EngineMisconfigured(f"unknown engine {other!r}; choose sim or vllm")
 
 
 def sim_fingerprint(params: SimParams) -> str:
@@ -195,10 +195,10 @@ def sim_images(num_tokens: int) -> ImageFacts | None:
 def build_sim_encoder(
     settings: EngineSettings, make_transport: Callable[[], KvTransport]
 ) -> BuiltEngine:
-    """Raises EngineFailed for a model that takes no images."""
+    """Raises EngineMisconfigured for a model that takes no images."""
     images = sim_images(settings.sim_image_tokens)
     if images is None:
-        raise EngineFailed("the sim model takes no images: set SIM_IMAGE_TOKENS")
+        raise EngineMisconfigured("the sim model takes no images: set SIM_IMAGE_TOKENS")
     fingerprint = sim_fingerprint(sim_params(settings))
     identity = AgentIdentity(
         settings.instance_id, settings.incarnation, fingerprint, group_id=settings.group_id
@@ -234,9 +234,11 @@ def build_sim_pooling(settings: EngineSettings) -> BuiltEngine:
 
 
 def _law(settings: EngineSettings) -> Law:
-    """Raises EngineFailed."""
+    """Raises EngineMisconfigured."""
     if settings.sim_law not in LAWS:
-        raise EngineFailed(f"unknown law {settings.sim_law!r}; choose from {', '.join(LAWS)}")
+        raise EngineMisconfigured(
+            f"unknown law {settings.sim_law!r}; choose from {', '.join(LAWS)}"
+        )
     return LAWS[settings.sim_law]
 
 
@@ -273,7 +275,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
     from pdmesh.engine.vllm.engine import VllmEngine
 
     if settings.model_dir is None:
-        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+        raise EngineMisconfigured("vLLM needs a model folder: set PDMESH_MODEL_DIR")
     default = 256 << 20
     staging_bytes = settings.sends_kv * (settings.staging_bytes or default)
     landing_bytes = settings.receives_kv * (settings.landing_bytes or default)
@@ -321,7 +323,7 @@ def _build_vllm_pooling(settings: EngineSettings) -> BuiltEngine:
     from pdmesh.engine.vllm.pooling.engine import VllmPoolingEngine
 
     if settings.model_dir is None:
-        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+        raise EngineMisconfigured("vLLM needs a model folder: set PDMESH_MODEL_DIR")
     config = VllmPoolingConfig(
         instance_id=settings.instance_id,
         incarnation=settings.incarnation,
@@ -346,7 +348,7 @@ def _build_vllm_encoder(settings: EngineSettings) -> BuiltEngine:
     from pdmesh.engine.vllm.encoding.engine import VllmEncoderEngine
 
     if settings.model_dir is None:
-        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+        raise EngineMisconfigured("vLLM needs a model folder: set PDMESH_MODEL_DIR")
     config = VllmEncoderConfig(
         instance_id=settings.instance_id,
         incarnation=settings.incarnation,

@@ -373,6 +373,8 @@ class Mesh:
             case RestartScheduled(name, code, deaths, delay_s):
                 when = f"in {delay_s:g} s" if delay_s else "now"
                 self._report(f"{name} {_ending(code)} ({deaths} in a row); restarting it {when}")
+            case GiveUp(name) if self._ends_the_start(name):
+                pass  # MeshFailed says it
             case GiveUp(name, code, deaths):
                 self._report(
                     f"{name} {_ending(code)} {deaths} times, given up: "
@@ -380,6 +382,10 @@ class Mesh:
                 )
         if self._phase == "ready":
             asyncio.get_running_loop().call_soon(self._write_state)
+
+    def _ends_the_start(self, name: str) -> bool:
+        """Whether the mesh does not start without this process, or has failed by then."""
+        return self._phase == "failed" or (self._phase == "starting" and name in self._awaited())
 
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
         for name in names:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.vllm.config import VllmConfig
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import ASYNC_SCHEDULING, plain_vllm
 from tests.e2e.loading.gptq import write_gptq
@@ -106,7 +106,7 @@ async def test_arguments_reach_both_engines_and_the_answers_are_plain_vllms_with
 async def test_an_argument_that_vllm_does_not_take_is_named_before_the_engine_starts(
     tiny_llama: Path, args: Mapping[str, object], problem: str
 ) -> None:
-    with pytest.raises(EngineFailed, match=problem) as refused:
+    with pytest.raises(EngineMisconfigured, match=problem) as refused:
         async with running(replace(config(tiny_llama, "p", 1), engine_args=args)):
             pass
     assert refused.value.field == f"engine_args.{next(iter(args))}"

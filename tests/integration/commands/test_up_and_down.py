@@ -175,6 +175,19 @@ def test_a_service_that_cannot_start_ends_the_start_with_its_reason(pdmesh: Pdme
     assert state.locker_pid(pdmesh.directory / "state") is None
 
 
+def test_an_engine_that_can_never_start_is_tried_once_and_ends_the_start_in_one_line(
+    pdmesh: Pdmesh,
+) -> None:
+    """As an unusable --engine-arg does, which only vLLM itself can check."""
+    launcher = pdmesh.up("--encoder", "1")  # the sim model takes no images by default
+    assert launcher.wait(START_S) == 1
+    lines = pdmesh.output.read_text().strip().splitlines()
+    assert not [line for line in lines if "restarting" in line or "given up" in line]
+    assert [line for line in lines if "takes no images: set SIM_IMAGE_TOKENS" in line] == lines[-1:]
+    assert "encoder-0 does not start" in lines[-1]
+    assert state.locker_pid(pdmesh.directory / "state") is None
+
+
 def test_a_start_that_is_interrupted_leaves_nothing_behind(pdmesh: Pdmesh) -> None:
     launcher = pdmesh.up()
     wait_until(lambda: "nats is ready" in pdmesh.output.read_text(), START_S)

@@ -3,8 +3,8 @@
 The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
 was ready for a while, its next death counts as the first. Time before it is ready does not count:
 loading a model takes minutes and may fail at the end each time. A process that keeps dying is given
-up, with its last exit code. A process that exits for a bad setting (code 2) is given up at once:
-another start cannot help.
+up, with its last exit code. A process that exits for a bad setting, or one that no engine takes
+(code 2), is given up at once: another start cannot help.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pdmesh.core.instance.engine_args import EngineArgs, refusal
 from pdmesh.core.suggestion import suggestion
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 _FLAGS: Final = {"true": True, "false": False}
 _MAX_PROBLEM_CHARS: Final = 240
@@ -17,7 +17,7 @@ _MAX_PROBLEM_CHARS: Final = 240
 def extra_arguments(engine_args: EngineArgs) -> dict[str, Any]:
     """The arguments as keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
 
-    Imports vLLM. Raises EngineFailed that names the first argument that is not usable.
+    Imports vLLM. Raises EngineMisconfigured that names the first argument that is not usable.
     """
     if not engine_args:
         return {}
@@ -31,7 +31,7 @@ def extra_arguments(engine_args: EngineArgs) -> dict[str, Any]:
 
 
 def parsed(parser: argparse.ArgumentParser, name: str, value: object) -> Any:
-    """One argument's value, as the parser reads it from text. Raises EngineFailed."""
+    """One argument's value, as the parser reads it from text. Raises EngineMisconfigured."""
     if (reason := refusal(name)) is not None:
         raise unusable(name, reason)
     actions = {action.dest: action for action in parser._actions}
@@ -50,9 +50,9 @@ def parsed(parser: argparse.ArgumentParser, name: str, value: object) -> Any:
     return getattr(read, name)
 
 
-def unusable(name: str, problem: str) -> EngineFailed:
+def unusable(name: str, problem: str) -> EngineMisconfigured:
     field = f"engine_args.{name}"
-    return EngineFailed(f"{field}: {problem}", reason="BAD_OPTION", field=field)
+    return EngineMisconfigured(f"{field}: {problem}", reason="BAD_OPTION", field=field)
 
 
 def _words(action: argparse.Action, option: str, value: object) -> list[str]:

@@ -8,7 +8,7 @@ import structlog
 
 from pdmesh.engine.vllm.child import cpu_features
 from pdmesh.engine.vllm.config import Placed
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
 
 
 def check_processor(config: Placed) -> None:
-    """Raises EngineFailed for what this processor cannot do; logs what it does slowly.
+    """Raises EngineMisconfigured for what this processor cannot do; logs what it does slowly.
 
     vLLM itself checks a GPU.
     """
@@ -69,6 +69,6 @@ def check_processor(config: Placed) -> None:
         return
     flags = cpu_features.own_flags()
     if missing := cpu_features.missing_for(config.kv_cache_dtype, flags):
-        raise EngineFailed(missing, reason="CPU_FEATURE_MISSING")
+        raise EngineMisconfigured(missing, reason="CPU_FEATURE_MISSING")
     if slow := cpu_features.slow_for(config.effective_dtype, flags):
         log.warning("vllm.slow_dtype", dtype=config.effective_dtype, reason=slow)

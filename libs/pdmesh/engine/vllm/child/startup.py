@@ -7,15 +7,16 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from pydantic import ValidationError
 
 from pdmesh.engine.vllm.child import child_main
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -63,7 +64,7 @@ def build(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:
-        config = AsyncEngineArgs(**arguments).create_engine_config()
+        config = engine_config(AsyncEngineArgs, arguments)
         if config.kv_transfer_config is not None:  # pooling and encoding move no KV
             reuses = bool(config.cache_config.enable_prefix_caching)
             check_cache_kinds(config.model_config, reuses_prefixes=reuses)
@@ -83,6 +84,17 @@ def build(
     except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
         message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
         raise EngineFailed(message, reason="ENGINE_START") from error
+
+
+def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """vLLM's configuration (Any: no stable type). Raises EngineMisconfigured with vLLM's objection.
+
+    Nothing has been started by then, so it is the arguments or the model that vLLM refuses.
+    """
+    try:
+        return make(**arguments).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise EngineMisconfigured(f"vLLM refuses its arguments ({_cause(error)})") from error
 
 
 @contextlib.contextmanager
@@ -115,5 +127,9 @@ def missing_library(error: ImportError) -> str:
 
 
 def _cause(error: BaseException) -> str:
+    """In one line. pydantic's first line only counts the objections, and the next ones say them."""
+    if isinstance(error, ValidationError):
+        found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return f"{error.title}: {'; '.join(line.removeprefix(': ') for line in found)}"
     text = str(error).strip().splitlines()
     return f"{error.__class__.__name__}: {text[0] if text else ''}"

@@ -42,7 +42,7 @@ from pdmesh.engine.vllm.messages import EmbeddingsHeld, ToHost
 from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest
 from pdmesh.engine.vllm.model.model_files import read_model
-from pdmesh.errors import EngineFailed, ImageMisfit, ImageUnusable
+from pdmesh.errors import EngineFailed, EngineMisconfigured, ImageMisfit, ImageUnusable
 from pdmesh.kv.embeddings.names import embedding_name, identifier_of
 from pdmesh.net.tasks import end
 
@@ -110,9 +110,8 @@ class VllmEncoderEngine(NoKv):
         self._worker_pids = (hello.pid,)
         facts = await asyncio.to_thread(find_facts, llm)
         if facts is None:
-            raise EngineFailed(
-                "the mesh serves no images of this model, see vllm.images.unsupported",
-                reason="ENGINE_MISCONFIGURED",
+            raise EngineMisconfigured(
+                "the mesh serves no images of this model, see vllm.images.unsupported"
             )
         self._images, self._facts = VllmImages(llm, facts), facts
         log.info(

@@ -12,23 +12,22 @@ from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.host.jobs import Endpoint
 from pdmesh.engine.vllm.messages import RankHello
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 
 def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
     """`block_size` is vLLM's own, in tokens.
 
-    Raises EngineFailed if it is not ours, or if the ranks differ.
+    Raises EngineMisconfigured if it is not ours, or if the ranks differ.
     """
     first = hellos[0]
     if block_size != config.block_size:
-        raise EngineFailed(
+        raise EngineMisconfigured(
             f"vLLM chose a block size of {block_size} tokens, not {config.block_size}; set "
             "block_size to one that its attention kernels support",
-            reason="ENGINE_MISCONFIGURED",
         )
     if len({h.model_fingerprint for h in hellos}) > 1:
-        raise EngineFailed("the ranks have different layouts of the KV cache")
+        raise EngineMisconfigured("the ranks have different layouts of the KV cache")
     return Endpoint(
         instance_id=config.instance_id,
         incarnation=config.incarnation,

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 _LINEAR: Final = "linear_attention"  # a layer's kind in a model's configuration
 
 
 def check_cache_kinds(model: Any, *, reuses_prefixes: bool) -> None:
-    """Raises EngineFailed that names what of the model keeps no KV by token.
+    """Raises EngineMisconfigured that names what of the model keeps no KV by token.
 
     `reuses_prefixes`: whether vLLM, which was asked to cache prefixes, does so for this model. Any:
     vLLM's `ModelConfig`, which is no stable type.
     """
     if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
-        raise EngineFailed(
+        raise EngineMisconfigured(
             f"{model.served_model_name} has KV that depends on more than the tokens before it: "
             "vLLM caches no prefixes of it, and the mesh moves none (docs/cache-kinds.md)",
             reason="MODEL_UNSUPPORTED",
         )
     if (feature := without_kv(model)) is not None:
-        raise EngineFailed(
+        raise EngineMisconfigured(
             f"{model.served_model_name} has {feature}: the mesh moves KV by token and no other "
             "state (docs/cache-kinds.md)",
             reason="MODEL_UNSUPPORTED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 _TASKS: Final = {task.value: task for task in PoolingTask}
 
@@ -16,16 +16,15 @@ def takes_token_types(model_config: Any) -> bool:
 
 
 def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFacts:
-    """`model_config` is vLLM's (Any: it is not called stable). Raises EngineFailed.
+    """`model_config` is vLLM's (Any: it is not called stable). Raises EngineMisconfigured.
 
     A model has the one task that vLLM itself would serve it for.
     """
     chosen = str(model_config.get_pooling_task(supported_tasks) or "").partition("&")[0]
     task = _TASKS.get(chosen)
     if task is None:
-        raise EngineFailed(
+        raise EngineMisconfigured(
             f"this model's pooling task is {chosen or 'none'}; embed and classify are served",
-            reason="ENGINE_MISCONFIGURED",
         )
     num_classes = 0
     if task is PoolingTask.CLASSIFY:
@@ -46,7 +45,7 @@ def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFact
 
 
 def _refuse_template(model_config: Any) -> None:
-    """Raises EngineFailed for a model whose class writes pairs of texts in a form of its own, which
+    """Raises EngineMisconfigured for a model whose class writes pairs of texts in a form that
     pdmesh's gateways cannot write.
     """
     from vllm.model_executor.model_loader import get_model_cls
@@ -54,4 +53,4 @@ def _refuse_template(model_config: Any) -> None:
 
     if supports_score_template(get_model_cls(model_config)):
         message = "this model has a template of its own for pairs of texts, which is not supported"
-        raise EngineFailed(message, reason="ENGINE_MISCONFIGURED")
+        raise EngineMisconfigured(message)

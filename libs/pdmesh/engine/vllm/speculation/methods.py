@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from pdmesh.core.speculation.schedule import Method, Speculation
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 PROMPT_LOOKUP_CLASS = "pdmesh.engine.vllm.speculation.prompt_lookup.PromptLookup"
 _SUFFIX_PACKAGE = "arctic_inference"
 
 
 def check_speculation(speculation: Speculation) -> None:
-    """Raises EngineFailed for a method that would not work, before vLLM starts."""
+    """Raises EngineMisconfigured for a method that would not work, before vLLM starts."""
     if not speculation.max_tokens:
         return
     match speculation.method:
@@ -25,9 +25,9 @@ def check_speculation(speculation: Speculation) -> None:
             raise _unusable("schedule", "the method suffix needs the schedule fixed")
 
 
-def _unusable(field: str, problem: str) -> EngineFailed:
+def _unusable(field: str, problem: str) -> EngineMisconfigured:
     name = f"speculation.{field}"
-    return EngineFailed(f"{name}: {problem}", reason="SPECULATION_UNSUPPORTED", field=name)
+    return EngineMisconfigured(f"{name}: {problem}", reason="SPECULATION_UNSUPPORTED", field=name)
 
 
 def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, Any]:
