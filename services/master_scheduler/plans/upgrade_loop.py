@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import structlog
 
@@ -26,6 +26,7 @@ from pdmesh.core.upgrade.events import (
     Promoted,
     RestoreVersion,
     UpgradeReport,
+    UpgradeStepKind,
 )
 from pdmesh.core.upgrade.observation import Surroundings, observe
 from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReported, RequestAnswered
@@ -249,4 +250,8 @@ def _can_read(text: str) -> bool:
     return True
 
 
-_steps = metrics.counter(names.UPGRADE_STEPS, "Steps of upgrades, by kind")
+_steps = metrics.counter(
+    names.UPGRADE_STEPS,
+    "Steps of upgrades, by kind",
+    known=[{names.ATTR_STEP: step} for step in get_args(UpgradeStepKind)],
+)

@@ -34,6 +34,31 @@ def test_a_counter_sums_by_its_labels_in_any_order_and_keeps_counting_after_a_sc
     assert any(line.startswith("test_early_total") and line.endswith(" 2.0") for line in lines)
 
 
+_KNOWN = """
+from opentelemetry.sdk.resources import Resource
+from pdmesh.instance.legs import instruments
+from pdmesh.services.master_scheduler.plans import upgrade_loop
+from pdmesh.telemetry import metrics
+
+metrics.configure(Resource.create({}), None)
+print(metrics.render().decode())
+"""
+
+
+def test_what_an_alert_looks_at_by_single_counts_is_zero_before_the_first() -> None:
+    """`increase` does not see the first count of a series that begins with it."""
+    command = [sys.executable, "-c", _KNOWN]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = shown.splitlines()
+    assert 'pdmesh_upgrade_steps_total{step="turned_back"} 0.0' in lines
+    faults = {line for line in lines if line.startswith("pdmesh_kv_tier_faults_total{")}
+    told = {("file", "kv_tier_off"), ("file", "kv_tier_read_only"), ("peer", "kv_corrupt")}
+    assert faults >= {
+        f'pdmesh_kv_tier_faults_total{{pdmesh_reason="{reason}",tier="{tier}"}} 0.0'
+        for tier, reason in told
+    }
+
+
 _EXPORT = """
 import sys
 from opentelemetry.sdk.resources import Resource

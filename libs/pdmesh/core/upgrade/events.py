@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pdmesh.core.groups.desired import Service, UpgradeLimits
 from pdmesh.core.groups.revisions import Upgrade, Upgrades, is_canary
@@ -112,12 +113,17 @@ class RestoreVersion:
     reason: str
 
 
+UpgradeStepKind = Literal[
+    "begun", "changing", "promoted", "proved", "done", "back", "turned_back", "went_back"
+]
+
+
 @dataclass(frozen=True, slots=True)
 class AnnounceUpgradeStep:
     """Announce this step. `group_id` empty: it is about the whole scenario."""
 
     scenario: str
-    step: str
+    step: UpgradeStepKind
     version: int
     group_id: str = ""
     reason: str = ""

@@ -12,6 +12,7 @@ from pdmesh.core.upgrade.events import (
     GroupSeen,
     GroupsObserved,
     UpgradeReport,
+    UpgradeStepKind,
 )
 from pdmesh.core.upgrade.trial import Trial, Trials
 
@@ -53,7 +54,9 @@ class UpgradeRound:
         self.say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after
 
-    def announce(self, step: str, upgrade: Upgrade, group_id: str = "", reason: str = "") -> None:
+    def announce(
+        self, step: UpgradeStepKind, upgrade: Upgrade, group_id: str = "", reason: str = ""
+    ) -> None:
         self.effects.append(
             AnnounceUpgradeStep(self.scenario, step, upgrade.version, group_id, reason)
         )

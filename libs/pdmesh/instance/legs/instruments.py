@@ -6,7 +6,7 @@ from typing import Final
 
 from pdmesh.core.instance.admission import RefusalReason
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.kv.tiers.report import TierReport
+from pdmesh.kv.tiers.report import FAULTS, TierReport
 from pdmesh.telemetry import metrics, names
 
 admissions: Final = metrics.counter(
@@ -46,7 +46,11 @@ tier_blocks: Final = metrics.counter(
 )
 tier_seconds: Final = metrics.counter(names.KV_TIER_SECONDS, "Total time of loads from a tier", "s")
 tier_faults: Final = metrics.counter(
-    names.KV_TIER_FAULTS, "Changes of a tier's state, by reason: read-only, off, recovered"
+    names.KV_TIER_FAULTS,
+    "Changes of a tier's state, by reason: read-only, off, recovered",
+    known=[
+        {names.ATTR_TIER: tier.value, names.ATTR_REASON: reason.lower()} for tier, reason in FAULTS
+    ],
 )
 tier_bytes_used: Final[dict[str, int]] = {}  # by tier, as last reported
 tier_pinned: Final[dict[str, int]] = {}

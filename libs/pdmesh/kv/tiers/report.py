@@ -40,6 +40,13 @@ class TierFault:
     source: tuple[str, int] | None = None  # instance and incarnation of the peer
 
 
+FAULTS: Final = (
+    *((Tier.FILE, reason) for reason in ("KV_TIER_READ_ONLY", "KV_TIER_OFF", "KV_TIER_RECOVERED")),
+    (Tier.PEER, "KV_CORRUPT"),
+)
+"""The tiers and reasons of faults; metrics count them from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierReport:
     """Increments since the last report, and levels as they are now."""
