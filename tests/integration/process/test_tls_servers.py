@@ -143,12 +143,13 @@ async def test_a_process_names_what_is_wrong_with_the_certificate_of_nats(
 @pytest.mark.usefixtures("gateway")
 async def test_a_server_without_tls_never_gets_the_password() -> None:
     """NATS clients usually read a first line in plain text, which says whether TLS is required."""
-    heard = bytearray()
+    heard: list[bytearray] = []
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"version":"2.12.0","auth_required":true,"max_payload":1048576}\r\n')
+        heard.append(of_this := bytearray())
         while data := await reader.read(4096):
-            heard.extend(data)
+            of_this.extend(data)
         writer.close()
 
     server = await asyncio.start_server(impostor, HOST, 0)
@@ -156,12 +157,87 @@ async def test_a_server_without_tls_never_gets_the_password() -> None:
     async with server:
         url = f"tls://pdmesh:secret-password@{HOST}:{port}"
         connecting = asyncio.create_task(NatsBus.connect(url, "test"))
-        await until(lambda: len(heard) > 100)
+        await until(lambda: len([each for each in heard if len(each) > 100]) >= 4)
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
-    assert heard[0] == 0x16  # a TLS handshake
-    assert b"secret-password" not in heard
-    assert b"CONNECT" not in heard
+    for each in filter(None, heard):
+        assert each[0] == 0x16  # a TLS handshake
+        assert b"secret-password" not in each
+        assert b"CONNECT" not in each
+
+
+class LineFirst(NatsServer):
+    """NATS as most clusters run it: its first line is in plain text, and then comes TLS."""
+
+    asks_for_certificates = True
+
+    def command(self) -> list[str]:
+        command = super().command()
+        config = Path(command[-1])
+        text = config.read_text().replace("handshake_first: true", "")
+        if not self.asks_for_certificates:
+            text = text.replace("verify: true", "verify: false")
+        config.write_text(text)
+        return command
+
+    async def is_ready(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection(self._port.host, self._port.port)
+        except OSError:
+            return False
+        try:
+            return (await reader.readline()).startswith(b"INFO ")
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def running(server: NatsServer, directory: Path) -> AsyncIterator[servers.TestServer]:
+    found = servers.TestServer(server, directory)
+    await found.start()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("has_certificate", [False, True])
+async def test_a_server_whose_first_line_comes_before_the_handshake_is_reached(
+    tmp_path: Path, ours: TestAuthority, monkeypatch: pytest.MonkeyPatch, has_certificate: bool
+) -> None:
+    """Without a certificate of its own, a process trusts the system's authorities."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.root / "ca.crt"))
+    directory = tmp_path / "nats"
+    server = LineFirst(directory, tls_dir=ours.issue("nats", "nats", names=[HOST]))
+    server.asks_for_certificates = has_certificate
+    folder = ours.folder("gateway", "g-0") if has_certificate else None
+    async with running(server, directory) as nats:
+        with using_certificates(folder):
+            bus = await asyncio.wait_for(NatsBus.connect(nats.url, "test"), 60)
+        nats.kill()
+        await until(lambda: not bus.is_connected)
+        await nats.start()
+        await until(lambda: bus.is_connected)
+        await bus.close()
+
+
+@pytest.mark.usefixtures("gateway")
+async def test_a_server_may_change_to_the_handshake_first_and_back(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    directory = tmp_path / "nats"
+    folder = ours.issue("nats", "nats", names=[HOST])
+    first = LineFirst(directory, tls_dir=folder)
+    port, password = first._port.port, first._password
+    async with running(first, directory) as nats:
+        bus = await asyncio.wait_for(NatsBus.connect(nats.url, "test"), 60)
+    for kind in (NatsServer, LineFirst):
+        await until(lambda: not bus.is_connected)
+        other = kind(directory, port, tls_dir=folder)
+        other._password = password
+        async with running(other, directory):
+            await until(lambda: bus.is_connected)
+    await bus.close()
 
 
 async def test_connections_to_nats_use_new_certificates_of_a_new_authority(

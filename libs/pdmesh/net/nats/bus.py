@@ -25,6 +25,7 @@ from pdmesh.config import without_password
 from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
+from pdmesh.net.nats.tls_client import TlsClient
 from pdmesh.net.tls.own import own_certificates
 from pdmesh.telemetry import metrics, names
 
@@ -80,7 +81,8 @@ class NatsBus:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client: Any = Client()  # nats-py's; untyped
+        self._is_encrypted = url.startswith("tls://")
+        self._client: Any = TlsClient() if self._is_encrypted else Client()  # nats-py's; untyped
         self._certificates = own_certificates()
         self._shown: Certificates | None = None  # those of the client's TLS context
         self._subscriptions: list[NatsSubscription] = []
@@ -124,12 +126,8 @@ class NatsBus:
         return bus
 
     def _tls_options(self) -> dict[str, object]:
-        """For an address that begins with `tls://`.
-
-        The handshake comes first: otherwise the server's first line, which an attacker on the way
-        may write, would say whether there is a handshake at all. Raises BadCertificates.
-        """
-        if not self._url.startswith("tls://"):
+        """Raises BadCertificates."""
+        if not self._is_encrypted:
             return {}
         logging.getLogger("asyncio").addFilter(_is_not_about_eof)
         try:

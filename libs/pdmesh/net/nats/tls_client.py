@@ -1,0 +1,59 @@
+"""nats-py's client for an address that begins with `tls://`: it encrypts before it says who it is.
+
+nats-py itself does what the server's first line says, which an attacker on the way may write: if
+the line asks for no TLS, nats-py sends the password in plain text.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any, Final
+
+from nats.aio.client import Client
+
+_HANDSHAKE_FIRST: Final = "tls_handshake_first"
+# How OpenSSL reports plain text where a handshake should begin; it depends on the version.
+_PLAIN_TEXT: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
+
+
+class TlsClient(Client):
+    """Begins with the handshake, and with the server's first line if the server sends one before.
+
+    A server does the one or the other (`handshake_first`). In both cases a handshake, in which the
+    server's certificate is checked, comes before CONNECT.
+    """
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except Exception as exc:
+            self._drop_connection()
+            was_first = self.options[_HANDSHAKE_FIRST]
+            if not was_first:
+                self.options[_HANDSHAKE_FIRST] = True  # the server may have another setting by now
+            if not was_first or not _is_other_order(exc):
+                raise
+            self.options[_HANDSHAKE_FIRST] = False
+            assert self._current_server is not None, "it has been connected to"
+            await self._connect_to_server(self._current_server)
+            await self._process_connect_init()
+
+    def _drop_connection(self) -> None:
+        """Close what a failed handshake leaves. nats-py would wait for its end forever."""
+        if self._transport is not None:
+            self._transport.close()  # type: ignore[no-untyped-call]  # nats-py's
+        self._transport = None
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        info["tls_required"] = True  # whatever the server says
+        await super()._process_info(info, initial_connection)
+
+
+def _is_other_order(exc: Exception) -> bool:
+    """Whether the server may have sent its first line.
+
+    If the line came before the handshake had begun, it was read as such, and the handshake waits.
+    """
+    if isinstance(exc, ssl.SSLError):
+        return exc.reason in _PLAIN_TEXT
+    return isinstance(exc, TimeoutError)
