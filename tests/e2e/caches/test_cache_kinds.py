@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 from pdmesh.kv.tiers.config import TierConfig
 from tests.e2e.caches.tiny_windowed import (
     LAYER_BYTES,
@@ -278,22 +278,57 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
 
 
 _FEW_LAYERS = {"num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 1000}
+_SHARES = {
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [512] * 4,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+# A full layer keeps twice as many bytes of a token as a sliding one.
+_UNEQUAL = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "vocab_size_per_layer_input": 1000,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 1024,
+}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "feature"),
+    ("model_type", "architecture", "feature", "more"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM", "linear attention"),
-        ("mamba", "MambaForCausalLM", "state-space layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "linear attention", {}),
+        ("mamba", "MambaForCausalLM", "state-space layers", {}),
+        ("gemma3n_text", "Gemma3nForCausalLM", "layers that use the KV of other layers", _SHARES),
     ],
 )
 async def test_a_model_with_another_state_ends_the_start_with_one_line(
-    tmp_path: Path, model_type: str, architecture: str, feature: str
+    tmp_path: Path, model_type: str, architecture: str, feature: str, more: dict[str, object]
 ) -> None:
-    facts = AutoConfig.for_model(model_type, **_FEW_LAYERS, architectures=[architecture])
+    facts = AutoConfig.for_model(model_type, **_FEW_LAYERS | more, architectures=[architecture])
     facts.save_pretrained(tmp_path)
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(EngineFailed, match=f"^tiny has {feature}: ") as caught:
+    with pytest.raises(EngineMisconfigured, match=f"^tiny has {feature}: ") as caught:
         async with running(config(tmp_path, "refuses", 4)):
             pytest.fail("it started")
     assert caught.value.reason == "MODEL_UNSUPPORTED"
+
+
+async def test_a_cache_that_only_vllm_s_own_processes_see_ends_the_start_with_one_line(
+    tmp_path: Path,
+) -> None:
+    facts = AutoConfig.for_model(
+        "gemma4_text", **_FEW_LAYERS | _UNEQUAL, architectures=["Gemma4ForCausalLM"]
+    )
+    facts.save_pretrained(tmp_path)
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    dummy = replace(config(tmp_path, "refuses", 4), engine_args={"load_format": "dummy"})
+    with pytest.raises(EngineMisconfigured, match=r"^tiny: .*docs/cache-kinds\.md") as caught:
+        async with running(dummy):
+            pytest.fail("it started")
+    assert caught.value.reason == "MODEL_UNSUPPORTED"
+    assert "\n" not in caught.value.message

@@ -45,6 +45,7 @@ from pdmesh.engine.vllm.config import (
     environment,
     events_endpoint,
 )
+from pdmesh.engine.vllm.connector.refusal import read_refusal
 from pdmesh.engine.vllm.connector.scheduler.handoff import load_params, store_params
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks
 from pdmesh.engine.vllm.encoding.client import EmbeddingClient
@@ -85,7 +86,14 @@ from pdmesh.engine.vllm.model.file_digests import FileDigests, default_cache_dir
 from pdmesh.engine.vllm.model.fingerprint import computation_digest, digest
 from pdmesh.engine.vllm.model.model_files import ModelFiles, read_model
 from pdmesh.engine.vllm.speculation.methods import check_speculation
-from pdmesh.errors import AdapterMisfit, AdapterUnusable, EngineFailed, ImageUnusable, MeshError
+from pdmesh.errors import (
+    AdapterMisfit,
+    AdapterUnusable,
+    EngineFailed,
+    EngineMisconfigured,
+    ImageUnusable,
+    MeshError,
+)
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
 
@@ -185,7 +193,7 @@ class VllmEngine:
             arguments["ec_transfer_config"] = ec_config(
                 config, "ec_consumer", own, embeddings_path(self._private_dir)
             )
-        llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
+        llm = await self._launch(arguments)
         for each in (files, draft):
             if each is not None:
                 await asyncio.to_thread(each.check_unchanged, self._digests)
@@ -202,6 +210,20 @@ class VllmEngine:
             model_fingerprint=info.model_fingerprint,
         )
         return info
+
+    async def _launch(self, arguments: dict[str, Any]) -> AsyncLLM:
+        """Raises EngineFailed, and EngineMisconfigured if our connector refused the model."""
+        try:
+            return await self._process.start(arguments, self._view, START_TIMEOUT_S)
+        except EngineFailed as error:
+            assert self._private_dir is not None
+            why = await asyncio.to_thread(read_refusal, control_path(self._private_dir))
+            if why is None:
+                raise
+            raise EngineMisconfigured(
+                f"{self._config.model}: {why} (docs/cache-kinds.md)",
+                reason="MODEL_UNSUPPORTED",
+            ) from error
 
     def _open_for_jobs(self, info: EngineInfo, endpoint: Endpoint, llm: AsyncLLM) -> None:
         config, num_ranks = self._config, info.num_ranks

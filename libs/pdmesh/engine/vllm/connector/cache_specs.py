@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pdmesh.core.kv.layout.cache_groups import CacheGroups
+from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -20,12 +21,12 @@ _REMEDY = "engine_args.disable_hybrid_kv_cache_manager may make its layers alike
 
 
 def groups_of(config: KVCacheConfig, block_size: int) -> CacheGroups:
-    """Raises ValueError that names a kind of cache that the mesh cannot move."""
+    """Raises CannotMoveKv that names a kind of cache that the mesh cannot move."""
     windows: list[int] = []
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         if spec.block_size != block_size:
-            raise ValueError(
+            raise CannotMoveKv(
                 f"a cache group of this model has blocks of {spec.block_size} tokens, another of "
                 f"{block_size}: {_REMEDY}"
             )
@@ -53,4 +54,4 @@ def _window(spec: KVCacheSpec) -> int:
         return 0
     if type(spec) is SlidingWindowSpec:
         return int(spec.sliding_window + spec.extra_retained_tokens)
-    raise ValueError(f"the mesh moves no KV of vLLM's {type(spec).__name__}: {_REMEDY}")
+    raise CannotMoveKv(f"the mesh moves no KV of vLLM's {type(spec).__name__}: {_REMEDY}")

@@ -20,6 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pdmesh.core.kv.layout.cache_groups import BlockLists
 from pdmesh.engine.vllm.connector.cache_specs import group_of_layers, groups_of
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
+from pdmesh.engine.vllm.connector.refusal import told_to_host
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
@@ -67,7 +68,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
-        groups = groups_of(kv_cache_config, vllm_config.cache_config.block_size)
+        told = self._kv_transfer_config.kv_connector_extra_config
+        with told_to_host(told["control_path"]):
+            groups = groups_of(kv_cache_config, vllm_config.cache_config.block_size)
         self._planner: HandoffPlanner | None = None
         self._lost: set[str] = set()  # requests that wait to be failed
         self._tiers: TierPlanner | None = None
@@ -75,7 +78,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             compile_with_drawn()
             self._planner = HandoffPlanner(groups)
-            if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
+            if told["tiers"]:
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)
             self._early = EarlyRequests(vllm_config.cache_config.block_size)
         else:
@@ -86,7 +89,6 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             if vllm_config.scheduler_config.async_scheduling:
                 keep_placeholders()
             parallel = vllm_config.parallel_config
-            told = self._kv_transfer_config.kv_connector_extra_config
             if vllm_config.speculative_config is not None:
                 count_proposed_tokens()
                 if told["device"] == "cpu":
@@ -212,7 +214,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM has the layers by cache group; the worker gets them as the model computes them."""
         order = list(self._vllm_config.compilation_config.static_forward_context)
         in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=order.index)}
-        self.worker.start(in_order, kv_facts(self._vllm_config, in_order))
+        told = self._kv_transfer_config.kv_connector_extra_config
+        with told_to_host(told["control_path"]):
+            self.worker.start(in_order, kv_facts(self._vllm_config, in_order))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins; vLLM calls `start_load_kv` after its forward unless it awaits a load."""

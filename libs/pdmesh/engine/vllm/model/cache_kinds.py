@@ -21,6 +21,12 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool) -> None:
             "vLLM caches no prefixes of it, and the mesh moves none (docs/cache-kinds.md)",
             reason="MODEL_UNSUPPORTED",
         )
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        raise EngineMisconfigured(
+            f"{model.served_model_name} has layers that use the KV of other layers: the mesh moves "
+            "the KV that each layer keeps for itself (docs/cache-kinds.md)",
+            reason="MODEL_UNSUPPORTED",
+        )
     if (feature := without_kv(model)) is not None:
         raise EngineMisconfigured(
             f"{model.served_model_name} has {feature}: the mesh moves KV by token and no other "

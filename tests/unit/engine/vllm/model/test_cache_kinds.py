@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, without_kv
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineMisconfigured
 
 
 def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
@@ -57,14 +57,31 @@ def test_a_model_with_another_state_is_refused_in_a_line_that_names_it(
     facts: dict[str, object], feature: str
 ) -> None:
     assert without_kv(model(**facts)) == feature
-    with pytest.raises(EngineFailed, match=rf"^m has {feature}: .*docs/cache-kinds\.md") as caught:
+    with pytest.raises(
+        EngineMisconfigured, match=rf"^m has {feature}: .*docs/cache-kinds\.md"
+    ) as caught:
         check_cache_kinds(model(**facts), reuses_prefixes=True)
     assert caught.value.reason == "MODEL_UNSUPPORTED"
     assert "\n" not in str(caught.value)
 
 
+def test_layers_that_use_the_kv_of_others_are_refused_and_a_model_that_could_have_some_is_not() -> (
+    None
+):
+    """Gemma 3n has them; models of its family may have none."""
+    check_cache_kinds(
+        model(hf_text_config=SimpleNamespace(num_kv_shared_layers=0)), reuses_prefixes=True
+    )
+    shares = model(hf_text_config=SimpleNamespace(num_kv_shared_layers=15))
+    with pytest.raises(EngineMisconfigured, match=r"^m has layers that use the KV of o") as told:
+        check_cache_kinds(shares, reuses_prefixes=True)
+    assert told.value.reason == "MODEL_UNSUPPORTED"
+
+
 def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> None:
     """Of such a model (prefix LM, R-SWA), vLLM caches no prefixes although it was asked to."""
-    with pytest.raises(EngineFailed, match="depends on more than the tokens before it") as caught:
+    with pytest.raises(
+        EngineMisconfigured, match="depends on more than the tokens before it"
+    ) as caught:
         check_cache_kinds(model(), reuses_prefixes=False)
     assert caught.value.reason == "MODEL_UNSUPPORTED"

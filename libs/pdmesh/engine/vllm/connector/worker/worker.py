@@ -17,6 +17,7 @@ from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
+from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout, with_windows
@@ -91,13 +92,16 @@ class HandoffWorker:
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
         """Open the agent over the allocated cache and greet the host.
 
-        `kv_caches` are in the order in which the model computes the layers.
+        `kv_caches` are in the order in which the model computes the layers. Raises CannotMoveKv.
         """
         is_opaque = self._config["device"] == "cpu"
-        mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
-        layout = read_layout(
-            kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
-        )
+        try:
+            mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
+            layout = read_layout(
+                kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
+            )
+        except ValueError as error:
+            raise CannotMoveKv(str(error)) from error
         group_of = [self._group(name) for name in kv_caches]
         windows = [self._groups.windows[group] for group in group_of]
         block_size = self._groups.block_size
@@ -149,11 +153,11 @@ class HandoffWorker:
         )
 
     def _group(self, layer_name: str) -> int:
-        """Raises ValueError for a layer that uses another layer's cache, of an unknown group."""
+        """Raises CannotMoveKv for a layer that uses another layer's cache, of an unknown group."""
         if len(self._groups) == 1:
             return 0
         if layer_name not in self._group_of:
-            raise ValueError(f"{layer_name} has no cache group of its own")
+            raise CannotMoveKv(f"{layer_name} has no cache group of its own")
         return self._group_of[layer_name]
 
     def _open_agent(self) -> str:
