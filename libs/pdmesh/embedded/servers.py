@@ -70,6 +70,10 @@ class Server(Protocol):
 
     async def is_ready(self) -> bool: ...
 
+    async def is_alive(self) -> bool:
+        """Whether the process answers at all; one that does not may be killed."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -114,6 +118,26 @@ class NatsServer:
         connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
         return await _says(connecting, b"", b"INFO ")
 
+    async def is_alive(self) -> bool:
+        """With TLS, whether it answers a handshake: certificates that do not fit are no reason to
+        kill it.
+        """
+        if self._tls_dir is None:
+            return await self.is_ready()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                _, writer = await asyncio.open_connection(
+                    self._port.host, self._port.port, ssl=context
+                )
+        except ssl.SSLError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
     def close(self) -> None:
         self._port.close()
 
@@ -144,6 +168,9 @@ class ValkeyServer:
 
     async def is_ready(self) -> bool:
         return await _says(asyncio.open_unix_connection(self._socket), b"PING\r\n", b"+PONG")
+
+    async def is_alive(self) -> bool:
+        return await self.is_ready()
 
     def close(self) -> None:
         self._socket.unlink(missing_ok=True)

@@ -1,36 +1,59 @@
-"""The certificates of a mesh that `pdmesh up --tls` starts, made anew at each start: one for each
-process, and one for commands on this machine.
+"""The certificates of a mesh that `pdmesh up --tls` starts, made anew at each start and when two
+thirds of their life are over: one for each process, and one for commands on this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from pdmesh.core.identity import OPERATOR, ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
-from pdmesh.net.tls.authority import Authority
+from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
 from pdmesh.net.tls.folder import CertificateFolder
 
 _NATS: Final = ProcessIdentity("nats", "nats")
 _COMMANDS: Final = ProcessIdentity(OPERATOR, "local")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+_RENEWED_AFTER: Final = timedelta(days=CERTIFICATE_DAYS * 2 / 3)
 
 
 class MeshCertificates:
     """Raises BadCertificates, OSError."""
 
-    def __init__(self, root: Path, processes: Iterable[ProcessSpec], inner_host: str) -> None:
-        authority = Authority.opened(root)
+    def __init__(
+        self,
+        root: Path,
+        processes: Iterable[ProcessSpec],
+        inner_host: str,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._root, self._names, self._now = root, (*_LOCAL, inner_host), now
         others = (ProcessIdentity(p.service, p.name) for p in processes)
-        for identity in (_COMMANDS, _NATS, *others):
-            authority.issue(identity, folder_of(root, identity), (*_LOCAL, inner_host))
+        self._identities = (_COMMANDS, _NATS, *others)
+        self._issue()
         self.of_commands = CertificateFolder(folder_of(root, _COMMANDS))
         self._of_nats = CertificateFolder(nats_folder(root))
         self._read_by_nats = self._of_nats.latest()
 
-    def is_renewal_due(self) -> bool:
+    def renew(self) -> None:
+        """Replace all certificates if less than a third of their life is left.
+
+        Raises BadCertificates, OSError; the next call tries again.
+        """
+        if self._now() >= self._renew_at:
+            self._issue()
+
+    def _issue(self) -> None:
+        issued_at = self._now()
+        authority = Authority.opened(self._root)
+        for identity in self._identities:
+            authority.issue(identity, folder_of(self._root, identity), self._names)
+        self._renew_at = issued_at + _RENEWED_AFTER
+
+    def has_nats_a_new_one(self) -> bool:
         """Whether NATS has a new certificate. It reads the files only when it is told to."""
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats

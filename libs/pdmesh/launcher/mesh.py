@@ -408,7 +408,7 @@ class Mesh:
         while True:
             for chore in (
                 self._bound_logs,
-                self._renew_certificate_of_nats,
+                self._renew_certificates,
                 self.health.kill_silent,
                 self.health.note_ready,
             ):
@@ -419,8 +419,11 @@ class Mesh:
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
 
-    async def _renew_certificate_of_nats(self) -> None:
-        if self._certificates is not None and self._certificates.is_renewal_due():
+    async def _renew_certificates(self) -> None:
+        if self._certificates is None:
+            return
+        self._certificates.renew()
+        if self._certificates.has_nats_a_new_one():
             with contextlib.suppress(KeyError):  # there is none, or it is just starting
                 self.supervisor.signal("nats", signal.SIGHUP)
 

@@ -72,6 +72,6 @@ class ProcessHealth:
 
     async def _is_live(self, name: str) -> bool:
         if name in self._servers:
-            return await self._servers[name].is_ready()
+            return await self._servers[name].is_alive()
         address = self.ops_address(name)
         return not address or await probe.is_live(address)

@@ -20,6 +20,7 @@ from nats.errors import Error as NatsError
 from pdmesh.embedded.servers import NatsServer
 from pdmesh.errors import MeshError, Unavailable
 from pdmesh.kv.index.redis_index import RedisIndex
+from pdmesh.launcher.process_health import ProcessHealth
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tasks import end
 from pdmesh.net.tls.folder import CertificateFolder
@@ -259,6 +260,30 @@ async def test_connections_to_nats_use_new_certificates_of_a_new_authority(
     await until(lambda: bus.is_connected)
     assert not await _reaches(nats.url, ours.issue("gateway", "g-1"))
     await bus.close()
+
+
+@pytest.mark.parametrize("damage", ["expired", "another's key", "none"])
+async def test_nats_is_not_killed_for_certificates_that_do_not_fit(
+    tmp_path: Path, ours: TestAuthority, damage: str
+) -> None:
+    """Its open connections go on, and a restart would end them and not mend the files."""
+    directory, folder = tmp_path / "nats", ours.issue("nats", "nats", names=[HOST])
+    server = NatsServer(directory, tls_dir=folder)
+    supervisor: Any = None  # for services, which have no part in this
+    health = ProcessHealth(supervisor, {"nats": server}, lambda _: None)
+    async with running(server, directory) as nats:
+        assert await server.is_ready()
+        if damage == "expired":
+            ours.issue("nats", "nats", names=[HOST], days=-1)
+        elif damage == "none":
+            (folder / "tls.crt").unlink()
+        else:
+            (folder / "tls.key").write_bytes((ours.issue("nats", "b") / "tls.key").read_bytes())
+        assert not await server.is_ready()
+        await until(lambda: health._is_live("nats"), 30)
+        nats.pause()
+        assert not await health._is_live("nats")
+        nats.resume()
 
 
 # --- Redis ----------------------------------------------------------------------------------------
