@@ -277,6 +277,35 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
         await idle(prefill, decode)
 
 
+@pytest.mark.req("S1", "S3", "S77")
+async def test_a_window_alone_is_handed_over_and_a_spoilt_one_is_seen(tmp_path: Path) -> None:
+    """Of layers that all have a window, nothing else moves. The decode spoils its later pulls."""
+    rng, lengths = random.Random(23), (90, 101, 133, 200, 260, 310)
+    cases = [Case(tuple(rng.choices(VOCABULARY, k=n)), 8) for n in lengths]
+    (folder := tmp_path / "model").mkdir()
+    model_dir = write_tiny_mistral(folder)
+    with plain_vllm(
+        model_dir, cases, tmp_path, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+    ) as plain:
+        todo, expected = plain.decided(cases)
+    assert len(todo) > len(cases) // 2
+    first_spoilt = len(todo) + 1
+    spoiling = replace(
+        config(model_dir, "decode-spoils", 9), failpoints=f"decode.pulled=zero-kv@{first_spoilt}+"
+    )
+    async with (
+        running(config(model_dir, "prefill-alone", 8)) as prefill,
+        running(spoiling) as decode,
+    ):
+        run = Pair(prefill, decode, salt="whole")
+        assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+        assert (run.num_handed_over, run.num_computed_at_decode) == (len(todo), 0)
+        again = Pair(prefill, decode, salt="spoilt")
+        got = await generate_all(again.generate, todo, 1)
+        assert len(differences(expected, got)) > len(todo) // 2
+        await idle(prefill, decode)
+
+
 _FEW_LAYERS = {"num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 1000}
 _SHARES = {
     "num_kv_shared_layers": 2,
