@@ -118,7 +118,14 @@ class Master:
             self.index,
             self._leadership,
         )
-        app.add_routes(page_routes(self._control.servicer, has_token=bool(admin_token)))
+        is_secure = settings.tls_dir is not None and not settings.insecure_network
+        app.add_routes(
+            page_routes(
+                self._control.servicer,
+                has_token=bool(admin_token),
+                only_host=settings.inner_host if is_secure else None,
+            )
+        )
         self._scenario_feed = ScenarioFeed(
             self.scenarios,
             self._control.windows,

@@ -3,6 +3,9 @@
 A call is POST /admin/<method> with a JSON request. Before a page of another site sends such a
 request here, the browser asks for permission, which it never gets. Without a token, the request's
 host must also be an address of this machine, so that no foreign name leads here.
+
+The port is not encrypted and asks for no certificate. So where gRPC asks for an operator's, calls
+here are served only from this machine.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from starlette.routing import Route
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
 from pdmesh.net.loopback import is_loopback
+from pdmesh.services.master_scheduler.admin.access import is_local
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.v1 import admin_service_pb2
 
@@ -41,6 +45,13 @@ _HEADERS: Final = {
 }
 
 
+_LOCAL_ONLY: Final = (
+    "with PDMESH_TLS_DIR this page serves only calls from this machine: tunnel to its port "
+    "(ssh -L, kubectl port-forward), use pdmesh with an operator's certificate, or set "
+    "PDMESH_INSECURE_NETWORK=true on a network that you trust"
+)
+
+
 class _Caller:
     """The part of a gRPC context that the servicer uses."""
 
@@ -54,6 +65,9 @@ class _Caller:
         """Browsers show no certificate of the mesh."""
         return {}
 
+    def host(self) -> str:
+        return self._request.client.host if self._request.client is not None else ""
+
     def peer(self) -> str:
         client = self._request.client
         if client is None:
@@ -62,7 +76,12 @@ class _Caller:
         return f"ipv{6 if ':' in client.host else 4}:{host}:{client.port}"
 
 
-def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
+def page_routes(
+    servicer: AdminServicer, *, has_token: bool, only_host: str | None = None
+) -> list[Route]:
+    """`only_host`: serve only callers on this machine, whose address is this one or a loopback one;
+    None: serve all.
+    """
     reading = asyncio.Semaphore(_MAX_READING)
 
     async def call(request: Request) -> Response:
@@ -72,6 +91,8 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
             if method is None:
                 return _error(InvalidRequest("there is no such method"), 404)
             caller: Any = _Caller(request)
+            if only_host is not None and not _is_here(caller, only_host):
+                raise NotAllowed(_LOCAL_ONLY)
             servicer.check_access(caller)  # before anything is read
             empty = GetMessageClass(method.input_type)()
             async with reading:
@@ -98,6 +119,10 @@ def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
         return Route("/" if name == "page.html" else f"/{name}", shown)
 
     return [*map(show, _TYPES), Route("/admin/{method}", call, methods=["POST"])]
+
+
+def _is_here(caller: _Caller, own_host: str) -> bool:
+    return is_local(caller.peer()) or caller.host() == own_host.strip("[]")
 
 
 def _check_origin(request: Request, *, has_token: bool) -> None:

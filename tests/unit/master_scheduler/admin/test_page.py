@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.sites.master_site import CHAT, Site
@@ -32,9 +33,15 @@ async def site() -> AsyncIterator[Site]:
 
 
 def browser(
-    site: Site, *, has_token: bool = False, client: str = "127.0.0.1", url: str = HERE
+    site: Site,
+    *,
+    has_token: bool = False,
+    only_host: str | None = None,
+    client: str = "127.0.0.1",
+    url: str = HERE,
 ) -> httpx.AsyncClient:
-    app = Starlette(routes=page_routes(site.admin, has_token=has_token))
+    routes = page_routes(site.admin, has_token=has_token, only_host=only_host)
+    app = Starlette(routes=routes)
     transport = httpx.ASGITransport(app, client=(client, 4711))
     return httpx.AsyncClient(transport=transport, base_url=url)
 
@@ -101,6 +108,26 @@ async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_t
         )
         assert status == 403
         assert says in answer["error"]["message"]
+
+
+async def test_with_mutual_tls_calls_of_other_machines_are_refused_even_with_the_token(
+    site: Site,
+) -> None:
+    """The port asks for no certificate, and who reads the network would have the token."""
+    token = "a-token-of-16-characters"
+    site.admin._access = AdminAccess(token)
+    headers = JSON | {"authorization": f"Bearer {token}"}
+    statuses = {}
+    for only in ("10.0.0.5", None):
+        for client in ("127.0.0.1", "::1", "10.0.0.5", "10.0.0.7", "2001:db8::7"):
+            async with browser(site, has_token=True, only_host=only, client=client) as each:
+                status, answer = await ask(each, "ListGroupStates", headers)
+                statuses[only, client] = status
+                if status != 200:
+                    assert "with PDMESH_TLS_DIR this page serves only" in answer["error"]["message"]
+    refused = [case for case, status in statuses.items() if status == 403]
+    assert refused == [("10.0.0.5", "10.0.0.7"), ("10.0.0.5", "2001:db8::7")]
+    assert set(statuses.values()) == {200, 403}
 
 
 async def test_the_page_runs_no_script_but_its_own(site: Site) -> None:
