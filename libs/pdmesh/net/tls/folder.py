@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -43,10 +43,10 @@ class Certificates:
     """What the files held when they were read; PEM."""
 
     chain: bytes
-    key: bytes
+    key: bytes = field(repr=False)
     authorities: bytes
     identity: ProcessIdentity
-    expires_at: datetime
+    expires_at: datetime  # the first of the chain and its authority to end
 
 
 class CertificateFolder:
@@ -121,9 +121,15 @@ def read(folder: Path, now: datetime) -> Certificates:
     own = certificates[0]
     _check_time(folder / CERTIFICATE, own, now)
     _check_key(folder / KEY, key, own)
-    _check_issuers(folder, certificates, _parsed(folder / AUTHORITIES, authorities))
+    root = _issuer(folder, certificates, _parsed(folder / AUTHORITIES, authorities))
+    if now > root.not_valid_after_utc:
+        raise BadCertificates(
+            f"{folder / AUTHORITIES}: {root.subject.rfc4514_string()!r} expired at "
+            f"{root.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        )
     identity = _identity(folder / CERTIFICATE, own)
-    return Certificates(chain, key, authorities, identity, own.not_valid_after_utc)
+    expires_at = min(each.not_valid_after_utc for each in (*certificates, root))
+    return Certificates(chain, key, authorities, identity, expires_at)
 
 
 def _bytes(path: Path) -> bytes:
@@ -157,22 +163,24 @@ def _check_key(path: Path, pem: bytes, own: x509.Certificate) -> None:
         raise BadCertificates(f"{path} is not the key of {CERTIFICATE}")
 
 
-def _check_issuers(
+def _issuer(
     folder: Path, chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
-) -> None:
-    """TLS checks the chain again, and more strictly; this check names the file."""
+) -> x509.Certificate:
+    """The authority at the chain's end; of several that fit, the one that ends last.
+
+    TLS checks the chain again, and more strictly; this check names the file.
+    """
     current = chain[0]
-    for issuer in chain[1:]:
-        if any(_has_issued(authority, current) for authority in authorities):
-            return
-        if not _has_issued(issuer, current):
+    for issuer in (*chain[1:], None):
+        if found := [each for each in authorities if _has_issued(each, current)]:
+            return max(found, key=lambda each: each.not_valid_after_utc)
+        if issuer is None or not _has_issued(issuer, current):
             break
         current = issuer
-    if not any(_has_issued(authority, current) for authority in authorities):
-        raise BadCertificates(
-            f"{folder / CERTIFICATE} was issued by {current.issuer.rfc4514_string()!r}, which is "
-            f"not in {AUTHORITIES}"
-        )
+    raise BadCertificates(
+        f"{folder / CERTIFICATE} was issued by {current.issuer.rfc4514_string()!r}, which is "
+        f"not in {AUTHORITIES}"
+    )
 
 
 def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:

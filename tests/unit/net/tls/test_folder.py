@@ -149,3 +149,21 @@ def test_a_chain_with_an_authority_in_between_is_accepted(
     with (folder / "ca.crt").open("ab") as authorities:  # two roots, while one replaces the other
         authorities.write(root.read_bytes())
     assert CertificateFolder(folder).latest()
+
+
+@pytest.mark.parametrize(("days", "is_usable"), [(0.5, True), (-1, False)])
+def test_the_end_of_the_authority_counts_as_the_certificate_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: float, is_usable: bool
+) -> None:
+    """TLS accepts nothing of an authority that has ended."""
+    monkeypatch.setattr("pdmesh.net.tls.authority._AUTHORITY_DAYS", days)
+    folder = TestAuthority(tmp_path / "short").issue("prefill", "p-0", days=1)
+    if is_usable:
+        assert 0 < CertificateFolder(folder).seconds_left() <= 43_200
+        return
+    with pytest.raises(BadCertificates, match=r"ca\.crt: .*short.* expired at 20"):
+        CertificateFolder(folder)
+
+
+def test_a_key_is_not_shown(folder: Path) -> None:
+    assert "PRIVATE KEY" not in repr(CertificateFolder(folder).latest())
