@@ -83,7 +83,7 @@ class Authority:
         names: Sequence[str] = (),
         days: float = CERTIFICATE_DAYS,
     ) -> None:
-        """Write a new certificate and key, and this authority, into the folder. Raises OSError.
+        """Write a new certificate and key into the folder, and add this authority. Raises OSError.
 
         `names`: DNS names and IP addresses under which others reach the process. A negative number
         of days makes a certificate that has expired.
@@ -107,10 +107,26 @@ class Authority:
         )
         write_atomically(folder / KEY, _key_pem(key).decode())
         write_atomically(folder / CERTIFICATE, certificate.public_bytes(Encoding.PEM).decode())
-        write_atomically(folder / AUTHORITIES, self._pem().decode())
+        write_atomically(folder / AUTHORITIES, self._pem().decode() + _others(folder, self))
 
     def _pem(self) -> bytes:
         return self.certificate.public_bytes(Encoding.PEM)
+
+
+def _others(folder: Path, own: Authority) -> str:
+    """The folder's other authorities, in PEM, until they end: others may still have their
+    certificates while one authority replaces another.
+    """
+    try:
+        found = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    now = datetime.now(UTC)
+    return "".join(
+        each.public_bytes(Encoding.PEM).decode()
+        for each in dict.fromkeys(found)
+        if each != own.certificate and each.not_valid_after_utc > now
+    )
 
 
 def _subject(identity: ProcessIdentity) -> x509.Name:

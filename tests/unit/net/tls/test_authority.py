@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from pdmesh.core.identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
 from pdmesh.net.tls.authority import Authority
 from tests.support.sites.certificates import TestAuthority
@@ -75,3 +76,17 @@ def test_a_key_of_another_authority_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b/ca.key").rename(tmp_path / "a/ca.key")
     with pytest.raises(BadCertificates, match="is not the key"):
         Authority.opened(tmp_path / "a")
+
+
+def test_a_new_certificate_leaves_the_other_authorities_until_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an authority is replaced, others still have certificates of the old one."""
+    old, new = (TestAuthority(tmp_path / name).authority for name in ("old", "new"))
+    monkeypatch.setattr("pdmesh.net.tls.authority._AUTHORITY_DAYS", -1)
+    ended = TestAuthority(tmp_path / "ended").authority
+    folder, identity = tmp_path / "p-0", ProcessIdentity("prefill", "p-0")
+    for each in (ended, old, new, new):
+        each.issue(identity, folder, days=1)
+    trusted = x509.load_pem_x509_certificates((folder / "ca.crt").read_bytes())
+    assert trusted == [new.certificate, old.certificate]
