@@ -10,6 +10,7 @@ neighbours.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import structlog
@@ -30,6 +31,9 @@ structlog.configure(
 )
 os.environ["PDMESH_MESH_TOKEN"] = MESH_TOKEN = "of-the-tests-and-no-other-mesh"
 rpc.use_mesh_token(MESH_TOKEN)
+
+# A shell's background job ignores ctrl-C, and so would every command that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _BUSY, derandomize=True, print_blob=True)

@@ -46,6 +46,7 @@ from pdmesh.launcher.spec import MeshSpec
 T = TypeVar("T")
 
 _RST: Final = struct.pack("ii", 1, 0)
+_LOOK_S: Final = 0.02  # between two looks at how many requests there were
 _GIVE_UP_SHARE: Final = 0.4
 _CLIENT_TIMEOUT_S: Final = 60.0
 # Covers a ticket lease (10 s), a registry lease (3 s) and the detection of a killed peer.
@@ -227,10 +228,15 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _kill_often(mesh: Mesh, every_s: float, report: Report, mapped: set[str]) -> None:
-    """Kill two instances again and again; `mapped` gets the shared memory that they had."""
+async def _kill_often(mesh: Mesh, every: int, report: Report, mapped: set[str]) -> None:
+    """Kill two instances in turns, each time after `every` further requests.
+
+    `mapped` gets the shared memory that they had.
+    """
     for name in _alternate("prefill-1", "decode-1"):
-        await asyncio.sleep(every_s)
+        kill_at = report.num_requests + every
+        while report.num_requests < kill_at:
+            await asyncio.sleep(_LOOK_S)
         with contextlib.suppress(KeyError):
             mapped |= shared_memory(mesh.pid(name))
             mesh.kill(name, signal.SIGKILL)
@@ -320,7 +326,7 @@ def _of_processes(mesh: Mesh) -> tuple[dict[str, int], dict[str, float]]:
 
 
 async def leak_test(
-    mesh: Mesh, *, count: int, concurrency: int, kill_every_s: float, seed: int
+    mesh: Mesh, *, count: int, concurrency: int, kill_every: int, seed: int
 ) -> Report:
     report = Report()
     warm = Report()
@@ -330,7 +336,7 @@ async def leak_test(
     outside, (files, rss) = await _outside(mesh, ()), _of_processes(mesh)
     blocks, engine_blocks = _free_blocks(mesh, _RESERVED), _free_blocks(mesh, _HELD)
     started = time.monotonic()
-    killer = asyncio.create_task(_kill_often(mesh, kill_every_s, report, mapped))
+    killer = asyncio.create_task(_kill_often(mesh, kill_every, report, mapped))
     try:
         await Clients(mesh.http_url, report, seed).run(count, concurrency)
     finally:
@@ -383,7 +389,7 @@ async def _main(arguments: argparse.Namespace) -> int:
                 mesh,
                 count=arguments.requests,
                 concurrency=arguments.concurrency,
-                kill_every_s=arguments.kill_every_s,
+                kill_every=arguments.kill_every,
                 seed=arguments.seed,
             )
     text = as_markdown(report)
@@ -391,7 +397,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         about = (
             f"{arguments.concurrency} clients of two gateways (whole model, layer by layer), two "
-            f"prefills and two decodes on sim; every {arguments.kill_every_s:.0f} s "
+            f"prefills and two decodes on sim; after every {arguments.kill_every} requests "
             "prefill-1 or decode-1 is killed in turns. Host pools of 8 MiB, a file store of 12 "
             "MiB, prompts of 17 MiB. What the processes hold, and what "
             f"is outside of them, is read when nothing is under way any more (I4)."
@@ -453,7 +459,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--concurrency", type=int, default=48)
-    parser.add_argument("--kill-every-s", type=float, default=15.0)
+    parser.add_argument("--kill-every", type=int, default=5000, help="requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write this .md and .json")
     return asyncio.run(_main(parser.parse_args(argv)))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.sites.command import Pdmesh, pdmesh
+from tests.support.waiting import wait_until
 
 __all__ = ["pdmesh"]
 
@@ -63,11 +64,18 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     assert code == 1
     assert re.search("upgrade of default: (going|went) back", said), said
     assert "BAD_OPTION" in said
+    wait_until(lambda: "went back" in pdmesh.run("rollout", "status").stderr)
 
     code, said = applied(pdmesh, file, groups(9), "--timeout", "5")  # more than there are
     assert code == 1
     assert "they wait for 4 more" in said
-    assert "not rolled out after 5 s: 0 of 1 groups are as they shall be; chat" in said
+    assert "not rolled out after 5 s: " in said
+
+    def is_seen() -> bool:
+        late = pdmesh.run("rollout", "status", "--timeout", "2")
+        return "0 of 1 groups are as they shall be; chat" in late.stderr
+
+    wait_until(is_seen)
 
     back = pdmesh.run("rollback", "2", "--wait")
     assert back.returncode == 0, back.stderr

@@ -105,7 +105,7 @@ async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_block
     mesh: Mesh,
 ) -> None:
     """The index learns of stored blocks from events, so it may take a moment; then every repeat
-    hits.
+    hits, unless the master answers so late that the gateway ranks by itself.
     """
     ai = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none")
     prompt = prompt_of(500)
@@ -116,9 +116,11 @@ async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_block
         details = answer.usage.prompt_tokens_details
         return (details.cached_tokens if details else 0) or 0
 
+    async def all_hit() -> bool:
+        return [await cached() for _ in range(8)] == [448] * 8  # 7 full blocks of 64
+
     assert await cached() == 0
-    await until(cached)
-    assert [await cached() for _ in range(8)] == [448] * 8  # 7 full blocks of 64
+    await until(all_hit)
     await ai.close()
 
 

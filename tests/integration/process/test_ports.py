@@ -50,7 +50,7 @@ class Port:
 def named_ports(spec: MeshSpec) -> set[Port]:
     """The ports that the table names for a mesh of this spec."""
     text = (ROOT / "docs/security.md").read_text()
-    section = text.partition(HEADING)[2].partition("\n## ")[0]
+    section = text.partition(HEADING)[2].partition("\n##")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|[^|]*\|$", section, re.MULTILINE)
     hosts = {"`--host`": spec.host, "`--inner-host`": spec.inner_host}
     return {

@@ -142,8 +142,8 @@ class Engine:
             is_known = end < self.prompts[key] + num_drawn.get(key, 0)
             sampled.append([] if is_known else [token(key, end)])
         for save in step.kv_connector_metadata.tiers.saves:
-            first = len(save.names) - len(save.block_ids)
-            for index, block_id in enumerate(save.block_ids, first):
+            (block_ids,) = save.block_ids  # its model has one cache group
+            for index, block_id in enumerate(block_ids, len(save.names) - len(block_ids)):
                 (key,) = (
                     key
                     for key in step.num_scheduled_tokens
