@@ -11,3 +11,9 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached every thread; on a busy machine, some go on for a while."""
+    stats = [thread / "stat" for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.read_text().rsplit(")", 1)[1].split()[0] == "T" for stat in stats)

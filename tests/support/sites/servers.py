@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pdmesh.embedded import child
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
+from tests.support.sites.processes import is_stopped
+from tests.support.waiting import wait_until
 
 
 class TestServer:
@@ -45,7 +47,9 @@ class TestServer:
 
     def pause(self) -> None:
         assert self._process is not None
+        pid = self._process.pid
         self._process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(pid))
 
     def resume(self) -> None:
         assert self._process is not None
