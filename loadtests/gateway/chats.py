@@ -1,5 +1,5 @@
 """What a conversation reuses of its earlier turns: only full blocks, or also the partial block that
-it continues (S103, S104).
+it continues (S103, S104), and with prefill and decode apart the answers, too (ADR 0041).
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-21
 
@@ -55,16 +55,21 @@ class Variant:
     step: int
     num_prefill: int
     num_fusion: int
+    pools: str = ""  # with host pools and peers; and then whether answers are given to prefill
 
 
-VARIANTS: Final = tuple(
-    Variant(name, start, step, num_prefill, 1 - num_prefill)
-    for num_prefill in (1, 0)
-    for name, start, step in (
-        ("whole blocks", 208, 0),
-        ("tails, 208/4", 208, 4),
-        ("tails, 16/4", 16, 4),
-    )
+VARIANTS: Final = (
+    *(
+        Variant(name, start, step, num_prefill, 1 - num_prefill)
+        for num_prefill in (1, 0)
+        for name, start, step in (
+            ("whole blocks", 208, 0),
+            ("tails, 208/4", 208, 4),
+            ("tails, 16/4", 16, 4),
+        )
+    ),
+    Variant("whole blocks, pools", 208, 0, 1, 0, "false"),
+    Variant("whole blocks, pools, answers", 208, 0, 1, 0, "true"),
 )
 
 
@@ -82,6 +87,12 @@ class Row:
 
 
 def _spec(variant: Variant) -> MeshSpec:
+    pools = {
+        "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must cost something, or no pool is used
+        "PDMESH_KV_HOST_POOL_BYTES": str(64 << 20),
+        "PDMESH_KV_PEER_POOLS": "true",
+        "PDMESH_GATEWAY_GIVE_ANSWER_KV": variant.pools,
+    }
     return MeshSpec(
         engine="sim",
         num_prefill=variant.num_prefill,
@@ -94,7 +105,8 @@ def _spec(variant: Variant) -> MeshSpec:
             "PDMESH_SIM_EOS_PERIOD": "0",
             "PDMESH_KV_TAIL_START": str(variant.start),
             "PDMESH_KV_TAIL_STEP": str(variant.step),
-        },
+        }
+        | (pools if variant.pools else {}),
     )
 
 
@@ -161,7 +173,9 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
         "one after another, blocks of 64 tokens,"
         f" answers of {_ANSWER_TOKENS}.\n"
         "- Tokens per turn after the first. With prefill and decode apart, prefill has the "
-        "earlier prompts and not the answers.\n"
+        "earlier prompts and not the answers, unless they are given to it. The variants with "
+        "pools compute at the speed of the law `smollm2-cpu`, the others at no cost. Each turn "
+        "follows the answer before it at once.\n"
         f"- {describe_machine()}\n\n" + table(head, body) + "\n"
     )
 

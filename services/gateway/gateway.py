@@ -28,6 +28,7 @@ from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.parsing.early_start import EarlyStart
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess
+from pdmesh.services.gateway.request.answer_kv import AnswerKv
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher
@@ -96,6 +97,7 @@ class Gateway:
             kv_transfer=settings.kv_transfer_of,
             parsers=parsers,
             images=_images(settings),
+            answer_kv=AnswerKv(self.fleet, self.sessions, is_on=settings.give_answer_kv),
         )
         self.frontend = Frontend(
             shared,

@@ -216,6 +216,11 @@ class Settings(ServiceSettings):
         description="KV goes to decode after prefill (whole), or each layer as it is computed "
         "(per_layer)",
     )
+    give_answer_kv: bool = shared(
+        True,
+        description="After a chat's answer, prefill fetches its KV from decode's host pool if "
+        "that saves time; needs KV_PEER_POOLS",
+    )
     kv_transfer_by_scenario: dict[str, TransferMode] = shared(
         {}, description='Scenarios with a different kv_transfer, as JSON: {"long": "per_layer"}'
     )

@@ -419,6 +419,19 @@ class KvPeer:
     addresses: tuple[str, ...] = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Blocks of a chain that a peer's host pool holds, and that a prompt may soon need.
+
+    `chance`: how likely that is, from 0 to 1.
+    """
+
+    names: tuple[bytes, ...]
+    cache_salt: str
+    peer: KvPeer
+    chance: float
+
+
 @dataclass(slots=True)
 class EngineStats:
     """`num_signs` grows while the engine computes, even within a long step, or loads an adapter.
@@ -493,6 +506,13 @@ class Engine(Protocol):
         """Evict no block of these prefixes from the tiers below the engine's own blocks.
 
         They replace the prefixes of the last call.
+        """
+        ...
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Bring a peer's blocks into the tiers below the engine's own, if that saves time.
+
+        An engine without tiers ignores it.
         """
         ...
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
-from pdmesh.engine.base import DecodeJob, KvPeer, PrefillJob
+from pdmesh.engine.base import DecodeJob, KvPeer, Prefetch, PrefillJob
 from pdmesh.errors import AdapterUnusable, KvTransferFailed
 
 
@@ -38,6 +38,9 @@ class NoKv:
         """There is no connection."""
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """There are no tiers."""
+
+    def prefetch(self, wanted: Prefetch) -> None:
         """There are no tiers."""
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:

@@ -157,6 +157,7 @@ class Command(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     ENCODE_FIELD_NUMBER: _builtins.int
     EMBEDDED_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -175,6 +176,8 @@ class Command(_message.Message):
     def encode(self) -> Global___Encode: ...
     @_builtins.property
     def embedded(self) -> Global___Embedded: ...
+    @_builtins.property
+    def prefetch(self) -> Global___Prefetch: ...
     def __init__(
         self,
         *,
@@ -187,12 +190,13 @@ class Command(_message.Message):
         pool: Global___Pool | None = ...,
         encode: Global___Encode | None = ...,
         embedded: Global___Embedded | None = ...,
+        prefetch: Global___Prefetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool", "encode", "embedded"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool", "encode", "embedded", "prefetch"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -589,6 +593,52 @@ class Embedded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Embedded: _TypeAlias = Embedded  # noqa: Y015
+
+@_typing.final
+class Prefetch(_message.Message):
+    """Bring blocks from a peer's host pool into this instance's before a prompt needs them, if that is expected to save time. Sent
+    to the prefill of a chat when its answer has ended. Belongs to no leg; never answered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    KV_ADDRESSES_FIELD_NUMBER: _builtins.int
+    CHANCE_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    """as in Prefill"""
+    chance: _builtins.float
+    """that a prompt needs them: 0 to 1"""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """a run of a chain; 16 bytes each; those after the first 1024 are ignored"""
+
+    @_builtins.property
+    def peer(self) -> _common_pb2.PeerRef:
+        """that holds them"""
+
+    @_builtins.property
+    def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the peer"""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        cache_salt: _builtins.str = ...,
+        peer: _common_pb2.PeerRef | None = ...,
+        kv_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        chance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "chance", b"chance", "kv_addresses", b"kv_addresses", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefetch: _TypeAlias = Prefetch  # noqa: Y015
 
 @_typing.final
 class Join(_message.Message):

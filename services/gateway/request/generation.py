@@ -52,6 +52,7 @@ from pdmesh.errors import ConstraintUnsatisfiable, ImageUnusable, MeshError, Ove
 from pdmesh.services.gateway.images.encoding import EncodeLeg, Encoder, find_encoder
 from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
+from pdmesh.services.gateway.request.answer_kv import AnswerKv
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.request.timings import Timings
@@ -95,6 +96,7 @@ class Collaborators:
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # for a scenario
     parsers: AnswerParsers
     images: Images
+    answer_kv: AnswerKv
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
 
 
@@ -332,6 +334,8 @@ class Generation:
         core = self.core
         reference = self._shared.fleet.reference(self._spec.base_model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
+        if not self.timings.asked and self.index == 0:
+            self._shared.answer_kv.prompted(self._spec, self.prompt)
         self.timings.asked = self.timings.asked or time.monotonic()
         self._shared.planner.ask(self, effect.plan, query, self._spec.tokenizer.vocabulary)
 
@@ -462,6 +466,11 @@ class Generation:
             encoding.end()
         self.timings.ended = time.monotonic()
         self._on_end()
+        if isinstance(effect, Complete):
+            core = self.core
+            self._shared.answer_kv.answered(
+                self._spec, self.prompt, core.emitted, core.prefill_id, core.decode_id
+            )
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -182,6 +182,10 @@ class FleetView:
         found = self._records.get(instance_id)
         return found if found is not None and found.incarnation == incarnation else None
 
+    def instance(self, instance_id: str) -> InstanceRecord | None:
+        """The present incarnation."""
+        return self._records.get(instance_id)
+
     def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
         """The encoders that may encode images for this instance, which computes prompts."""
         if not (self._encoders and record.fetches_embeddings):

@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 # Commands; beyond this number the instance counts as lost, because it does not read.
 _MAX_OUTBOX: Final = 8192
+_MAX_HINTED: Final = 256  # commands that wait; beyond this number hints are dropped
 _MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
@@ -123,6 +124,11 @@ class InstanceSession:
             self._open()
         self._outbox.append(command)
         self._has_commands.set()
+
+    def hint(self, command: Command) -> None:
+        """Send a command that belongs to no leg, unless the stream is broken or behind."""
+        if self._is_open and len(self._outbox) < _MAX_HINTED:
+            self.send(command)
 
     def forget(self, key: int) -> None:
         self._legs.pop(key, None)
@@ -305,6 +311,11 @@ class SessionPool:
             )
             found = self._sessions[key] = InstanceSession(record, hello, self._on_slots_freed)
         return found
+
+    def hint(self, record: InstanceRecord, command: Command) -> None:
+        """Send a command that belongs to no leg, if there is an open session to the instance."""
+        if (found := self._sessions.get((record.instance_id, record.incarnation))) is not None:
+            found.hint(command)
 
     def num_open(self, instance_id: str, incarnation: int) -> int:
         """The number of our legs on the instance; a broken stream counts as very busy."""

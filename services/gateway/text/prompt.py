@@ -84,6 +84,20 @@ class Prompt:
             self._hashes[key] = found
         return found
 
+    def answer_hashes(self, record: InstanceRecord, answer: Sequence[int]) -> list[bytes]:
+        """Hashes of the full blocks that the answer completes.
+
+        Its last token has no KV yet.
+        """
+        size, before = record.block_size, self.hashes(record)
+        if not size:
+            return []
+        begun = len(before) * size
+        fresh = self.tokens[begun:] + array("I", answer[:-1])
+        parent = before[-1] if before else b""
+        places = [(at - begun, digest) for at, digest in self._places if at >= begun]
+        return block_hashes(self.root(record.model_fingerprint), fresh, size, parent, places)
+
     def partial_blocks(
         self, record: InstanceRecord, stop_token_ids: Collection[int]
     ) -> list[partial_names.PartialBlockName]:

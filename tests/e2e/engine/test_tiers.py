@@ -18,7 +18,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.engine.base import (
+    Finished,
+    KvPeer,
+    Prefetch,
+    Prefilled,
+    PrefillJob,
+    Sampling,
+    Tokens,
+)
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
@@ -203,6 +211,47 @@ async def test_the_host_pool_of_another_engine_serves_the_blocks_that_it_compute
         )
         assert first.tier_counts["host", "lent"] >= second.tier_counts[SERVED_BY_PEER]
         await first.until_idle()
+
+
+async def test_a_prefill_reuses_the_kv_of_an_answer_that_its_decode_drew(tmp_path: Path) -> None:
+    """It is fetched after the answer. In the next turn, no full block of it is computed again."""
+    prefill = VllmConfig(
+        "prefill-answers",
+        1,
+        write_tiny_llama(tmp_path / "model"),
+        "tiny",
+        dtype="float32",
+        block_size=32,
+        kv_cache_bytes=LLAMA_BLOCK_BYTES * 2 * 20,
+        staging_bytes=16 << 20,
+        landing_bytes=16 << 20,
+        max_model_len=512,
+        tiers=TierConfig(64 << 20, timeout_s=20.0, uses_peers=True),
+        async_scheduling=ASYNC_SCHEDULING,
+    )
+    prompt = tuple(random.Random(37).choices(VOCABULARY, k=70))
+    sampling = Sampling(max_tokens=100, ignore_eos=True)
+    decode = replace(prefill, instance_id="decode-answers")
+    async with running(prefill) as first, running(decode) as second:
+        run = Pair(first, second, salt="answers")
+        answer = await run.generate(prompt, sampling)
+        known = (*prompt, *answer[:-1])  # the last token has no KV yet
+        names = run.names(known)[len(prompt) // 32 :]
+        await second.until(lambda: second.pool_blocks.issuperset(names))
+        peer = KvPeer("decode-answers", 1, tuple(second.info.kv_addresses))
+        first.engine.prefetch(Prefetch(names, run.root(), peer, 1.0))
+        await first.until(lambda: first.pool_blocks.issuperset(names))
+        assert first.tier_counts["peer", "prefetched"] == len(names)
+
+        later = (*known, answer[-1], *prompt[:20])
+        turn = await run.prefilled(later, Sampling(max_tokens=8))
+        assert turn.num_cached_tokens == len(known) // 32 * 32
+        assert turn.ticket is not None
+        drawn = await run.decoded(later, turn.token, turn.ticket, Sampling(max_tokens=8))
+        fresh = Pair(first, second, salt="that nobody used")
+        assert [turn.token, *drawn] == await fresh.generate(later, Sampling(max_tokens=8))
+        await first.until_idle()
+        await second.until_idle()
 
 
 async def locally(run: Pair, prompt: tuple[int, ...], max_tokens: int) -> list[int]:

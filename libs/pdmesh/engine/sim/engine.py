@@ -30,6 +30,7 @@ from pdmesh.engine.base import (
     FinishReason,
     KvPeer,
     Output,
+    Prefetch,
     Prefilled,
     PrefillJob,
     Sampling,
@@ -69,14 +70,14 @@ AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that decodes here: its blocks and, if they are worth keeping, its prompt.
+    """A sequence that decodes here. `kept`: its job, if the blocks of its answer are kept.
 
     `first` is token 1.
     """
 
     blocks: list[int]
     first: int
-    local: PrefillJob | None = None
+    kept: PrefillJob | DecodeJob | None = None
 
 
 class SimEngine:
@@ -281,6 +282,10 @@ class SimEngine:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         if self._tiers is not None:
             self._tiers.stack.pin(prefixes)
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        if self._tiers is not None:
+            self._tiers.prefetch(wanted)
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
         return await self._adapters.inspect(path)
@@ -529,7 +534,8 @@ class SimEngine:
             _min_left(sampling),
             guide,
         )
-        self._add(running, _Sequence(got.blocks, got.first_token))
+        kept = job if self._tiers is not None else None
+        self._add(running, _Sequence(got.blocks, got.first_token, kept))
 
     def _add(self, running: Running, sequence: _Sequence) -> None:
         self._sequences[running.leg] = sequence
@@ -542,12 +548,14 @@ class SimEngine:
             return
         if self._joining.pop(leg, None) is None:
             drawn = self._batch.leave(leg)
-            if sequence.local is not None:
+            if sequence.kept is not None:
                 answer = [sequence.first, *drawn.tolist()]
-                job, blocks = sequence.local, sequence.blocks
+                job, blocks = sequence.kept, sequence.blocks
                 names = keep_answer(self._memory, self._pool, self._partials, job, blocks, answer)
                 if self._tiers is not None and names:
-                    self._tiers.save(job.cache_salt, names, blocks)
+                    # A prefill has put the blocks of a pulled prompt into its own pool.
+                    first = len(job.block_hashes) if isinstance(job, DecodeJob) else 0
+                    self._tiers.save(job.cache_salt, names, blocks, first)
         self._pool.release(sequence.blocks)
 
     # -- outputs ----------------------------------------------------------------------------------

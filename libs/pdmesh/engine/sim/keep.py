@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 
 from pdmesh.core.kv.prefix.block_hash import block_hashes
-from pdmesh.engine.base import PrefillJob
+from pdmesh.engine.base import DecodeJob, PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import shift_of, tokens_of
@@ -20,7 +20,7 @@ def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
     partial_blocks: PartialBlockLane,
-    job: PrefillJob,
+    job: PrefillJob | DecodeJob,
     blocks: list[int],
     answer: list[int],
 ) -> tuple[bytes, ...]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
-from pdmesh.engine.base import PrefillJob
+from pdmesh.engine.base import DecodeJob, PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool, Tail
 from pdmesh.engine.sim.memory import PagedMemory
 
@@ -33,7 +33,7 @@ class PartialBlockLane:
 
     def keep(
         self,
-        job: PrefillJob,
+        job: PrefillJob | DecodeJob,
         blocks: Sequence[int],
         tokens: array[int],
         hashes: Sequence[bytes],
@@ -54,7 +54,7 @@ class PartialBlockLane:
             self._pool.keep_partial(blocks[index], root, parent, data)
 
 
-def _is_named(job: PrefillJob, hashes: Sequence[bytes], size: int) -> bool:
+def _is_named(job: PrefillJob | DecodeJob, hashes: Sequence[bytes], size: int) -> bool:
     """Whether the job has a root and hashes of its own full blocks; if not, nothing is kept.
 
     The name of a beginning does not say which image it is of, so a prompt with images has none.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.engine.base import BlocksChanged, Output, PrefillJob, TiersReported
+from pdmesh.engine.base import BlocksChanged, Output, Prefetch, PrefillJob, TiersReported
 from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
-from pdmesh.kv.tiers.peers import FindHolders
+from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
@@ -108,6 +108,12 @@ class TierLane:
         self._leases[job.leg] = lease
         self._on_ready(job)
 
+    def prefetch(self, wanted: Prefetch) -> None:
+        peer, num_blocks = wanted.peer, len(wanted.names)
+        holder = PeerHolding(peer.instance_id, peer.incarnation, peer.addresses, 0, num_blocks)
+        owner = owner_of(wanted.cache_salt)
+        self.stack.prefetch(wanted.names, owner, holder, wanted.chance, self._timeout_s)
+
     # -- in a step --------------------------------------------------------------------------------
 
     def load(self, job: PrefillJob, num_local: int) -> list[int]:
@@ -129,15 +135,17 @@ class TierLane:
         finally:
             lease.close()
 
-    def save(self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy the blocks of a chain that the pool lacks, while a sequence still holds the chain.
+    def save(
+        self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int], first: int = 0
+    ) -> None:
+        """Copy the blocks from `first` on that the pool lacks, while a sequence holds the chain.
 
         `names` and `blocks` begin at the chain's start.
         """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
         for position, (name, block) in enumerate(zip(names, blocks, strict=False)):
-            if held >> position & 1:
+            if position < first or held >> position & 1:
                 continue
 
             def write(out: ByteArray, block: int = block) -> None:

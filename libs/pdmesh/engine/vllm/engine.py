@@ -30,6 +30,7 @@ from pdmesh.engine.base import (
     KvPeer,
     KvPulling,
     Output,
+    Prefetch,
     PrefillJob,
     hands_on,
 )
@@ -399,6 +400,10 @@ class VllmEngine:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         if self._tiers is not None:
             self._tiers.pin(prefixes)
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        if self._tiers is not None:
+            self._tiers.prefetch(wanted)
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
         if self._adapters is None:

@@ -164,7 +164,17 @@ class Pin(RankMessage):
     prefixes: list[tuple[bytes, float, list[bytes]]]
 
 
-TierOrder = FetchToPool | Holders | ForgetLease | Pin  # what the host asks of a worker's tiers
+class PrefetchToPool(RankMessage):
+    """Host: bring a peer's blocks into the pool if that saves time (`TierStack.prefetch`)."""
+
+    names: list[bytes]
+    owner: bytes
+    holder: tuple[str, int, tuple[str, ...], int, int]  # as in Holders
+    chance: float
+
+
+# What the host asks of a worker's tiers.
+TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool
 
 
 class Fetched(RankMessage):
@@ -315,17 +325,7 @@ ToHost = (
     | EmbeddingsHeld
 )
 ToWorker = (
-    Release
-    | Open
-    | Join
-    | FetchToPool
-    | Holders
-    | ForgetLease
-    | Pin
-    | ProbePeer
-    | Disconnect
-    | FetchEmbeddings
-    | ForgetEmbeddings
+    Release | Open | Join | TierOrder | ProbePeer | Disconnect | FetchEmbeddings | ForgetEmbeddings
 )
 
 _encoder = msgspec.msgpack.Encoder()

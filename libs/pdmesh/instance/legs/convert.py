@@ -24,12 +24,14 @@ from pdmesh.engine.base import (
     FinishReason,
     KvPeer,
     Pooled,
+    Prefetch,
     Prefilled,
     Sampling,
     Ticket,
     TokenLogprob,
 )
 from pdmesh.errors import InvalidRequest
+from pdmesh.kv.tiers.peers import MAX_NAMES
 from pdmesh.v1 import common_pb2, instance_service_pb2
 from pdmesh.v1.instance_service_pb2 import (
     Embedded,
@@ -40,6 +42,7 @@ from pdmesh.v1.instance_service_pb2 import (
     SessionEvent,
     Start,
 )
+from pdmesh.v1.instance_service_pb2 import Prefetch as PrefetchMessage
 
 _FINISH = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -231,6 +234,18 @@ def encoder_from_proto(m: Embedded) -> KvPeer | None:
     if not (m.HasField("encoder") and m.kv_addresses):
         return None
     return KvPeer(m.encoder.instance_id, m.encoder.incarnation, tuple(m.kv_addresses))
+
+
+def prefetch_from_proto(m: PrefetchMessage) -> Prefetch:
+    """Raises InvalidRequest with the field's name."""
+    if any(len(name) != HASH_BYTES for name in m.block_hashes):
+        raise InvalidRequest(
+            f"each hash must have {HASH_BYTES} bytes", field="prefetch.block_hashes"
+        )
+    if not 0.0 <= m.chance <= 1.0:
+        raise InvalidRequest("must be from 0 to 1", field="prefetch.chance")
+    peer = KvPeer(m.peer.instance_id, m.peer.incarnation, tuple(m.kv_addresses))
+    return Prefetch(tuple(m.block_hashes[:MAX_NAMES]), m.cache_salt, peer, m.chance)
 
 
 def encoded(key: int, output: Encoded) -> SessionEvent:

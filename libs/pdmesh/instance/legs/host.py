@@ -17,9 +17,9 @@ import structlog
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.vitals import Vitals
 from pdmesh.core.instance.admission import Admission
-from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.core.model import PeerId
-from pdmesh.engine.base import BlocksChanged, Engine, Failed
+from pdmesh.engine.base import BlocksChanged, Engine, Failed, Prefetch
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert, instruments
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
@@ -223,11 +223,18 @@ class InstanceHost:
                 case "join" | "embedded" | "abort" | "release" as kind:
                     if leg := life.table.find(outbox, getattr(command, kind).key):
                         self._tell(leg, command, kind)
+                case "prefetch":
+                    self._prefetch(convert.prefetch_from_proto(command.prefetch))
                 case None:
                     self._ignore(outbox)
                 case kind:
                     raise InvalidRequest(f"{kind} cannot come here", field="commands")
         self._after_changes()
+
+    def _prefetch(self, wanted: Prefetch) -> None:
+        source = KvSource(wanted.peer.instance_id, wanted.peer.incarnation)
+        if not self._sources.ejects(source):
+            self.engine.prefetch(wanted)
 
     def _ignore(self, outbox: Outbox) -> None:
         instruments.unknown_commands.add(1)

@@ -7,7 +7,7 @@ pinned while any request waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 
+FAILED_S: Final = 30.0  # nothing is prefetched from a peer for this time after a failed load
+_MAX_FAILED: Final = 256  # peers
 MAX_LOADING: Final = 1024  # blocks under way at once; requests compute further blocks
 
 
@@ -53,11 +55,25 @@ class Loads:
         self._pool, self._counts, self._costs = pool, counts, costs
         self._clock, self._files = clock, files
         self._loading: dict[bytes, BlockLoad] = {}
+        self._failed_until: dict[str, float] = {}  # by peer
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
         """Blocks under way."""
         return len(self._loading)
+
+    def coming(self, names: Sequence[bytes]) -> Mapping[Tier, int]:
+        """Masks of the names whose blocks are under way, by the tier that they come from."""
+        masks: dict[Tier, int] = {}
+        if self._loading:
+            for i, name in enumerate(names):
+                if (load := self._loading.get(name)) is not None:
+                    masks[load.tier] = masks.get(load.tier, 0) | 1 << i
+        return masks
+
+    def failed_lately(self, instance_id: str) -> bool:
+        """Whether a load from this peer brought nothing, a short time ago."""
+        return self._clock() < self._failed_until.get(instance_id, 0.0)
 
     def start(
         self,
@@ -139,8 +155,16 @@ class Loads:
         for name in names[got:]:
             self._pool.abandon(name)
         self._counts.add(Tier.PEER, TierEvent.FAILED, len(names) - got)
+        self._note_failure(peer.instance_id, is_failure=not got)
         arrived = [(n, data, c) for (n, data), c in zip(targets, checksums, strict=False)]
         self._arrived(load, arrived, started)
+
+    def _note_failure(self, instance_id: str, *, is_failure: bool) -> None:
+        self._failed_until.pop(instance_id, None)
+        if is_failure:
+            self._failed_until[instance_id] = self._clock() + FAILED_S
+            if len(self._failed_until) > _MAX_FAILED:
+                del self._failed_until[next(iter(self._failed_until))]
 
     def _arrived(
         self, load: BlockLoad, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float

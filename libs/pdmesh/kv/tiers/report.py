@@ -21,6 +21,7 @@ class TierEvent(StrEnum):
     """What is counted in blocks, per tier."""
 
     SERVED = "served"  # a request got it from here and did not compute it
+    PREFETCHED = "prefetched"  # asked for before a request needed it
     STORED = "stored"
     LENT = "lent"  # sent to a peer
     EVICTED = "evicted"

@@ -13,6 +13,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -36,6 +38,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LOOKUP_S: Final = 0.05  # for all tiers together to answer what they hold
+MAX_PREFETCHING: Final = 256  # blocks under way at once beyond which nothing is prefetched
 KEEP_FILES_S: Final = 24 * 3600.0
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
@@ -144,6 +147,41 @@ class TierStack:
         tiers = [Tier.HOST] * len(before) + tiers
         begin = first - len(before)
         return BlockLease(begin, blocks, tiers[: len(blocks)], self.pool, self.counts)
+
+    def prefetch(
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        holder: PeerHolding,
+        chance: float,
+        timeout_s: float,
+    ) -> None:
+        """Bring blocks of a peer here before a prompt needs them, if that is expected to save time.
+
+        `chance` is how likely a prompt needs them. Only as many are brought as arrive within
+        `timeout_s`, and as leave prompts enough of the pool and of the loads under way. Nothing is
+        brought from a peer for some time after a load from it has failed.
+        """
+        if self.peers is None or self._is_closing or self._loads.failed_lately(holder.instance_id):
+            return
+        here, coming = self.pool.held(names), self._loads.coming(names)
+        known = reduce(or_, coming.values(), here)
+        missing = [i for i in range(len(names)) if not known >> i & 1]
+        if not missing:
+            return
+        cost = self.costs.costs[Tier.PEER]
+        in_time = int((timeout_s / 2 - cost.latency_s) / cost.block_s)
+        at_once = min(MAX_PREFETCHING, self.pool.num_slots // 8) - self.num_loading
+        if (num_new := max(0, min(in_time, at_once))) < len(missing):
+            self.counts.add(Tier.PEER, TierEvent.DROPPED, len(missing) - num_new)
+            names = names[: missing[num_new]]
+        peer = holder.instance_id
+        sources = [*self._sources(here, coming), Source(Tier.PEER, holder.held, cost, peer)]
+        plan = plan_load(sources, 0, len(names), chance * self.costs.recompute_block_s)
+        num_fetched = sum(run.count for run in plan.runs if run.name == peer)
+        self.counts.add(Tier.PEER, TierEvent.PREFETCHED, num_fetched)
+        for load in self._loads.start(names, owner, plan, {peer: holder}, self.peers):
+            self._loads.leave(load)
 
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
         """Pin the longest run at the end of `names` that is here."""
@@ -256,14 +294,22 @@ class TierStack:
         if missing < len(names) and not self._is_closing:
             timeout_s = min(self._lookup_s, end - self._clock())
             in_files, holdings = await self._look(names, missing, owner, timeout_s, find)
+        # Blocks may have come during the look.
+        here, coming = self.pool.held(names), self._loads.coming(names)
         costs = self.costs.costs
         sources = [
-            Source(Tier.HOST, here, costs[Tier.HOST]),
+            *self._sources(here, coming),
             Source(Tier.FILE, in_files << missing, costs[Tier.FILE]),
             *(Source(Tier.PEER, h.held, costs[Tier.PEER], h.instance_id) for h in holdings),
         ]
         plan = plan_load(sources, first, len(names), self.costs.recompute_block_s)
         return plan, {holding.instance_id: holding for holding in holdings}
+
+    def _sources(self, here: int, coming: Mapping[Tier, int]) -> list[Source]:
+        """The pool, and the loads under way by tier."""
+        costs = self.costs.costs
+        under_way = [Source(tier, mask, costs[tier]) for tier, mask in coming.items()]
+        return [Source(Tier.HOST, here, costs[Tier.HOST]), *under_way]
 
     async def _look(
         self,

@@ -71,6 +71,7 @@ def offered_to_a_decode(log: list[str]) -> Generation:
         limits=RequestLimits(),
         slos=Slos(RequestLimits()),
         next_key=lambda: next(keys),
+        answer_kv=SimpleNamespace(prompted=lambda *_: None, answered=lambda *_: None),
         kv_transfer=lambda scenario: KvTransfer.KV_TRANSFER_UNSPECIFIED,
     )
     tokens = array("I", [1, 2, 3])

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +18,8 @@ from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.instance.admission import Admission, Capacity, Work
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.transfer.source_exclusions import KvSource
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import (
     DecodeJob,
     Engine,
@@ -26,6 +29,7 @@ from pdmesh.engine.base import (
     FinishReason,
     KvPeer,
     Output,
+    Prefetch,
     Prefilled,
     PrefillJob,
     constraint_failed,
@@ -47,6 +51,7 @@ class EndedEngine:
     def __init__(self, end: Output) -> None:
         self._end = end
         self.prefills: list[PrefillJob] = []
+        self.prefetched: list[Prefetch] = []
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
@@ -72,6 +77,10 @@ class EndedEngine:
         raise NotImplementedError
 
     def keep_adapters(self, digests: Collection[str]) -> None: ...
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        self.prefetched.append(wanted)
+
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None: ...
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
@@ -185,6 +194,55 @@ def test_a_command_of_a_later_release_ends_no_session(monkeypatch: pytest.Monkey
     assert len(engine.prefills) == 2
     assert next(num_ignored) == 2
     assert [line["event"] for line in lines] == ["session.unknown_command"]
+
+
+def prefetch(**changes: Any) -> pb.Command:
+    fields: dict[str, Any] = {
+        "block_hashes": [bytes(16), bytes(range(16))],
+        "cache_salt": "00" * 16,
+        "peer": common_pb2.PeerRef(instance_id="decode-0", incarnation=7),
+        "kv_addresses": ["there"],
+        "chance": 0.5,
+    }
+    return pb.Command(prefetch=pb.Prefetch(**fields | changes))
+
+
+def test_a_prefetch_reaches_the_engine() -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    host.apply(host.open("gateway-0"), [prefetch()])
+    host.apply(host.open("gateway-0"), [prefetch(block_hashes=[bytes(16)] * 1025)])
+    wanted, long = engine.prefetched
+    assert len(long.names) == 1024
+    assert wanted.peer == KvPeer("decode-0", 7, ("there",))
+    assert (wanted.names, wanted.chance) == ((bytes(16), bytes(range(16))), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"block_hashes": [bytes(15)]}, "prefetch.block_hashes"),
+        ({"chance": 1.5}, "prefetch.chance"),
+        ({"chance": math.nan}, "prefetch.chance"),
+    ],
+)
+def test_a_bad_prefetch_names_its_field(changes: dict[str, Any], field: str) -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    with pytest.raises(InvalidRequest) as refused:
+        host.apply(host.open("gateway-0"), [prefetch(**changes)])
+    assert refused.value.field == field
+    assert engine.prefetched == []
+
+
+@pytest.mark.fault("F34")
+def test_nothing_is_prefetched_from_a_peer_whose_kv_was_corrupt() -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    for _ in range(3):
+        host._sources.failed(KvSource("decode-0", 7), PullFailure.CORRUPT, "")
+    host.apply(host.open("gateway-0"), [prefetch()])
+    assert engine.prefetched == []
 
 
 def test_a_second_hello_is_refused() -> None:

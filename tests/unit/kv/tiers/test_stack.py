@@ -17,6 +17,8 @@ import pytest
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.disk_health import DiskState
 from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.kv.tiers import stack
+from pdmesh.kv.tiers.loads import FAILED_S
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import BlockLease
@@ -147,6 +149,112 @@ async def test_a_peer_serves_and_promotes_to_the_pool(tmp_path: Path) -> None:
         lease.close()
         assert peer.num_asked == 1, "one message for a run of blocks"
         assert r.pool.num_blocks == 6
+
+
+def held_by(num_blocks: int = len(CHAIN)) -> PeerHolding:
+    return PeerHolding("decode-1", 1, ("nowhere",), 0, num_blocks)
+
+
+async def finds_nothing(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
+    """The index knows nothing yet of a chat that has just ended."""
+    return ()
+
+
+def prefetch(r: Rig, names: list[bytes] = CHAIN, chance: float = 0.5, timeout_s: float = 9) -> None:
+    r.stack.prefetch(names, OWNER, held_by(len(names)), chance, timeout_s)
+
+
+async def test_blocks_that_were_prefetched_need_no_peer_when_a_prompt_comes(tmp_path: Path) -> None:
+    peer = FakePeer(CHAIN)
+    async with running(tmp_path, num_slots=64, peers=peer) as r:
+        fill(r.pool, CHAIN[:2])
+        prefetch(r)
+        assert r.counts.total(Tier.PEER, TierEvent.PREFETCHED) == 4
+        await until(lambda: not r.stack.num_loading)
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, finds_nothing)
+        check(lease, CHAIN, [Tier.HOST] * 6)
+        lease.close()
+        assert peer.num_asked == 1
+
+
+async def test_a_prompt_joins_a_prefetch_under_way(tmp_path: Path) -> None:
+    peer = FakePeer(CHAIN, delay_s=0.1)
+    async with running(tmp_path, num_slots=64, peers=peer) as r:
+        prefetch(r)
+        prefetch(r)  # a second choice of the call gave the same answer
+        assert r.counts.total(Tier.PEER, TierEvent.PREFETCHED) == 6
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 60.0, finds_nothing)
+        check(lease, CHAIN, [Tier.PEER] * 6)
+        lease.close()
+        assert peer.num_asked == 1
+
+
+async def test_a_prompt_is_served_by_a_prefetch_that_ends_during_its_look(tmp_path: Path) -> None:
+    async with running(tmp_path, num_slots=64, peers=FakePeer(CHAIN)) as r:
+
+        async def find(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
+            prefetch(r)
+            await until(lambda: not r.stack.num_loading)
+            return ()
+
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 60.0, find)
+        check(lease, CHAIN, [Tier.HOST] * 6)
+        lease.close()
+
+
+@pytest.mark.parametrize(("chance", "recompute_s"), [(0.0, 10.0), (0.5, 0.0015), (1.0, 0.0009)])
+async def test_nothing_is_prefetched_that_saves_no_time(
+    tmp_path: Path, chance: float, recompute_s: float
+) -> None:
+    """A load takes 1 ms a block here."""
+    async with running(tmp_path, num_slots=64, peers=FakePeer(CHAIN)) as r:
+        r.stack.costs.recompute_block_s = recompute_s
+        prefetch(r, chance=chance)
+        assert r.stack.num_loading == 0
+        r.stack.costs.recompute_block_s = 1.0
+        prefetch(r)
+        assert r.stack.num_loading == len(CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "most", "timeout_s"), [(64, 4, 9.0), (32, 256, 9.0), (64, 256, 0.0085)]
+)
+async def test_of_too_many_blocks_the_first_are_prefetched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_slots: int,
+    most: int,
+    timeout_s: float,
+) -> None:
+    """Too many for the loads under way, for the pool, or for the time."""
+    monkeypatch.setattr(stack, "MAX_PREFETCHING", most)
+    async with running(tmp_path, num_slots=num_slots, peers=FakePeer(CHAIN)) as r:
+        prefetch(r, timeout_s=timeout_s)
+        assert r.stack.num_loading == 4
+        assert r.counts.total(Tier.PEER, TierEvent.DROPPED) == 2
+        await until(lambda: not r.stack.num_loading)
+        assert r.pool.held(CHAIN) == 0b1111
+
+
+async def test_from_a_peer_whose_loads_fail_nothing_is_prefetched_for_a_time(
+    tmp_path: Path,
+) -> None:
+    peer = FakePeer(CHAIN, has_lost={CHAIN[0]})
+    async with running(tmp_path, num_slots=64, peers=peer) as r:
+        prefetch(r)
+        await until(lambda: not r.stack.num_loading)
+        peer.has_lost.clear()
+        prefetch(r)
+        assert r.stack.num_loading == 0
+        r.clock.skipped_s += FAILED_S
+        prefetch(r)
+        await until(lambda: r.pool.held(CHAIN) == 0b111111)
+
+
+async def test_without_peers_nothing_is_prefetched(tmp_path: Path) -> None:
+    async with running(tmp_path) as r:
+        prefetch(r)
+        assert r.stack.num_loading == 0
 
 
 @pytest.mark.req("S76", "S106")

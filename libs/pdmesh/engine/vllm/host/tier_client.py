@@ -11,16 +11,18 @@ import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.engine.base import BlocksChanged, Output, TiersReported
+from pdmesh.engine.base import BlocksChanged, Output, Prefetch, TiersReported
 from pdmesh.engine.vllm.messages import (
     Fetched,
     FetchToPool,
     ForgetLease,
     Holders,
     Pin,
+    PrefetchToPool,
     TierNews,
     TierOrder,
 )
+from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierFault, TierReport
 from pdmesh.net.tasks import watched
@@ -101,6 +103,13 @@ class TierClient:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Every rank keeps its part of these blocks."""
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
+
+    def prefetch(self, wanted: Prefetch) -> None:
+        """Every rank brings its part of these blocks if it expects that to save time."""
+        peer, names = wanted.peer, list(wanted.names)
+        holder = peer.instance_id, peer.incarnation, peer.addresses, 0, len(names)
+        owner = owner_of(wanted.cache_salt)
+        self._broadcast(PrefetchToPool(names, owner, holder, wanted.chance))
 
     def on_fetched(self, message: Fetched) -> None:
         asked = self._asked.get(message.leg)

@@ -102,7 +102,8 @@ class TierPlanner:
             return
         chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens, images)
         if is_pulled:
-            chain.num_saved = len(tokens) // self._block_size
+            # The last of these tokens is token 1: the prefill never had its KV.
+            chain.num_saved = (len(tokens) - 1) // self._block_size
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
         """Tokens that the lease adds to those in the engine; 0 if it does not continue them."""

@@ -28,6 +28,7 @@ from pdmesh.engine.vllm.messages import (
     ForgetLease,
     Holders,
     Pin,
+    PrefetchToPool,
     RankMessage,
     TierNews,
     TierOrder,
@@ -192,6 +193,12 @@ class TierWorker:
             case Pin():
                 kept = [PinnedPrefix(tuple(n), owner, end) for owner, end, n in message.prefixes]
                 self.stack.pin(kept)
+            case PrefetchToPool():
+                self._prefetch(message)
+
+    def _prefetch(self, message: PrefetchToPool) -> None:
+        holder, timeout_s = PeerHolding(*message.holder), self._config.timeout_s
+        self.stack.prefetch(message.names, message.owner, holder, message.chance, timeout_s)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
         """The host has said which peers hold the leg's blocks, or the wait for that is over."""

@@ -31,16 +31,13 @@ from pdmesh.engine.vllm.connector.worker.work_signs import WorkSigns
 from pdmesh.engine.vllm.messages import (
     Connections,
     Disconnect,
-    FetchToPool,
-    ForgetLease,
-    Holders,
     Join,
     Open,
-    Pin,
     ProbePeer,
     RankHello,
     RankLandingFreed,
     Release,
+    TierOrder,
     ToWorker,
     WorkerControl,
 )
@@ -270,7 +267,7 @@ class HandoffWorker:
             case ProbePeer() | Disconnect():
                 if self._prober is not None:
                     self._prober.handle(message)
-            case FetchToPool() | Holders() | ForgetLease() | Pin() if self.tiers is not None:
+            case _ if isinstance(message, TierOrder) and self.tiers is not None:
                 self.tiers.handle(message)
 
     def _on_agent_event(self, event: AgentEvent) -> None:

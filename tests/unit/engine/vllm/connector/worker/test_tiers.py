@@ -142,6 +142,14 @@ def test_after_a_pulled_prompt_only_the_answer_is_saved() -> None:
     assert core.take_plan().saves == [TierSave(NAMES[:3], OWNER, ((12,),))]
 
 
+def test_the_block_that_token_1_completes_is_saved_at_the_decode() -> None:
+    """The prefill drew token 1, but has no KV of it."""
+    core = TierPlanner(4)
+    core.add("a", SALT, TOKENS[:8], None, is_pulled=True)
+    core.scheduled("a", 7, 1, lambda: BLOCKS)
+    assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, ((11,),))]
+
+
 @pytest.mark.fault("F40")
 @pytest.mark.parametrize("salt", [None, "", "not hex, but of thirty-two chars", "ab"])
 def test_a_request_without_a_root_has_no_names(salt: str | None) -> None:

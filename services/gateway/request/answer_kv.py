@@ -1,0 +1,104 @@
+"""Tells a chat's prefill that the KV of the answer is at the decode.
+
+The prefill fetches it from the decode's host pool into its own, after the answer has ended, if it
+expects that to save time (`TierStack.prefetch`). So the next turn neither computes nor awaits the
+answer's blocks (ADR 0041).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from pdmesh.core.kv.tiers.continuations import Continuations
+from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.routing.fleet import FleetView, pair_of
+from pdmesh.services.gateway.routing.sessions import SessionPool
+from pdmesh.services.gateway.text.prompt import Prompt
+from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef
+from pdmesh.v1.instance_service_pb2 import Command, Prefetch
+
+log = structlog.get_logger(__name__)
+
+_MAX_NAMES: Final = 1024  # in one Prefetch
+_MIN_CHANCE: Final = 0.02  # of a later use; less is not worth a message
+_CHAT: Final = "chat"
+
+
+class AnswerKv:
+    """For all calls of a gateway. With `is_on` False it does nothing.
+
+    What it does is a hint: no error of it reaches a call.
+    """
+
+    def __init__(self, fleet: FleetView, sessions: SessionPool, *, is_on: bool) -> None:
+        self._fleet, self._sessions, self._is_on = fleet, sessions, is_on
+        self.continuations = Continuations()
+
+    def prompted(self, spec: CallSpec, prompt: Prompt) -> None:
+        """A chat is being placed: it may be the next turn of one whose answer is known here."""
+        if not (len(self.continuations) and spec.operation == _CHAT):
+            return
+        reference = self._fleet.reference(spec.base_model)
+        if reference is not None:
+            self.continuations.prompted(prompt.hashes(reference))
+
+    def answered(
+        self,
+        spec: CallSpec,
+        prompt: Prompt,
+        answer: Sequence[int],
+        prefill_id: str,
+        decode_id: str,
+    ) -> None:
+        """A choice ended well. `answer`: all its tokens. The ids are those of its last legs."""
+        if not self._is_on or spec.operation != _CHAT or prefill_id == decode_id:
+            return
+        try:
+            prefill, decode = self._fleet.instance(prefill_id), self._fleet.instance(decode_id)
+            if prefill is not None and decode is not None and _can_give(decode, prefill):
+                self._tell(spec, prompt, answer, prefill, decode)
+        except Exception:
+            log.exception("answer_kv.bug")
+
+    def _tell(
+        self,
+        spec: CallSpec,
+        prompt: Prompt,
+        answer: Sequence[int],
+        prefill: InstanceRecord,
+        decode: InstanceRecord,
+    ) -> None:
+        # Prompts are looked up under the reference's names, and other groups may have others.
+        reference = self._fleet.reference(spec.base_model) or prefill
+        if not (known_as := prompt.answer_hashes(reference, answer)):
+            return
+        scope = spec.base_model, spec.scenario
+        chance = self.continuations.chance(scope)
+        self.continuations.answered(scope, known_as[-1], time.monotonic())
+        if chance < _MIN_CHANCE:
+            return
+        command = Command(
+            prefetch=Prefetch(
+                block_hashes=prompt.answer_hashes(prefill, answer)[:_MAX_NAMES],
+                cache_salt=prompt.root(prefill.model_fingerprint).hex(),
+                peer=PeerRef(instance_id=decode.instance_id, incarnation=decode.incarnation),
+                kv_addresses=decode.kv_addresses,
+                chance=chance,
+            )
+        )
+        self._sessions.hint(prefill, command)
+
+
+def _can_give(decode: InstanceRecord, prefill: InstanceRecord) -> bool:
+    """Whether both have a host pool, and each rank of one may fetch from the other's."""
+    return (
+        prefill.takes_prefetches
+        and decode.fetches_from_peers
+        and not (prefill.is_draining or decode.is_draining)
+        and 0 < len(decode.kv_addresses) == len(prefill.kv_addresses)
+        and pair_of(prefill) == pair_of(decode)
+    )
