@@ -60,9 +60,10 @@ class Wanted:
 
     cases: list[Case]
     tokens: list[list[int]]
+    facts: ImageFacts = FACTS  # of the model
 
     def asked(self) -> list[tuple[array[int], tuple[PromptImage, ...], Sampling]]:
-        return [(*placed(case), case.sampling()) for case in self.cases]
+        return [(*placed(case, self.facts), case.sampling()) for case in self.cases]
 
 
 def placed(case: Case, facts: ImageFacts = FACTS) -> tuple[array[int], tuple[PromptImage, ...]]:
@@ -150,6 +151,11 @@ async def test_the_engine_says_which_tokens_stand_for_an_image(pair: Pair) -> No
 async def test_a_pair_answers_about_images_as_plain_vllm_does(
     pair: Pair, wanted: Wanted, is_per_layer: bool
 ) -> None:
+    await check_answers(pair, wanted, is_per_layer=is_per_layer)
+
+
+async def check_answers(pair: Pair, wanted: Wanted, *, is_per_layer: bool) -> None:
+    """The pair answers as wanted, its decode computes nothing, and both become idle."""
     salted = replace(pair, salt=f"per layer {is_per_layer}")
     got = []
     for prompt, images, sampling in wanted.asked():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,18 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.core.images.grid import GridRule
-from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
-from pdmesh.engine.base import Sampling
+from pdmesh.core.images.prompt_image import ImageFacts
 from tests.e2e.cases import Case, differences
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
 from tests.e2e.images.test_encoder import answered, counts, encoder_config, encoding, grown
-from tests.e2e.images.test_engine import SMALL, VISION, picture, placed, text
+from tests.e2e.images.test_engine import (
+    SMALL,
+    VISION,
+    Wanted,
+    check_answers,
+    picture,
+    text,
+)
 from tests.e2e.images.tiny_qwen2_vl import (
     FACTOR,
     IMAGE,
@@ -43,17 +49,6 @@ pytestmark = [
 NUM_TOKENS = 10
 FACTS = ImageFacts(IMAGE, (), 8, GridRule(FACTOR, MIN_PIXELS, MAX_PIXELS))
 TRUSTING: dict[str, Any] = {"trust_remote_code": True}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The cases, as plain vLLM takes them, and its answers."""
-
-    cases: list[Case]
-    tokens: list[list[int]]
-
-    def asked(self) -> list[tuple[array[int], tuple[PromptImage, ...], Sampling]]:
-        return [(*placed(case, FACTS), case.sampling()) for case in self.cases]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +96,7 @@ def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
         for temperature in (0.0, 1.0)
     ]
     with plain_vllm(model, cases, folder, **VISION, **TRUSTING) as plain:
-        return Wanted(*plain.decided(cases))
+        return Wanted(*plain.decided(cases), FACTS)
 
 
 def configured(config: Any, **changes: Any) -> Any:
@@ -126,16 +121,7 @@ async def test_the_engine_says_how_it_resizes_an_image(pair: Pair) -> None:
 async def test_a_pair_answers_as_plain_vllm_does(
     pair: Pair, wanted: Wanted, is_per_layer: bool
 ) -> None:
-    salted = replace(pair, salt=f"per layer {is_per_layer}")
-    got = []
-    for prompt, images, sampling in wanted.asked():
-        each = replace(salted, images=images)
-        generate = each.generate_per_layer if is_per_layer else each.generate
-        got.append(await generate(prompt, sampling))
-        assert each.num_computed_at_decode == 0
-    assert differences(wanted.tokens, got) == []
-    await pair.prefill.until_idle()
-    await pair.decode.until_idle()
+    await check_answers(pair, wanted, is_per_layer=is_per_layer)
 
 
 async def test_an_answer_goes_on_from_the_rows_that_decode_was_told(
