@@ -5,7 +5,7 @@ it continues (S103, S104), and with prefill and decode apart the answers, too (A
 
 Conversations run turn by turn through the OpenAI endpoint of a mesh of sim instances, as those of
 users do: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
-cached. The results are counts, not times, so a busy machine does not change them.
+cached. These counts do not change on a busy machine; the times to first token do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
@@ -56,6 +58,7 @@ class Variant:
     num_prefill: int
     num_fusion: int
     pools: str = ""  # with host pools and peers; and then whether answers are given to prefill
+    is_timed: bool = False  # computes at the speed of a law
 
 
 VARIANTS: Final = (
@@ -68,27 +71,30 @@ VARIANTS: Final = (
             ("tails, 16/4", 16, 4),
         )
     ),
-    Variant("whole blocks, pools", 208, 0, 1, 0, "false"),
-    Variant("whole blocks, pools, answers", 208, 0, 1, 0, "true"),
+    Variant("whole blocks, pools", 208, 0, 1, 0, "false", is_timed=True),
+    Variant("whole blocks, pools, answers", 208, 0, 1, 0, "true", is_timed=True),
+    Variant("whole blocks", 208, 0, 0, 1, is_timed=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens are means per turn after the first; names are those in the index at the end."""
+    """Tokens are means per turn after the first, as is the median time to its first token; names
+    are those in the index at the end.
+    """
 
     roles: str
     variant: str
     prompt_tokens: float
     reused_tokens: float
     computed_tokens: float
+    ttft_ms: float | None  # None: nothing is computed at the speed of a law
     num_names: int
     index_bytes: int  # of names, 16 bytes each
 
 
 def _spec(variant: Variant) -> MeshSpec:
     pools = {
-        "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must cost something, or no pool is used
         "PDMESH_KV_HOST_POOL_BYTES": str(64 << 20),
         "PDMESH_KV_PEER_POOLS": "true",
         "PDMESH_GATEWAY_GIVE_ANSWER_KV": variant.pools,
@@ -101,7 +107,8 @@ def _spec(variant: Variant) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            "PDMESH_SIM_LAW": "zero",
+            # Computing must cost something, or no pool is used.
+            "PDMESH_SIM_LAW": "smollm2-cpu" if variant.is_timed else "zero",
             "PDMESH_SIM_EOS_PERIOD": "0",
             "PDMESH_KV_TAIL_START": str(variant.start),
             "PDMESH_KV_TAIL_STEP": str(variant.step),
@@ -110,23 +117,51 @@ def _spec(variant: Variant) -> MeshSpec:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    answer: str
+
+
+async def _take_turn(client: httpx.AsyncClient, url: str, messages: list[dict[str, str]]) -> Turn:
+    body = {
+        "model": "default",
+        "messages": messages,
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    sent, ttft_s, pieces = time.monotonic(), 0.0, list[str]()
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if piece and not pieces:
+                ttft_s = time.monotonic() - sent
+            pieces.append(piece)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Turn(usage["prompt_tokens"], cached, ttft_s, "".join(pieces))
+
+
 async def _converse(
     client: httpx.AsyncClient, url: str, rng: random.Random, num_turns: int
-) -> list[tuple[int, int]]:
-    """(prompt tokens, cached tokens) of each turn."""
+) -> list[Turn]:
     messages = [{"role": "system", "content": "You carry on. " * 12}]
-    found = []
+    turns = []
     for _ in range(num_turns):
         words = rng.choices(_WORDS, k=rng.randrange(4, 24))
         messages.append({"role": "user", "content": " ".join(words)})
-        body = {"model": "default", "messages": messages, "max_tokens": _ANSWER_TOKENS}
-        answer = await client.post(f"{url}/v1/chat/completions", json={**body, "temperature": 0})
-        answer.raise_for_status()
-        whole = answer.json()
-        messages.append(whole["choices"][0]["message"])
-        usage = whole["usage"]
-        found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-    return found
+        turns.append(await _take_turn(client, url, messages))
+        messages.append({"role": "assistant", "content": turns[-1].answer})
+    return turns
 
 
 async def _num_names(client: httpx.AsyncClient, mesh: Mesh) -> int:
@@ -149,13 +184,23 @@ async def _measure(variant: Variant, num_chats: int, num_turns: int) -> Row:
             ]
             num_names = await _num_names(client, mesh)
     later = [turn for chat in chats for turn in chat[1:]]
-    prompt, reused = (sum(turn[i] for turn in later) / len(later) for i in (0, 1))
-    roles = "prefill + decode" if variant.num_prefill else "fusion"
-    return Row(roles, variant.name, prompt, reused, prompt - reused, num_names, 16 * num_names)
+    prompt = statistics.fmean(turn.prompt_tokens for turn in later)
+    reused = statistics.fmean(turn.cached_tokens for turn in later)
+    ttft_ms = 1e3 * statistics.median(turn.ttft_s for turn in later)
+    return Row(
+        "prefill + decode" if variant.num_prefill else "fusion",
+        variant.name,
+        prompt,
+        reused,
+        prompt - reused,
+        ttft_ms if variant.is_timed else None,
+        num_names,
+        16 * num_names,
+    )
 
 
 def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
-    head = ["roles", "reuse", "prompt", "reused", "computed", "names in the index"]
+    head = ["roles", "reuse", "prompt", "reused", "computed", "TTFT, ms", "names in the index"]
     body = [
         [
             row.roles,
@@ -163,6 +208,7 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
             f"{row.prompt_tokens:.1f}",
             f"{row.reused_tokens:.1f}",
             f"{row.computed_tokens:.1f}",
+            "" if row.ttft_ms is None else f"{row.ttft_ms:.1f}",
             f"{row.num_names} ({row.index_bytes} bytes of names)",
         ]
         for row in rows
@@ -173,9 +219,10 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
         "one after another, blocks of 64 tokens,"
         f" answers of {_ANSWER_TOKENS}.\n"
         "- Tokens per turn after the first. With prefill and decode apart, prefill has the "
-        "earlier prompts and not the answers, unless they are given to it. The variants with "
-        "pools compute at the speed of the law `smollm2-cpu`, the others at no cost. Each turn "
-        "follows the answer before it at once.\n"
+        "earlier prompts and not the answers, unless they are given to it. Each turn follows the "
+        "answer before it at once.\n"
+        "- Variants with a TTFT (the median of those turns) compute at the speed of the law "
+        "`smollm2-cpu`, the others at no cost.\n"
         f"- {describe_machine()}\n\n" + table(head, body) + "\n"
     )
 

@@ -6,7 +6,7 @@ A mesh (one gateway, one fusion instance) and a server of vLLM run all the time,
 and the same parser of tool calls. Each round sends the same bodies to both, in alternating order.
 The front end is what speaks HTTP: the gateway with its parser process, or vLLM's API server. The
 rest is the engine, and in the mesh also the services beside it. Answers are greedy, so both servers
-compute the same tokens.
+compute the same tokens. Both engines compute on as many threads.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from loadtests.harness.generator import measure
 from loadtests.harness.processes import ProcessSet
 from loadtests.harness.progress import Progress
 from loadtests.harness.results import Spread, write
+from pdmesh.engine.vllm.config import threads_per_rank, usable_cores
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
@@ -138,6 +139,7 @@ def vllm_under_test(model_dir: Path, folder: Path) -> Iterator[ServerUnderTest]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "OMP_NUM_THREADS": str(threads_per_rank(len(usable_cores()), 1)),
     }
     log_file = folder / "vllm.log"
     with log_file.open("w") as log:

@@ -175,8 +175,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
     if config.device == "cpu":
         num_ranks, cores = config.tensor_parallel_size, usable_cores()
         values |= {
-            # Half of the cores, since prefill and decode share them, or each rank's share.
-            "OMP_NUM_THREADS": str(max(1, len(cores) // max(2, num_ranks))),
+            "OMP_NUM_THREADS": str(threads_per_rank(len(cores), num_ranks)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             # AsyncLLM keeps EngineCore in a child process in either case. With 0, a single rank's
             # worker may live in that child, too, which saves 5 s and 300 MB.
@@ -186,6 +185,11 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
             binding = thread_binding(cores, num_ranks) if num_ranks > 1 else "nobind"
             values["VLLM_CPU_OMP_THREADS_BIND"] = binding
     return {name: value for name, value in values.items() if name not in current}
+
+
+def threads_per_rank(num_cores: int, num_ranks: int) -> int:
+    """Half of the cores, since prefill and decode share them, or each rank's share."""
+    return max(1, num_cores // max(2, num_ranks))
 
 
 def usable_cores() -> list[int]:

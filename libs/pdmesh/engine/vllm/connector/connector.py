@@ -37,7 +37,7 @@ from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
 from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
-from pdmesh.engine.vllm.speculation.cpu_sampling import expand_on_cpu
+from pdmesh.engine.vllm.speculation.cpu_sampling import mend_drawing_on_cpu
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             if vllm_config.speculative_config is not None:
                 count_proposed_tokens()
                 if told["device"] == "cpu":
-                    expand_on_cpu()
+                    mend_drawing_on_cpu()
             self._worker = HandoffWorker(
                 told,
                 rank=parallel.rank,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pdmesh.engine.vllm.speculation.cpu_sampling import (  # noqa: E402 - it needs torch
-    expand_on_cpu,
     expanded,
+    mend_drawing_on_cpu,
 )
 
 
@@ -37,11 +39,64 @@ def test_fractions_stay_and_the_greedy_temperature_becomes_one() -> None:
 def test_logits_are_constrained_in_steps_that_check_tokens_and_in_others(num_checked: int) -> None:
     """Through vLLM's own function, with a top_k, which ended the engine."""
     sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
-    expand_on_cpu()
-    expand_on_cpu()
+    mend_drawing_on_cpu()
+    mend_drawing_on_cpu()
     asked = SimpleNamespace(
         all_greedy=False, temperature=torch.tensor([0.5]), top_k=torch.tensor([2]), top_p=None
     )
     logits = torch.tensor([[1.0, 2.0, 3.0]] * num_checked).reshape(num_checked, 3)
     got = sampler.apply_sampling_constraints(logits, torch.tensor([num_checked]), asked)
     assert got.tolist() == [[-float("inf"), 4.0, 6.0]] * num_checked
+
+
+@pytest.mark.req("S111", "S118")
+@pytest.mark.filterwarnings("default")  # vLLM's own
+def test_random_numbers_are_made_only_for_rows_with_proposed_tokens() -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
+    mend_drawing_on_cpu()
+    vllms = sampler.sample_recovered_tokens.__wrapped__
+
+    before = torch.get_rng_state()
+    assert len(recovered(sampler.sample_recovered_tokens, [0, 0])) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(recovered(vllms, [0, 0])) == 0
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.req("S111")
+@pytest.mark.filterwarnings("default")  # vLLM's own
+@pytest.mark.parametrize("counts", [[2, 0, 1, 0], [0, 3, 0, 1], [1, 1, 1, 1], [0, 0, 0, 4]])
+def test_seeded_rows_recover_the_tokens_that_vllm_gives_them(counts: list[int]) -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
+    mend_drawing_on_cpu()
+    vllms = sampler.sample_recovered_tokens.__wrapped__
+    assert recovered(sampler.sample_recovered_tokens, counts) == recovered(vllms, counts)
+    assert recovered(vllms, counts) != recovered(vllms, counts, first_seed=100)  # seeds matter
+
+
+@dataclass
+class Seeds:
+    """All that is read of vLLM's `SamplingMetadata`."""
+
+    generators: dict[int, torch.Generator]
+
+
+def recovered(
+    recover: Callable[..., torch.Tensor], counts: list[int], first_seed: int = 0
+) -> list[int]:
+    """The tokens for rows that propose `counts` tokens each, every row with a seed of its own."""
+    num_tokens, vocab_size = sum(counts), 5000
+    probs = torch.rand((num_tokens, vocab_size), generator=torch.Generator().manual_seed(7))
+    seeds = {row: torch.Generator().manual_seed(first_seed + row) for row in range(len(counts))}
+    found = recover(
+        max(counts),
+        counts,
+        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        torch.arange(num_tokens, dtype=torch.int32),
+        None,
+        probs.softmax(dim=-1),
+        Seeds(seeds),
+        torch.device("cpu"),
+        False,
+    )
+    return [int(token) for token in found]
