@@ -5,8 +5,11 @@
 Two meshes in turn: a prefill and a decode, and one instance that does both. Streams draw all the
 time, by themselves or beside clients that keep long prompts coming, each with an answer of one
 token. In the pair the prompts are computed in another process; in one engine they share each step
-with the streams, cut into chunks. On a machine where both processes share the cores, the ratio of
-the pair includes that.
+with the streams, cut into chunks.
+
+Two processes on one machine also share its caches and memory bandwidth. So the streams of a pair
+run in a third turn beside the same prompts at another pair, which has nothing to do with them: what
+is slower there is the machine's part.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +33,8 @@ from pdmesh.launcher.spec import MeshSpec
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 KINDS: Final = {"pair": (1, 1, 0), "one engine": (0, 0, 1)}  # prefills, decodes, fusions
+ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"  # where long prompts are computed
+TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1
 STREAM_TOKENS, LONG_TOKENS = 400, 1900
 QUANTILES: Final = {"p50": 0.5, "p99": 0.99}
@@ -62,17 +68,15 @@ def load(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float)
 
 
 async def turn(
-    mesh: Mesh, rng: random.Random, kind: str, duration_s: float, *, has_long: bool
+    mesh: Mesh, prompts_to: Mesh | None, rng: random.Random, duration_s: float
 ) -> dict[str, Any]:
     streams = [body(rng, 20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
     works = [run_load(load(mesh, streams, NUM_STREAMS, duration_s))]
-    if has_long:  # so many that no cache knows one that comes again
+    if prompts_to:  # so many that no cache knows one that comes again
         long = [body(rng, LONG_TOKENS, 1) for _ in range(100)]
-        works.append(run_load(load(mesh, long, NUM_LONG, duration_s)))
+        works.append(run_load(load(prompts_to, long, NUM_LONG, duration_s)))
     drawn, *others = await asyncio.gather(*works)
     return {
-        "kind": kind,
-        "has_long": has_long,
         "ms": {name: drawn.gaps.quantile(q) * 1e3 for name, q in QUANTILES.items()},
         "num_long": sum(other.num_requests for other in others),
         "errors": dict(drawn.errors)
@@ -80,7 +84,7 @@ async def turn(
     }
 
 
-async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, Any]]:
+def mesh_of(kind: str, directory: Path) -> Mesh:
     num_prefill, num_decode, num_fusion = KINDS[kind]
     spec = MeshSpec(
         engine="vllm",
@@ -93,25 +97,34 @@ async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, 
         start_timeout_s=300,
         env=ENV,
     )
+    return Mesh(spec, directory)
+
+
+async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, Any]]:
     rng = random.Random(7)
     found = []
-    with tempfile.TemporaryDirectory(prefix="pdmesh-long-") as directory:
-        async with Mesh(spec, Path(directory)) as mesh:
-            for number in range(rounds):
-                order = (False, True) if number % 2 else (True, False)
-                for has_long in order:
-                    found.append(await turn(mesh, rng, kind, duration_s, has_long=has_long))
-                    print(found[-1])
+    async with AsyncExitStack() as stack:
+        meshes: dict[str, Mesh] = {}
+        for where in {BESIDE, ELSEWHERE}.intersection(TURNS[kind]):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdmesh-long-"))
+            meshes[where] = await stack.enter_async_context(mesh_of(kind, Path(folder)))
+        for number in range(rounds):
+            for where in TURNS[kind][:: 1 if number % 2 else -1]:
+                one = await turn(meshes[BESIDE], meshes.get(where), rng, duration_s)
+                found.append({"kind": kind, "where": where} | one)
+                print(found[-1])
     return found
 
 
-def pairs_of(found: Sequence[dict[str, Any]], kind: str) -> list[tuple[Any, Any]]:
-    """Each round's turn beside long prompts, and the one alone."""
-    beside, alone = (
-        [one for one in found if (one["kind"], one["has_long"]) == (kind, has)]
-        for has in (True, False)
-    )
-    return list(zip(beside, alone, strict=True))
+def turns_of(found: Sequence[dict[str, Any]], kind: str, where: str) -> list[dict[str, Any]]:
+    return [one for one in found if (one["kind"], one["where"]) == (kind, where)]
+
+
+def pairs_of(
+    found: Sequence[dict[str, Any]], kind: str, where: str, over: str
+) -> list[tuple[Any, Any]]:
+    """Each round's turn beside long prompts, and the one that it is compared with."""
+    return list(zip(turns_of(found, kind, where), turns_of(found, kind, over), strict=True))
 
 
 def time_ms(name: str, one: dict[str, Any]) -> float:
@@ -123,30 +136,41 @@ def slower(name: str, pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
 
 
 def as_markdown(found: Sequence[dict[str, Any]]) -> str:
+    compared = [
+        ("pair", BESIDE, ALONE),
+        ("pair", ELSEWHERE, ALONE),
+        ("pair", BESIDE, ELSEWHERE),
+        ("one engine", BESIDE, ALONE),
+    ]
     ratios = spread_table(
-        ["beside long prompts / alone"],
+        ["ratio of times"],
         [(name, partial(slower, name), ".2f") for name in QUANTILES],
-        [([kind], pairs_of(found, kind)) for kind in KINDS],
+        [
+            ([f"{kind}: {where} / {over}"], pairs_of(found, kind, where, over))
+            for kind, where, over in compared
+        ],
     )
     times = spread_table(
         ["ms between tokens"],
         [(name, partial(time_ms, name), ".1f") for name in QUANTILES],
         [
-            ([f"{kind}, {'beside' if has else 'alone'}"], found_)
-            for kind in KINDS
-            for has in (False, True)
-            if (found_ := [o for o in found if (o["kind"], o["has_long"]) == (kind, has)])
+            ([f"{kind}: {where}"], turns_of(found, kind, where))
+            for kind, places in TURNS.items()
+            for where in places
         ],
     )
     errors = {name: n for one in found for name, n in one["errors"].items()}
-    bar = f"Bar: p99 at most {BAR:.1f} (S82). {f'Errors: {errors}.' if errors else 'No errors.'}"
+    bar = (
+        f"Bar: p99 of the pair, {BESIDE} / {ALONE}, at most {BAR:.1f} (S82). "
+        f"{f'Errors: {errors}.' if errors else 'No errors.'}"
+    )
     return f"{ratios}\n\n{times}\n\n{bar}"
 
 
 ABOUT: Final = (
-    f"SmolLM2-135M in fp32 on vLLM's CPU build: {NUM_STREAMS} streams, alone and beside a client "
-    f"that keeps prompts of {LONG_TOKENS} tokens coming. Ratios of a round's two turns, median "
-    "(lowest..highest)."
+    f"SmolLM2-135M in fp32 on vLLM's CPU build: {NUM_STREAMS} streams alone, beside a client that "
+    f"keeps prompts of {LONG_TOKENS} tokens coming, and beside the same at another pair on this "
+    "machine. Ratios of a round's turns, median (lowest..highest)."
 )
 
 
