@@ -2,12 +2,12 @@
 
 Each checked token needs the temperature, `top_k` and `top_p` of its request. vLLM's CPU kernel
 writes them to a copy that nobody reads, unless they are 64-bit integers. So logits were divided by
-what the memory held before, and a `top_k` ended the engine. A `top_k` ended it also in a step that
-checks no token at all.
+what the memory held before, and a `top_k` ended the engine.
 
-For each request that draws, vLLM also makes as many random numbers as the vocabulary has tokens,
-to replace a proposed token that is refused, though nothing may be proposed for it. On a CPU these
-cost more than the rest of the check: a batch of 32 was slowed by a fifth.
+vLLM also checks where nothing is proposed. It copies the logits, and for each request it makes as
+many random numbers as the vocabulary has tokens, to replace a proposed token that is refused. On a
+CPU this slowed a batch of 32 by a fifth. So a step without proposals draws as an engine does that
+never proposes, and in other steps only rows with proposed tokens get these numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,25 @@ def mend_drawing_on_cpu() -> None:
 
     # Any: functions of vLLM's, replaced.
     sampler: Any = rejection_sampler
-    constrain = sampler.apply_sampling_constraints
-    if getattr(constrain, "takes_none", False):
+    if sampler.expand_batch_to_tokens is expanded:
         return
-
-    @functools.wraps(constrain)
-    def constrain_if_any(logits: torch.Tensor, *args: Any) -> Any:
-        return constrain(logits, *args) if logits.shape[0] else logits
-
-    constrain_if_any.takes_none = True  # type: ignore[attr-defined]
-    sampler.apply_sampling_constraints = constrain_if_any
     sampler.expand_batch_to_tokens = expanded
     sampler.sample_recovered_tokens = only_where_proposed(sampler.sample_recovered_tokens)
+    check = sampler.RejectionSampler.forward
+    sampler.RejectionSampler.forward = only_if_proposed(check)
+
+
+def only_if_proposed(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check` (`RejectionSampler.forward`) for steps that check tokens; others only draw."""
+
+    @functools.wraps(check)
+    def draw(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, asked: Any) -> Any:
+        if metadata.max_spec_len:
+            return check(sampler, metadata, draft_probs, logits, asked)
+        # The logits are one row for each request, as without speculation.
+        return sampler.sampler(logits=logits, sampling_metadata=asked, predict_bonus_token=True)
+
+    return draw
 
 
 def only_where_proposed(recover: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -55,8 +62,6 @@ def only_where_proposed(recover: Callable[..., torch.Tensor]) -> Callable[..., t
         *args: Any,
     ) -> torch.Tensor:
         rows = [row for row, num in enumerate(num_draft_tokens) if num]
-        if not rows:
-            return torch.empty_like(draft_token_ids)
         # Tokens are in the order of the rows, so those without any can be left out.
         generators = sampling_metadata.generators
         seeded = {at: generators[row] for at, row in enumerate(rows) if row in generators}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 from pdmesh.engine.vllm.speculation.cpu_sampling import (  # noqa: E402 - it needs torch
     expanded,
     mend_drawing_on_cpu,
+    only_if_proposed,
+    only_where_proposed,
 )
 
 
@@ -35,8 +37,7 @@ def test_fractions_stay_and_the_greedy_temperature_becomes_one() -> None:
 
 @pytest.mark.req("S111")
 @pytest.mark.filterwarnings("default")  # vLLM's own
-@pytest.mark.parametrize("num_checked", [0, 3])
-def test_logits_are_constrained_in_steps_that_check_tokens_and_in_others(num_checked: int) -> None:
+def test_logits_of_checked_tokens_are_constrained_as_their_request_asks() -> None:
     """Through vLLM's own function, with a top_k, which ended the engine."""
     sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
     mend_drawing_on_cpu()
@@ -44,59 +45,86 @@ def test_logits_are_constrained_in_steps_that_check_tokens_and_in_others(num_che
     asked = SimpleNamespace(
         all_greedy=False, temperature=torch.tensor([0.5]), top_k=torch.tensor([2]), top_p=None
     )
-    logits = torch.tensor([[1.0, 2.0, 3.0]] * num_checked).reshape(num_checked, 3)
-    got = sampler.apply_sampling_constraints(logits, torch.tensor([num_checked]), asked)
-    assert got.tolist() == [[-float("inf"), 4.0, 6.0]] * num_checked
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    got = sampler.apply_sampling_constraints(logits, torch.tensor([3]), asked)
+    assert got.tolist() == [[-float("inf"), 4.0, 6.0]] * 3
+
+
+@pytest.mark.req("S118")
+@pytest.mark.parametrize("num_proposed", [0, 3])
+def test_a_step_without_proposals_only_draws(num_proposed: int) -> None:
+    calls: list[tuple[str, object]] = []
+
+    def plain(**given: object) -> str:
+        calls.append(("drawn", given))
+        return "drawn"
+
+    def check(sampler: object, *given: object) -> str:
+        calls.append(("checked", given))
+        return "checked"
+
+    metadata = SimpleNamespace(max_spec_len=num_proposed)
+    step = only_if_proposed(check)
+    got = step(SimpleNamespace(sampler=plain), metadata, None, "logits", "asked")
+    if num_proposed:
+        assert calls == [("checked", (metadata, None, "logits", "asked"))]
+    else:
+        given = {"logits": "logits", "sampling_metadata": "asked", "predict_bonus_token": True}
+        assert calls == [("drawn", given)]
+    assert got == calls[0][0]
 
 
 @pytest.mark.req("S111", "S118")
-@pytest.mark.filterwarnings("default")  # vLLM's own
-def test_random_numbers_are_made_only_for_rows_with_proposed_tokens() -> None:
-    sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
-    mend_drawing_on_cpu()
-    vllms = sampler.sample_recovered_tokens.__wrapped__
-
-    before = torch.get_rng_state()
-    assert len(recovered(sampler.sample_recovered_tokens, [0, 0])) == 0
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(recovered(vllms, [0, 0])) == 0
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.req("S111")
-@pytest.mark.filterwarnings("default")  # vLLM's own
-@pytest.mark.parametrize("counts", [[2, 0, 1, 0], [0, 3, 0, 1], [1, 1, 1, 1], [0, 0, 0, 4]])
-def test_seeded_rows_recover_the_tokens_that_vllm_gives_them(counts: list[int]) -> None:
-    sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
-    mend_drawing_on_cpu()
-    vllms = sampler.sample_recovered_tokens.__wrapped__
-    assert recovered(sampler.sample_recovered_tokens, counts) == recovered(vllms, counts)
-    assert recovered(vllms, counts) != recovered(vllms, counts, first_seed=100)  # seeds matter
+@pytest.mark.parametrize("counts", [[2, 0, 1, 0], [0, 3, 0, 1], [1, 1, 1], [0, 0, 0, 4]])
+def test_rows_without_proposals_get_no_random_numbers(counts: list[int]) -> None:
+    """The other rows recover the tokens that they would have recovered beside them."""
+    asked = Asked(counts)
+    assert recover_one_by_one(*asked.arguments()) == asked.expected()
+    assert only_where_proposed(recover_one_by_one)(*asked.arguments()) == asked.expected()
+    assert asked.num_rows == [len(counts), sum(count > 0 for count in counts)]
 
 
 @dataclass
 class Seeds:
-    """All that is read of vLLM's `SamplingMetadata`."""
+    """All that is read of vLLM's `SamplingMetadata`. A generator is named by its row."""
 
-    generators: dict[int, torch.Generator]
+    generators: dict[int, str]
 
 
-def recovered(
-    recover: Callable[..., torch.Tensor], counts: list[int], first_seed: int = 0
-) -> list[int]:
-    """The tokens for rows that propose `counts` tokens each, every row with a seed of its own."""
-    num_tokens, vocab_size = sum(counts), 5000
-    probs = torch.rand((num_tokens, vocab_size), generator=torch.Generator().manual_seed(7))
-    seeds = {row: torch.Generator().manual_seed(first_seed + row) for row in range(len(counts))}
-    found = recover(
-        max(counts),
-        counts,
-        torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        torch.arange(num_tokens, dtype=torch.int32),
-        None,
-        probs.softmax(dim=-1),
-        Seeds(seeds),
-        torch.device("cpu"),
-        False,
-    )
-    return [int(token) for token in found]
+class Asked:
+    """Rows that propose `counts` tokens each; all but row 1 have a seed."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self.num_rows: list[int] = []  # that got random numbers, by call
+
+    def arguments(self) -> tuple[Any, ...]:
+        ends = torch.tensor(self.counts).cumsum(0)
+        tokens = torch.arange(100, 100 + sum(self.counts))
+        seeds = Seeds({row: f"seed {row}" for row in range(len(self.counts)) if row != 1})
+        return max(self.counts), self.counts, ends, tokens, None, None, seeds, self.num_rows
+
+    def expected(self) -> list[tuple[int, str]]:
+        rows = [row for row, count in enumerate(self.counts) for _ in range(count)]
+        return [(100 + at, f"seed {row}" if row != 1 else "") for at, row in enumerate(rows)]
+
+
+def recover_one_by_one(
+    max_spec_len: int,
+    counts: list[int],
+    ends: torch.Tensor,
+    tokens: torch.Tensor,
+    draft_probs: None,
+    target_probs: None,
+    seeds: Seeds,
+    num_rows: list[int],
+) -> list[tuple[int, str]]:
+    """Each proposed token with its row's generator, as vLLM's kernel walks through them."""
+    found = []
+    for row, end in enumerate(ends.tolist()):
+        begin = int(ends[row - 1]) if row else 0
+        assert end - begin == counts[row] <= max_spec_len
+        mine = tokens[begin:end].tolist()
+        found += [(token, seeds.generators.get(row, "")) for token in mine]
+    num_rows.append(len(counts))
+    return found
