@@ -6,7 +6,7 @@ A mesh (one gateway, one fusion instance) and a server of vLLM run all the time,
 and the same parser of tool calls. Each round sends the same bodies to both, in alternating order.
 The front end is what speaks HTTP: the gateway with its parser process, or vLLM's API server. The
 rest is the engine, and in the mesh also the services beside it. Answers are greedy, so both servers
-compute the same tokens. Both engines compute on as many threads.
+compute the same tokens. Both engines compute in fp32, on as many threads.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def vllm_under_test(model_dir: Path, folder: Path) -> Iterator[ServerUnderTest]:
         *("--model", str(model_dir), "--served-model-name", "default", "--enforce-eager"),
         *("--block-size", str(_BLOCK_SIZE), "--max-model-len", "2048", "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(512 << 20), "--gpu-memory-utilization", "0.3"),
+        *("--dtype", "float32"),  # what an engine of the mesh computes with on a CPU
         *("--enable-auto-tool-choice", "--tool-call-parser", _PARSER, "--port", str(port)),
     ]
     environment = {
@@ -139,6 +140,7 @@ def vllm_under_test(model_dir: Path, folder: Path) -> Iterator[ServerUnderTest]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads_per_rank(len(usable_cores()), 1)),
     }
     log_file = folder / "vllm.log"
