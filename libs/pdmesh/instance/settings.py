@@ -66,7 +66,8 @@ class InstanceSettings(ServiceSettings):
     speculative_token_cost: float = Field(
         0.01,
         gt=0,
-        description="Cost of checking one proposed token, as a share of a step's fixed cost",
+        description="Assumed cost of checking one proposed token, as a share of a step's fixed "
+        "cost, until it is measured",
     )
     async_scheduling: AsyncScheduling = shared(
         AsyncScheduling.AUTO,

@@ -5,8 +5,8 @@ does not pay. A decode step of a small batch waits for memory. So checking k pro
 sequence, beside the token that the step draws, costs next to nothing. In a large batch, each check
 costs as much as drawing a token. `acceptance` is the chance a that a proposed token is right, given
 that all earlier tokens of the proposal are right. Then a step yields 1 + a + ... + a^k tokens of a
-sequence. The chance depends on the text: it starts from a setting, and `AdaptiveSpeculation`
-follows the results of the checks.
+sequence. The chance depends on the text, and the cost of a check on the machine: both start from a
+setting, and `AdaptiveSpeculation` follows the results and the times of the checks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Final
 
+from pdmesh.core.speculation.token_cost import TokenCost
+
 LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
 PROBE_EVERY: Final = 64  # steps: then one token is proposed even where none pays, to see a change
+PAUSE_EVERY: Final = 256  # steps: then none is proposed, to see what a check costs
 _MEMORY: Final = 200  # tokens: checks that are longer ago count for little
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
 _BAND: Final = 0.03  # a change of the acceptance that is followed; a smaller one is mostly noise
+_COST_BAND: Final = 1.5  # a factor by which the cost of a token changes before it is followed
 
 
 class Method(StrEnum):
@@ -92,21 +96,26 @@ class Speculation:
 
 @dataclass(slots=True)
 class AdaptiveSpeculation:
-    """How many tokens to propose at each step, by how many earlier proposals were right.
+    """How many tokens to propose at each step, by how many earlier proposals were right and by how
+    long the steps took.
 
-    `checked` is told of each sequence's proposal; `counts` begins a step. The schedule follows the
-    measured acceptance only if it moves out of a band, so that noise does not change it back and
-    forth.
+    `checked` is told of each sequence's proposal, `computed` of each step without prompts; `counts`
+    begins a step. The schedule follows what is measured only if it moves out of a band, so that
+    noise does not change it back and forth.
     """
 
     assumed: Speculation
     max_batch: int
     acceptance: float = field(init=False)  # as measured
-    _followed: float = field(init=False)  # the schedule is for this one
+    _followed: float = field(init=False)  # the schedule is for this one, and for the next
+    _token_cost: float = field(init=False)
+    _costs: TokenCost = field(init=False)
     _num_steps: int = 0
 
     def __post_init__(self) -> None:
         self.acceptance = self._followed = self.assumed.acceptance
+        self._token_cost = self.assumed.token_cost
+        self._costs = TokenCost(self._token_cost)
 
     def checked(self, num_proposed: int, num_accepted: int) -> None:
         """Learn from one proposal. What follows its first wrong token says nothing."""
@@ -115,13 +124,27 @@ class AdaptiveSpeculation:
             kept = (1 - 1 / _MEMORY) ** num_tried
             self.acceptance = kept * self.acceptance + (1 - kept) * num_accepted / num_tried
 
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Learn from the time of a step that computed so many tokens, none of them of a prompt."""
+        self._costs.computed(num_tokens, seconds)
+
+    @property
+    def _may_pause(self) -> bool:
+        """A draft with KV needs that of every token."""
+        return not (self.assumed.is_fixed or self.assumed.method.has_kv)
+
     def counts(self) -> list[int]:
         """Tokens to propose at the next step, by batch size (index 0: no batch)."""
         self._num_steps += 1
+        if self._num_steps % PAUSE_EVERY == PAUSE_EVERY - 1 and self._may_pause:
+            return [0] * (self.max_batch + 1)
         if abs(self.acceptance - self._followed) > _BAND:
             self._followed = round(self.acceptance / _GRAIN) * _GRAIN
+        if not 1 / _COST_BAND < self._costs.share / self._token_cost < _COST_BAND:
+            self._token_cost = self._costs.share
+        acceptance = min(self._followed, 1 - _GRAIN)
         return _counts(
-            replace(self.assumed, acceptance=min(self._followed, 1 - _GRAIN)),
+            replace(self.assumed, acceptance=acceptance, token_cost=self._token_cost),
             self.max_batch,
             min(self.assumed.max_tokens, int(self._num_steps % PROBE_EVERY == 0)),
         )

@@ -109,8 +109,10 @@ class Writing:
             count = adaptive.counts()[self.batch]
             assert type(count) is int, "vLLM compiles its code for this number"
             self.num_proposed += count * self.batch
-            self.seconds += self.law.step_s(self.batch, self.batch * 100)
-            self.seconds += self.batch * count * self.law.prefill_token_s
+            step_s = self.law.step_s(self.batch, self.batch * 100)
+            step_s += self.batch * count * self.law.prefill_token_s
+            self.seconds += step_s
+            adaptive.computed(self.batch * (1 + count), step_s)
             for _ in range(self.batch):
                 num_right = 0
                 while num_right < count and self.rng.random() < self.acceptance:
@@ -154,6 +156,26 @@ def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None
     assert count > 0
     off, fixed = (decode_s(SMOLLM2_CPU, 16, n, 0.0) for n in (0, count))
     assert fixed > 1.03 * off
+
+
+@pytest.mark.req("S118")
+@pytest.mark.parametrize("factor", [0.05, 20])
+def test_a_wrong_guess_of_a_tokens_cost_is_corrected(factor: float) -> None:
+    """With a cost that is assumed too low, large batches would be slowed; too high, none gain."""
+    law, guess = SMOLLM2_CPU, Speculation(4, 0.6, factor * CPU_COST)
+    right = Speculation(4, 0.6, CPU_COST)
+    batches = (1, 4, 8, 16, 32)
+    assert [guess.num_proposed(b) for b in batches] != [right.num_proposed(b) for b in batches]
+    adaptive, writing = AdaptiveSpeculation(guess, max(batches)), Writing(law, 1, 0.6)
+    for writing.batch in batches * 2:
+        writing.run(adaptive, 300)
+    for writing.batch in batches:
+        off = writing.batch / law.step_s(writing.batch, writing.batch * 100)
+        writing.run(adaptive, 250)
+        assert writing.tokens_per_s >= 0.97 * off
+    writing.batch = 1
+    writing.run(adaptive, 250)
+    assert writing.num_proposed > 250
 
 
 @pytest.mark.req("S118")

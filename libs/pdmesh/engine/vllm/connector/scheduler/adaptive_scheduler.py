@@ -1,11 +1,15 @@
-"""vLLM's scheduler, which proposes fewer or more tokens per step as fewer or more are right (S118).
+"""vLLM's scheduler, which proposes fewer or more tokens per step as fewer or more are right, and as
+checking them costs more or less (S118).
 
 vLLM reads the number of tokens to propose from a table by batch size, which it makes once. This
-scheduler replaces the table before each step, and reports the checked tokens to the core.
+scheduler replaces the table before each step, and reports the checked tokens to the core, and how
+long a step took that computed no prompt. vLLM is synchronous here: a step has ended when its output
+is processed.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from pdmesh.core.speculation.schedule import AdaptiveSpeculation, Speculation
@@ -21,10 +25,18 @@ class AdaptiveScheduler(TimedScheduler):
         self._speculation = AdaptiveSpeculation(
             Speculation(**told), self.scheduler_config.max_num_seqs
         )
+        self._began = 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.dynamic_sd_lookup = self._speculation.counts()
+        self._began = time.monotonic()
         return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, step: Any, output: Any) -> Any:
+        counts = step.num_scheduled_tokens.values()
+        if counts and max(counts) <= 1 + self.num_spec_tokens and not step.scheduled_new_reqs:
+            self._speculation.computed(sum(counts), time.monotonic() - self._began)
+        return super().update_from_output(step, output)
 
     def make_spec_decoding_stats(
         self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **kwargs: Any

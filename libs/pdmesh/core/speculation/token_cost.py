@@ -1,0 +1,68 @@
+"""Measures what one more token costs a decode's step, as a share of the step's fixed cost (S118).
+
+A step of n tokens takes about `fixed + n * each` seconds. A line through the latest steps gives
+both. Steps differ in n as requests come and go and as more or fewer tokens are proposed. Until they
+have differed enough, the assumed share holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+_MEMORY: Final = 1000  # steps: those that are longer ago count for little
+_LEAST_STEPS: Final = 50
+_LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, by their mean
+_LONGEST: Final = 3.0  # times what is expected: a longer step waited for something else
+_LEAST, _MOST = 1e-4, 1.0  # a share outside of these bounds is noise
+_PER_DECADE: Final = 10  # values that a share is rounded to
+
+
+@dataclass(slots=True)
+class TokenCost:
+    """Weighted sums over steps; `share` is the cost of a token in fixed costs."""
+
+    assumed: float
+    _weight: float = 0.0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _squares: float = 0.0  # of tokens
+    _products: float = 0.0  # tokens times seconds
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens, none of them of a prompt."""
+        if (line := self._line()) is not None:
+            fixed, each = line
+            seconds = min(seconds, _LONGEST * (fixed + each * num_tokens))
+        kept = 1 - 1 / _MEMORY
+        self._weight = kept * self._weight + 1
+        self._tokens = kept * self._tokens + num_tokens
+        self._seconds = kept * self._seconds + seconds
+        self._squares = kept * self._squares + num_tokens**2
+        self._products = kept * self._products + num_tokens * seconds
+
+    @property
+    def share(self) -> float:
+        """As measured, in steps of a quarter; as assumed where that cannot be told."""
+        if (line := self._line()) is None:
+            return self.assumed
+        fixed, each = line
+        share = _MOST if fixed <= each else each / fixed
+        return _rounded(max(_LEAST, share))
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds of a step, and of each of its tokens, neither below 0; None: not known yet."""
+        if self._weight < _LEAST_STEPS:
+            return None
+        mean, mean_s = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean**2
+        if variance < (_LEAST_SPREAD * mean) ** 2:
+            return None
+        each = (self._products / self._weight - mean * mean_s) / variance
+        each = min(max(each, 0.0), mean_s / mean)
+        return mean_s - each * mean, each
+
+
+def _rounded(share: float) -> float:
+    return 10.0 ** (round(_PER_DECADE * math.log10(share)) / _PER_DECADE)
