@@ -65,4 +65,4 @@ class TokenCost:
 
 
 def _rounded(share: float) -> float:
-    return 10.0 ** (round(_PER_DECADE * math.log10(share)) / _PER_DECADE)
+    return float(10 ** (round(_PER_DECADE * math.log10(share)) / _PER_DECADE))

@@ -112,8 +112,8 @@ class Asked:
 def recover_one_by_one(
     max_spec_len: int,
     counts: list[int],
-    ends: torch.Tensor,
-    tokens: torch.Tensor,
+    ends: Any,  # tensors
+    tokens: Any,
     draft_probs: None,
     target_probs: None,
     seeds: Seeds,
