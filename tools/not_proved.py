@@ -64,6 +64,14 @@ REASONS: Final[Mapping[str, str]] = {
         "that reading and copying overlap is tested, and by how much that shortens loading is "
         "measured (`make bench NAME=loading`), with a device that is emulated"
     ),
+    "S103": (
+        "dropped (ADR 0042): only whole blocks have names. vLLM shares no block of which it has "
+        "computed only a part"
+    ),
+    "S104": (
+        "in part: whole blocks are shared and counted. A block that is not full belongs to one "
+        "request, which appends to it, and nothing of it is reused later (ADR 0042)"
+    ),
     "S120-S121": (
         "not implemented: instances have only tensor-parallel ranks; pipeline and data parallelism "
         "are not passed on to vLLM"

@@ -1,7 +1,7 @@
-"""What a conversation reuses of its earlier turns: only full blocks, or also the partial block that
-it continues (S103, S104), and with prefill and decode apart the answers, too (ADR 0041).
+"""What a conversation reuses of its earlier turns, with prefill and decode apart and together, and
+what it gains if the KV of answers goes to prefill (ADR 0041).
 
-    python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-21
+    python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-24
 
 Conversations run turn by turn through the OpenAI endpoint of a mesh of sim instances, as those of
 users do: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
@@ -53,27 +53,15 @@ _ANSWER_TOKENS: Final = 48
 @dataclass(frozen=True, slots=True)
 class Variant:
     name: str
-    start: int
-    step: int
     num_prefill: int
-    num_fusion: int
     pools: str = ""  # with host pools and peers; and then whether answers are given to prefill
-    is_timed: bool = False  # computes at the speed of a law
 
 
 VARIANTS: Final = (
-    *(
-        Variant(name, start, step, num_prefill, 1 - num_prefill)
-        for num_prefill in (1, 0)
-        for name, start, step in (
-            ("whole blocks", 208, 0),
-            ("tails, 208/4", 208, 4),
-            ("tails, 16/4", 16, 4),
-        )
-    ),
-    Variant("whole blocks, pools", 208, 0, 1, 0, "false", is_timed=True),
-    Variant("whole blocks, pools, answers", 208, 0, 1, 0, "true", is_timed=True),
-    Variant("whole blocks", 208, 0, 0, 1, is_timed=True),
+    Variant("no pools", 1),
+    Variant("pools", 1, "false"),
+    Variant("pools, answers go to prefill", 1, "true"),
+    Variant("no pools", 0),
 )
 
 
@@ -88,7 +76,7 @@ class Row:
     prompt_tokens: float
     reused_tokens: float
     computed_tokens: float
-    ttft_ms: float | None  # None: nothing is computed at the speed of a law
+    ttft_ms: float
     num_names: int
     index_bytes: int  # of names, 16 bytes each
 
@@ -103,15 +91,12 @@ def _spec(variant: Variant) -> MeshSpec:
         engine="sim",
         num_prefill=variant.num_prefill,
         num_decode=variant.num_prefill,
-        num_fusion=variant.num_fusion,
+        num_fusion=1 - variant.num_prefill,
         http_port=0,
         grpc_port=0,
         env={
-            # Computing must cost something, or no pool is used.
-            "PDMESH_SIM_LAW": "smollm2-cpu" if variant.is_timed else "zero",
+            "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must cost something, or no pool is used
             "PDMESH_SIM_EOS_PERIOD": "0",
-            "PDMESH_KV_TAIL_START": str(variant.start),
-            "PDMESH_KV_TAIL_STEP": str(variant.step),
         }
         | (pools if variant.pools else {}),
     )
@@ -144,7 +129,7 @@ async def _take_turn(client: httpx.AsyncClient, url: str, messages: list[dict[st
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
             piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-            if piece and not pieces:
+            if piece and not ttft_s:
                 ttft_s = time.monotonic() - sent
             pieces.append(piece)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -193,7 +178,7 @@ async def _measure(variant: Variant, num_chats: int, num_turns: int) -> Row:
         prompt,
         reused,
         prompt - reused,
-        ttft_ms if variant.is_timed else None,
+        ttft_ms,
         num_names,
         16 * num_names,
     )
@@ -208,7 +193,7 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
             f"{row.prompt_tokens:.1f}",
             f"{row.reused_tokens:.1f}",
             f"{row.computed_tokens:.1f}",
-            "" if row.ttft_ms is None else f"{row.ttft_ms:.1f}",
+            f"{row.ttft_ms:.1f}",
             f"{row.num_names} ({row.index_bytes} bytes of names)",
         ]
         for row in rows
@@ -220,9 +205,8 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
         f" answers of {_ANSWER_TOKENS}.\n"
         "- Tokens per turn after the first. With prefill and decode apart, prefill has the "
         "earlier prompts and not the answers, unless they are given to it. Each turn follows the "
-        "answer before it at once.\n"
-        "- Variants with a TTFT (the median of those turns) compute at the speed of the law "
-        "`smollm2-cpu`, the others at no cost.\n"
+        "answer before it at once. TTFT is the median of these turns; computing takes the time of "
+        "the law `smollm2-cpu`.\n"
         f"- {describe_machine()}\n\n" + table(head, body) + "\n"
     )
 

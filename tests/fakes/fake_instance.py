@@ -123,7 +123,6 @@ class FakeInstance:
     is_per_layer: bool = True
     tokens_per_step: int = 1
     # Names the beginnings of blocks at every multiple of this number of tokens.
-    kv_tail_step: int = 0
     breaks_at: int | None = None  # breaks all sessions when a leg reaches this token
     model: str = "tiny"
     scenario: str = "default"
@@ -172,8 +171,6 @@ class FakeInstance:
             model=self.model,
             model_fingerprint=self.fingerprint,
             block_size=16,
-            kv_tail_start=self.kv_tail_step,
-            kv_tail_step=self.kv_tail_step,
             num_slots=min(self.num_slots, 1 << 20),
             max_model_len=self.max_model_len,
             supports_logprobs=self.supports_logprobs,

@@ -23,7 +23,6 @@ from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
-from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
@@ -400,7 +399,6 @@ class EngineInfo:
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank
-    partial_sampling: PartialSampling = NO_PARTIALS  # where it names beginnings of blocks
     max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
     pooling: PoolingFacts | None = None  # of a pooling engine
     images: ImageFacts | None = None  # None: the model takes none

@@ -12,7 +12,6 @@ from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
-from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -86,9 +85,6 @@ class EngineSettings:
     sim_seed: int = 1
     sim_fail_every: int = 0
     sim_image_tokens: int = 0  # of each image; 0: the sim model takes none
-    partial_sampling: PartialSampling = (
-        NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
-    )
     is_encoder: bool = False  # it makes embeddings of images for others
     embedding_pool_bytes: int = 256 << 20  # that an encoder holds
     is_pooling: bool = False  # it makes vectors or scores of whole texts
@@ -178,7 +174,6 @@ def build_sim(
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
         scheduling_policy=settings.scheduling_policy,
-        partial_sampling=settings.partial_sampling,
         images=sim_images(settings.sim_image_tokens),
         fail_every=settings.sim_fail_every,
         max_adapters=settings.max_adapters,

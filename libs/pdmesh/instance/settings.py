@@ -161,14 +161,6 @@ class InstanceSettings(ServiceSettings):
     kv_tier_timeout_s: float = shared(
         0.5, gt=0, description="Longest wait of a prompt for blocks from the tiers"
     )
-    kv_tail_start: int = shared(
-        208, ge=1, description="Sim: fewest tokens of a partial KV block to reuse"
-    )
-    kv_tail_step: int = shared(
-        4,
-        ge=0,
-        description="Sim: step of partial reuse, in tokens; 0: only whole blocks, as vLLM does",
-    )
     max_reserved_output: int = Field(
         0,
         ge=0,

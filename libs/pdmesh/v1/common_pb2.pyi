@@ -734,8 +734,6 @@ class InstanceRecord(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     EXCLUDED_KV_SOURCES_FIELD_NUMBER: _builtins.int
     FETCHES_FROM_PEERS_FIELD_NUMBER: _builtins.int
-    KV_TAIL_START_FIELD_NUMBER: _builtins.int
-    KV_TAIL_STEP_FIELD_NUMBER: _builtins.int
     KV_REGION_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_SHAPING_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
@@ -800,10 +798,6 @@ class InstanceRecord(_message.Message):
     """the name of its machine, as its node agent reports it"""
     fetches_from_peers: _builtins.bool
     """loads KV blocks out of other instances' host pools"""
-    kv_tail_start: _builtins.int
-    """fewest tokens of a beginning of a KV block that has a name (S103)"""
-    kv_tail_step: _builtins.int
-    """tokens from one named beginning to the next; 0: beginnings have no names"""
     kv_region: _builtins.str
     """in which its KV stays: it pairs only with instances that have the same one; empty: its group spans regions, or none is set"""
     supports_constraints: _builtins.bool
@@ -898,8 +892,6 @@ class InstanceRecord(_message.Message):
         devices: _abc.Iterable[_builtins.str] | None = ...,
         excluded_kv_sources: _abc.Iterable[Global___ExcludedKvSource] | None = ...,
         fetches_from_peers: _builtins.bool = ...,
-        kv_tail_start: _builtins.int = ...,
-        kv_tail_step: _builtins.int = ...,
         kv_region: _builtins.str = ...,
         unsupported_shaping: _abc.Iterable[_builtins.str] | None = ...,
         text: Global___ModelText | None = ...,
@@ -914,7 +906,7 @@ class InstanceRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "kv_tail_start", b"kv_tail_start", "kv_tail_step", b"kv_tail_step", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,8 +183,6 @@ class PlanQuery(_message.Message):
     CHAT_ID_FIELD_NUMBER: _builtins.int
     EXCLUDED_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    TAILS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     HAS_IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -197,8 +195,6 @@ class PlanQuery(_message.Message):
     chat_id: _builtins.str
     """empty: none"""
     traceparent: _builtins.str
-    block_size: _builtins.int
-    """tokens, of the blocks that block_hashes name"""
     adapter_digest: _builtins.str
     """of the LoRA adapter that it wants; empty: the model itself"""
     has_images: _builtins.bool
@@ -208,10 +204,6 @@ class PlanQuery(_message.Message):
     @_builtins.property
     def excluded_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """failed for this request already"""
-
-    @_builtins.property
-    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___TailName]:
-        """beginnings of blocks that earlier turns of the conversation may have left (S103)"""
 
     def __init__(
         self,
@@ -226,48 +218,16 @@ class PlanQuery(_message.Message):
         chat_id: _builtins.str = ...,
         excluded_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
-        tails: _abc.Iterable[Global___TailName] | None = ...,
-        block_size: _builtins.int = ...,
         adapter_digest: _builtins.str = ...,
         has_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "block_size", b"block_size", "chat_id", b"chat_id", "excluded_instance_ids", b"excluded_instance_ids", "has_images", b"has_images", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "scenario", b"scenario", "tails", b"tails", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "attempt", b"attempt", "block_hashes", b"block_hashes", "chat_id", b"chat_id", "excluded_instance_ids", b"excluded_instance_ids", "has_images", b"has_images", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanQuery: _TypeAlias = PlanQuery  # noqa: Y015
-
-@_typing.final
-class TailName(_message.Message):
-    """A beginning of one KV block of a prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NAME_FIELD_NUMBER: _builtins.int
-    num_blocks: _builtins.int
-    """full blocks before it"""
-    num_tokens: _builtins.int
-    """that it holds"""
-    name: _builtins.bytes
-    """16 bytes, as those of blocks in KvBlocks"""
-    def __init__(
-        self,
-        *,
-        num_blocks: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
-        name: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TailName: _TypeAlias = TailName  # noqa: Y015
 
 @_typing.final
 class PlanResponse(_message.Message):

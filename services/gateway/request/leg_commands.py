@@ -65,7 +65,7 @@ class LegCommands:
     ) -> PlanQuery:
         """Ask for a plan. `reference`: an instance that represents the model, if there is one."""
         spec, prompt = self._spec, self._prompt
-        query = PlanQuery(
+        return PlanQuery(
             request_id=self._identity.request_id,
             attempt=effect.attempt,
             model=self._model,
@@ -79,13 +79,6 @@ class LegCommands:
             has_images=bool(prompt.images),
             traceparent=self._identity.traceparent,
         )
-        if reference is not None and reference.kv_tail_step and not emitted:
-            query.block_size = reference.block_size
-            for partial in prompt.partial_blocks(reference, self._stop_token_ids):
-                query.tails.add(
-                    num_blocks=partial.num_blocks, num_tokens=partial.num_tokens, name=partial.name
-                )
-        return query
 
     def prefill(
         self,

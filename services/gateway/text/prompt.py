@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from pdmesh.core.images.prompt_image import PromptImage
-from pdmesh.core.kv.prefix import partial_block_names as partial_names
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -97,31 +96,6 @@ class Prompt:
         parent = before[-1] if before else b""
         places = [(at - begun, digest) for at, digest in self._places if at >= begun]
         return block_hashes(self.root(record.model_fingerprint), fresh, size, parent, places)
-
-    def partial_blocks(
-        self, record: InstanceRecord, stop_token_ids: Collection[int]
-    ) -> list[partial_names.PartialBlockName]:
-        """Names of the few partial blocks that earlier turns of this conversation may have left.
-
-        None are named of a prompt with images.
-        """
-        sampling = partial_names.PartialSampling(record.kv_tail_start, record.kv_tail_step)
-        size = record.block_size
-        if self.images or not (sampling and size and stop_token_ids):
-            return []
-        root, hashes = self.root(record.model_fingerprint), self.hashes(record)
-        blocks = []
-        for end in partial_names.turn_ends(self.data, stop_token_ids):
-            num_blocks, within = divmod(end, size)
-            if not (positions := sampling.positions(within)):
-                continue
-            data = self.data[4 * num_blocks * size : 4 * end]
-            parent = hashes[num_blocks - 1] if num_blocks else b""
-            names = partial_names.partial_names(root, parent, data, positions[-1:])
-            blocks += [
-                partial_names.PartialBlockName(num_blocks, p, name) for p, name in names.items()
-            ]
-        return blocks
 
     def with_replayed(self, replayed: Sequence[int]) -> bytes:
         """`data` of prompt + replayed tokens."""

@@ -7,7 +7,6 @@ from typing import Final
 
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
-from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.model import Role
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
@@ -56,7 +55,6 @@ _HEALTHS: Final = {
 }
 _MAX_HASHES: Final = 1_000_000
 _MAX_UINT32: Final = 2**32 - 1
-_MAX_PARTIALS: Final = 16
 
 
 def identity_from(record: InstanceRecord) -> Identity | None:
@@ -95,11 +93,6 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"
         raise InvalidRequest(message, field="queries.block_hashes")
-    partials = [
-        PartialBlockName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_PARTIALS]
-    ]
-    if any(not 0 < t.num_tokens < query.block_size for t in partials):
-        raise InvalidRequest("a partial block must be shorter than a block", field="queries.tails")
     return Query(
         model=query.model,
         scenario=query.scenario,
@@ -109,8 +102,6 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
         chat_id=query.chat_id,
         excluded=frozenset(query.excluded_instance_ids),
         request_id=query.request_id,
-        partials=partials,
-        block_size=query.block_size,
         region=region,
         adapter=query.adapter_digest,
         has_images=query.has_images,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -125,9 +125,7 @@ class SchedulerServicer:
         began = time.perf_counter()
         query = convert.query_from(message, region)
         with step(names.SPAN_PLAN_MATCH) as span:
-            matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
-            if query.partials:
-                matches = self._index.with_partials(blocks, query.partials, query.block_size)
+            matches = self._index.match(query.block_hashes)
             peers = self._index.peer_runs(query.block_hashes)
             span.set_attribute(names.ATTR_PLAN_HOLDERS, len(matches))
         with step(names.SPAN_PLAN_DECIDE) as span:

@@ -23,7 +23,6 @@ ENV = {
     "PDMESH_SIM_LAW": "smollm2-cpu",  # computing costs more than fetching, as on a real engine
     "PDMESH_KV_HOST_POOL_BYTES": str(16 << 20),
     "PDMESH_KV_PEER_POOLS": "true",
-    "PDMESH_KV_TAIL_STEP": "0",
 }
 
 

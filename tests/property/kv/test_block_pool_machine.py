@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -69,5 +70,5 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert found == self.mirror
 
 
-TestBlockPool = BlockPoolMachine.TestCase
+TestBlockPool = pytest.mark.req("S104")(BlockPoolMachine.TestCase)
 TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -192,7 +192,7 @@ class Placement:
     def plan(
         self,
         query: Query,
-        matches: Mapping[str, float],
+        matches: Mapping[str, int],
         now: float,
         peers: PeerRuns = NO_PEERS,
         num_cached: Callable[[str], int] = lambda instance_id: 0,
@@ -336,7 +336,7 @@ class Placement:
 
     def _book(self, query: Query, prefill: Instance, decode: Instance | None, known: Known) -> None:
         block_size = max(1, prefill.identity.block_size)
-        num_held = min(int(known.matches.get(prefill.id, 0)), len(query.block_hashes))
+        num_held = min(known.matches.get(prefill.id, 0), len(query.block_hashes))
         seconds = known.predictor.fit(prefill.kind).predict_s(
             query.num_prompt_tokens, min(num_held * block_size, query.num_prompt_tokens)
         )
@@ -416,10 +416,10 @@ def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
 
 
 def _candidate(
-    scored: Scored, matches: Mapping[str, float], *, is_local: bool = False
+    scored: Scored, matches: Mapping[str, int], *, is_local: bool = False
 ) -> RankedInstance:
     identity = scored.instance.identity
-    num_matched = round(matches.get(identity.instance_id, 0) * identity.block_size)
+    num_matched = matches.get(identity.instance_id, 0) * identity.block_size
     return RankedInstance(
         identity.instance_id, identity.incarnation, num_matched, scored.score, is_local
     )

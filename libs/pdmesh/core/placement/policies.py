@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
@@ -40,9 +39,6 @@ class Query:
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
     request_id: str = ""  # settles its bookings; empty: they expire
-    # Names of beginnings of blocks that instances may hold. A block has `block_size` tokens.
-    partials: Sequence[PartialBlockName] = ()
-    block_size: int = 0
     region: str = ""  # where the request came in: instances there are preferred
     adapter: str = ""  # digest of the LoRA adapter that it wants; empty: the model itself
     has_images: bool = False
@@ -79,12 +75,11 @@ class Weights:
 class Known:
     """What is known about the candidates of one query.
 
-    `matches`: how many contiguous blocks each candidate holds, plus the share of the next block
-    whose beginning it holds. `peers`: which of the prompt's blocks host pools can give to an
-    instance that fetches from peers.
+    `matches`: how many contiguous blocks each candidate holds. `peers`: which of the prompt's
+    blocks host pools can give to an instance that fetches from peers.
     """
 
-    matches: Mapping[str, float]
+    matches: Mapping[str, int]
     predictor: LatencyPredictor
     weights: Weights
     now: float

@@ -8,7 +8,6 @@ from typing import Final
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.urgency import SchedulingPolicy
-from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
 
@@ -30,7 +29,6 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    partial_sampling: PartialSampling = NO_PARTIALS
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
     images: ImageFacts | None = None  # None: the model takes none

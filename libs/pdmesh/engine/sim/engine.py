@@ -49,7 +49,6 @@ from pdmesh.engine.sim.encoding.lane import EmbeddingLane
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key, shift_of, tokens_of
-from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
@@ -93,10 +92,7 @@ class SimEngine:
         self._config = config
         self._model = SimModel(config.params)
         self._memory = PagedMemory(self._model, config.num_kv_blocks)
-        self._pool = BlockPool(
-            config.num_kv_blocks, config.params.block_size, config.partial_sampling
-        )
-        self._partials = PartialBlockLane(self._memory, self._pool)
+        self._pool = BlockPool(config.num_kv_blocks)
         self._lane = PrefillLane(config.chunk_tokens)
         self._batch = DecodeBatch(self._model, config.num_slots)
         self._agent = make_agent(self._on_agent_event)
@@ -148,7 +144,6 @@ class SimEngine:
             supports_constraints=True,
             unsupported_shaping=("thinking_token_budget",),  # its model knows no reasoning
             kv_addresses=(self._stager.address,),
-            partial_sampling=config.partial_sampling,
             max_adapters=config.max_adapters,
             images=config.images,
             fetches_embeddings=config.images is not None,
@@ -407,9 +402,6 @@ class SimEngine:
             if self._tiers is not None:
                 blocks += self._tiers.load(job, len(blocks))
             num_cached = len(blocks) * size
-            if (tail := self._partials.claim(job, len(blocks))) is not None:
-                blocks.append(tail.block)
-                num_cached += tail.num_tokens
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(PromptUnderWay(job, blocks, num_cached, self._urgency(job)))
             images = job.images[self._num_fetched.pop(job.leg, 0) :]
@@ -447,7 +439,6 @@ class SimEngine:
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
-        self._partials.keep(job, blocks, job.prompt, job.block_hashes)
         if self._tiers is not None and job.cache_salt:
             self._tiers.save(job.cache_salt, job.block_hashes, blocks)
         digest = self._memory.digest(blocks, num_tokens)
@@ -551,7 +542,7 @@ class SimEngine:
             if sequence.kept is not None:
                 answer = [sequence.first, *drawn.tolist()]
                 job, blocks = sequence.kept, sequence.blocks
-                names = keep_answer(self._memory, self._pool, self._partials, job, blocks, answer)
+                names = keep_answer(self._memory, self._pool, job, blocks, answer)
                 if self._tiers is not None and names:
                     # A prefill has put the blocks of a pulled prompt into its own pool.
                     first = len(job.block_hashes) if isinstance(job, DecodeJob) else 0

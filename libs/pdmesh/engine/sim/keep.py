@@ -13,13 +13,11 @@ from pdmesh.engine.base import DecodeJob, PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import shift_of, tokens_of
-from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 
 
 def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
-    partial_blocks: PartialBlockLane,
     job: PrefillJob | DecodeJob,
     blocks: list[int],
     answer: list[int],
@@ -29,18 +27,15 @@ def keep_answer(
     Returns the names of all full blocks that are now stored, including the prompt's; none if no
     block was completed. The caller releases `blocks`.
 
-    The last drawn token has no KV yet. A job without hashes of its full blocks keeps nothing. A
-    block that is not full is kept if the pool names beginnings.
+    The last drawn token has no KV yet. A job without hashes of its full blocks keeps nothing.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size
     tokens = job.prompt + array("I", answer[:-1])
-    num_full, num_used = len(tokens) // size, -(-len(tokens) // size)
-    has_more = num_full > num_hashed or (pool.sampling and len(tokens) > len(job.prompt))
-    if not has_more or not job.cache_salt or len(job.block_hashes) != num_hashed:
+    num_full = len(tokens) // size
+    if num_full <= num_hashed or not job.cache_salt or len(job.block_hashes) != num_hashed:
         return ()
-    num_kept = num_used if pool.sampling else num_full
-    num_kept = min(num_kept, len(blocks) + pool.num_free)
+    num_kept = min(num_full, len(blocks) + pool.num_free)
     blocks += pool.allocate(max(0, num_kept - len(blocks)))
     tokens = tokens[: num_kept * size]
     states = memory.model.states(tokens_of(tokens, job.images), shift_of(job.adapter))
@@ -52,6 +47,4 @@ def keep_answer(
     hashes = block_hashes(bytes.fromhex(job.cache_salt), rest, size, parent, images)
     for block, block_hash in zip(blocks[num_hashed:], hashes, strict=False):
         pool.store(block, block_hash)
-    names = (*job.block_hashes, *hashes)
-    partial_blocks.keep(job, blocks, tokens, names)
-    return names if hashes else ()
+    return (*job.block_hashes, *hashes) if hashes else ()

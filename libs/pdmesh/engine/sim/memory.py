@@ -57,11 +57,6 @@ class PagedMemory:
             rest = data[:, full * size :].reshape(len(caches), tail * width)
             caches[:, blocks[first + full], : tail * width] = rest
 
-    def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of one block into another."""
-        end = num_tokens * self.model.params.token_bytes
-        self._bytes[:, target, :end] = self._bytes[:, source, :end]
-
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
         """The digest of a sequence's KV in `blocks`, over its first `num_tokens` tokens."""
         params = self.model.params

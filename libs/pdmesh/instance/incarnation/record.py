@@ -80,8 +80,6 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.loaded_adapters.extend(serving.host.loaded_adapters)
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.takes_prefetches = record.fetches_from_peers
-    record.kv_tail_start = info.partial_sampling.start
-    record.kv_tail_step = info.partial_sampling.step
     if info.images is not None:
         record.images.CopyFrom(images_to_proto(info.images))
     record.fetches_embeddings = info.fetches_embeddings

@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
-from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.core.model import Role, RoleSpec
 from pdmesh.core.speculation.schedule import Speculation
 from pdmesh.engine.base import EngineInfo
@@ -145,7 +144,6 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_seed=settings.sim_seed,
         sim_fail_every=settings.sim_fail_every,
         sim_image_tokens=settings.sim_image_tokens,
-        partial_sampling=PartialSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.speculation.token_cost import TokenCost
@@ -29,6 +29,7 @@ def measured(share: float, counts: list[int], noise: float = 0.0, seed: int = 1)
     counts=st.lists(st.integers(1, 300), min_size=2, max_size=8, unique=True),
 )
 def test_exact_times_tell_the_cost_to_within_a_quarter(share: float, counts: list[int]) -> None:
+    assume(max(counts) >= 2 * min(counts))
     assert 0.8 < measured(share, counts).share / share < 1.26
 
 

@@ -50,7 +50,7 @@ class Half:
         params = SimParams(block_size=4)
         model = SimModel(params)
         self.agent, self.said = Agent(), list[Output]()
-        self.pool = BlockPool(NUM_BLOCKS, params.block_size)
+        self.pool = BlockPool(NUM_BLOCKS)
         self.deaths: list[BaseException] = []
         agent: Any = self.agent
         self.retriever = Retriever(

@@ -14,11 +14,10 @@ so each block of a run costs a pointer comparison.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.kv.tiers.load_plan import Tier
 
 TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
@@ -249,24 +248,6 @@ class PrefixIndex:
         if first >= 0:
             runs.append((first, len(block_hashes)))
         return PeerRuns(tuple(runs))
-
-    def with_partials(
-        self, matches: Mapping[str, int], partials: Iterable[PartialBlockName], block_size: int
-    ) -> dict[str, float]:
-        """`matches`, plus the share of the next block whose beginning an instance holds."""
-        best: dict[str, float] = dict(matches)
-        for partial in partials:
-            row = self._rows.get(partial.name)
-            if row is None:
-                continue
-            self._is_used[row] = 1
-            found: dict[str, int] = {}
-            self._note(found, self._masks[row] & self._everyone, partial.num_blocks)
-            for instance_id, num_blocks in found.items():
-                if matches.get(instance_id, 0) == num_blocks:
-                    share = num_blocks + partial.num_tokens / block_size
-                    best[instance_id] = max(best.get(instance_id, 0), share)
-        return best
 
     def pin(self, names: frozenset[bytes]) -> None:
         """Do not forget these names while there are others to forget.
