@@ -20,7 +20,7 @@ DONE   := $(VENV)/.done
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
-        kv-faults compose-test check format fuzz bench proto proto-check docs coverage-results docs-check lock lock-images clean
+        kv-faults compose-test check format fuzz bench bench-peers proto proto-check docs coverage-results docs-check lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -113,10 +113,10 @@ $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	  -max_total_time=$(or $(FUZZ_S),60) $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) -artifact_prefix=.cache/fuzz-$*- .cache/fuzz-corpus/$* tests/fuzz/corpus/$*
 
 .cache/fuzz/.done: $(DONE)/dev requirements/fuzz.txt
-	@$(PYTHON) -m venv .cache/fuzz
-	@.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
+	@$(PYTHON) -m venv .cache/fuzz && .cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
 	@touch $@
-bench: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
+bench-peers: NAME = peers
+bench bench-peers: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
 	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
 
 # --- generated files, committed ---

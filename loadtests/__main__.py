@@ -58,6 +58,11 @@ BENCHES = {
         record=True,
     ),
     "overhead": Bench("gateway.overhead", "what the mesh adds over the bare engine"),
+    "peers": Bench(
+        "peers",
+        "Dynamo, sglang-router and a passthrough beside ours, in one run (installs them first)",
+        record=True,
+    ),
     "tiers": Bench(
         "kv.tiers", "time to first token, by the tier that holds a prompt's blocks", needs_vllm=True
     ),

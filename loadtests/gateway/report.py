@@ -1,5 +1,5 @@
-"""A run of overhead.py as Markdown: the bars, then the measurements, then other servers to compare
-it with.
+"""A run of overhead.py as Markdown: the bars, then the simplest gateway to compare them with, then
+the measurements.
 """
 
 from __future__ import annotations
@@ -9,12 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from loadtests.gateway.peers import (
-    DYNAMO_REQUESTS,
-    DYNAMO_TOKENS,
-    DYNAMO_TTFT,
-    PEERS,
-)
 from loadtests.gateway.scenarios import (
     LOW_LOAD,
     LOW_LOAD_REAL,
@@ -29,10 +23,6 @@ _REQUESTS_BAR: Final = 2000.0
 _TOKENS_BAR: Final = 100_000.0
 _STALL_BAR: Final = 0.001
 _BEST_CONCURRENCIES: Final = (64, 256)
-_ABOUT_PEERS: Final = (
-    "The peers were **measured on a similar machine (2 cores), at another time**, with instant"
-    " backends. Routers pass bytes through; Dynamo and pdmesh tokenize and detokenize."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +141,6 @@ def markdown(run: Run) -> str:
         "## CPU seconds by process",
         _by_process(run),
         *_ceiling(run),
-        *(_peers(run) if run.engine == "sim" else []),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -177,35 +166,27 @@ def _beside_passthrough(run: Run) -> list[str]:
     """When the machine is slow, it slows the mesh and the passthrough alike. So their ratio can be
     compared with the ratio of a run on another day.
     """
-    compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str, float], ...] = (
+    compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str], ...] = (
         ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
-            ",.0f", DYNAMO_REQUESTS),
-        ("TTFT p50, ms, one stream", ONE_STREAM, lambda c: c.ttft_ms[0], ".2f", DYNAMO_TTFT),
-        ("tokens/s, 64 x 128", Scenario(Kind.STREAM, 64), lambda c: c.tokens_per_s, ",.0f",
-            DYNAMO_TOKENS),
+            ",.0f"),
+        ("TTFT p50, ms, one stream", ONE_STREAM, lambda c: c.ttft_ms[0], ".2f"),
+        ("tokens/s, 64 x 128", Scenario(Kind.STREAM, 64), lambda c: c.tokens_per_s, ",.0f"),
     )  # fmt: skip
     rows = []
-    for name, scenario, value, form, dynamo in compared:
+    for name, scenario, value, form in compared:
         theirs = [value(cell) for cell in run.passed_through(scenario.name)]
         ours = [value(cell) for cell in run.cells(scenario.name)]
         if theirs and len(theirs) == len(ours):
             ratio = Spread.of([o / t for o, t in zip(ours, theirs, strict=True)])
             spreads = (Spread.of(theirs).text(form), Spread.of(ours).text(form), ratio.text(".2f"))
-            rows.append((name, *spreads, f"{dynamo:.2f}"))
+            rows.append((name, *spreads))
     if not rows:
         return []
-    head = (
-        "",
-        "aiohttp passthrough",
-        "pdmesh",
-        "pdmesh / passthrough",
-        "Dynamo P/D / passthrough, measured elsewhere",
-    )
+    head = ("", "aiohttp passthrough", "pdmesh", "pdmesh / passthrough")
     about = (
         "The passthrough (`loadtests/harness/passthrough.py`) has canned answers behind it and "
         "passes bytes on: no tokenizer, no"
-        " placement, no prefill, no decode. It was measured in the same minutes as pdmesh. "
-        "The runs of the peers' table measured it, too."
+        " placement, no prefill, no decode. It was measured in the same minutes as pdmesh."
     )
     return ["## Beside the simplest gateway, in the same minutes", about, table(head, rows)]
 
@@ -299,40 +280,5 @@ def _ceiling(run: Run) -> list[str]:
     head = ("answer x connections", "requests/s", "tokens/s", "generator CPU-s per 1k requests")
     return [
         "## The generator's own ceiling (a server of canned answers, once a round)",
-        table(head, rows),
-    ]
-
-
-def _peers(run: Run) -> list[str]:
-    def middle(scenario: Scenario, value: Callable[[Cell], float], form: str) -> str:
-        cells = run.cells(scenario.name)
-        return format(statistics.median([value(c) for c in cells]), form) if cells else ""
-
-    one = Scenario(Kind.ONE_TOKEN, 1)
-    busy, streams = Scenario(Kind.ONE_TOKEN, 64), Scenario(Kind.STREAM, 64)
-    ours = (
-        "**pdmesh, this run**",
-        middle(busy, lambda c: c.requests_per_s, ",.0f"),
-        middle(busy, lambda c: c.mesh_cpu_s_per_1k_requests, ".3f"),
-        (
-            f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/"
-            f"{middle(one, lambda c: c.latency_ms[2], '.2f')}"
-        ),
-        middle(low_load(run), lambda c: c.ttft_ms[0], ".2f"),
-        middle(streams, lambda c: c.tokens_per_s, ",.0f"),
-        middle(streams, lambda c: c.mesh_cpu_s_per_1m_tokens, ".1f"),
-    )
-    rows = [ours]
-    rows += [
-        (p.name, p.requests_per_s, p.cpu_s_per_1k_requests, p.latency_ms, p.stream_ttft_ms,
-         p.tokens_per_s, p.cpu_s_per_1m_tokens)
-        for p in PEERS
-    ]  # fmt: skip
-    head = ("", "requests/s (all cores / one core)", "CPU-s per 1k requests",
-        "one connection p50/p99 ms",
-            "stream TTFT ms", "tokens/s at 64 x 128", "CPU-s per 1M tokens")  # fmt: skip
-    return [
-        "## Beside the peers",
-        _ABOUT_PEERS,
         table(head, rows),
     ]

@@ -3,8 +3,7 @@ is just now.
 
     python -m loadtests.harness.passthrough UPSTREAM_PORT
 
-The table of peers (PEERS 8) has this program, too, measured on a similar machine. So its rate and
-its TTFT, measured in the same minutes as ours, say how fast this machine was then.
+Its rate and its TTFT, measured in the same minutes as ours, say how fast this machine was then.
 """
 
 from __future__ import annotations
