@@ -172,10 +172,12 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
 
 
 @pytest.mark.req("S118")
-async def test_a_decode_without_a_schedule_proposes_tokens_for_repetitive_text(
+async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_ones(
     pair: Pair, model_dir: Path
 ) -> None:
-    """Its schedule is all zeros, so it proposes only tries, and more where measurements allow."""
+    """Its schedule is all zeros, so it proposes only tries. Whether more of them follow depends on
+    what a token costs this machine; `tests/unit/core/speculation` decides that by a law of times.
+    """
     speculation = Speculation(4, 0.0, 0.001)
     assert speculation.schedule(8) == [(1, 8, 0)]
     config = replace(
@@ -189,8 +191,8 @@ async def test_a_decode_without_a_schedule_proposes_tokens_for_repetitive_text(
         counted = decode.engine.stats().extra
         num_repeated = sum(answer[100:160] == answer[106:166] for answer in answers)
         assert num_repeated >= 2, "the model continues the repetition"
-        num_steps = 256
-        assert counted["num_proposed_tokens"] > 8 * 4 * num_steps / PROBE_EVERY
+        num_tries = 256 // PROBE_EVERY
+        assert counted["num_proposed_tokens"] >= num_repeated * (num_tries - 1)
         assert counted["num_accepted_tokens"] > counted["num_proposed_tokens"] / 2
         await decode.until_idle()
     await pair.prefill.until_idle()
