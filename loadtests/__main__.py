@@ -51,6 +51,11 @@ BENCHES = {
         "gateway.instructions",
         "the gateway's instructions, of this tree and of another revision (needs Valgrind)",
     ),
+    "long-chats": Bench(
+        "gateway.long_chats",
+        "what a turn of a chat of 100,000 tokens costs a gateway, and a short request beside it",
+        record=True,
+    ),
     "features": Bench(
         "gateway.features",
         "what tools and schemas add, beside vLLM's own server",

@@ -253,6 +253,11 @@ class Settings(ServiceSettings):
         ge=1,
         description="Memory for tokenizers; those of the models least recently asked for leave",
     )
+    section_cache_bytes: int = Field(
+        64 << 20,
+        ge=0,
+        description="Memory for the tokens of long chats, whose next turn reuses them; 0: none",
+    )
 
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""
@@ -270,6 +275,7 @@ class Settings(ServiceSettings):
             has_defaults=self.generation_config == "auto",
             num_threads=self.tokenizer_threads,
             max_bytes=self.tokenizer_cache_bytes,
+            max_section_bytes=self.section_cache_bytes,
         )
 
     @property

@@ -121,7 +121,9 @@ async def chat_prompt(
         if has_images(messages):
             raise no_images(messages, model.name)
         conversation = conversation_of(request)
-        tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
+        tokens = await chat_tokens(
+            conversation, model, permit.tenant, add_special_tokens=add_special_tokens
+        )
         return tokens, (), None
     if getattr(request, "truncate_prompt_tokens", None) is not None:
         message = "a prompt with images cannot be truncated"
@@ -130,7 +132,9 @@ async def chat_prompt(
     shared.check_count(asked, facts.max_images)
     (mark,) = await model.tokenizer.strings((facts.placeholder,))
     conversation = conversation_of(request, mark)
-    tokens = await chat_tokens(conversation, model, add_special_tokens=add_special_tokens)
+    tokens = await chat_tokens(
+        conversation, model, permit.tenant, add_special_tokens=add_special_tokens
+    )
     check_places(tokens, facts, len(asked))
     num_tokens = least_length(len(tokens), facts, len(asked))
     await charged(permit, lambda: permit.charge(num_tokens))
@@ -257,17 +261,28 @@ async def detokenized(request: DetokenizeRequest, frontend: Frontend, permit: Pe
 
 
 async def text_tokens(
-    text: str, model: ServedModel, field: str = "prompt", *, add_special_tokens: bool = True
+    text: str,
+    model: ServedModel,
+    field: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+    owner: str | None = None,
 ) -> array[int]:
-    """Raises MeshError. A text that cannot fit the context is refused before it is encoded."""
+    """`owner`: the tenant whose chat this is. A text that cannot fit the context is refused before
+    it is encoded. Raises MeshError.
+    """
     context = model.context_length
     if len(text) > context * model.tokenizer.max_token_chars:
         raise context_exceeded(f"{len(text)} characters", context, field)
-    return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens, owner=owner)
 
 
 async def chat_tokens(
-    conversation: Conversation, model: ServedModel, *, add_special_tokens: bool = False
+    conversation: Conversation,
+    model: ServedModel,
+    tenant: Tenant,
+    *,
+    add_special_tokens: bool = False,
 ) -> array[int]:
     """Raises MeshError. Most templates write the special tokens themselves."""
     tokenizer = model.tokenizer
@@ -278,7 +293,9 @@ async def chat_tokens(
         text = await asyncio.to_thread(tokenizer.render_chat, conversation)
     else:
         text = tokenizer.render_chat(conversation)
-    return await text_tokens(text, model, "messages", add_special_tokens=add_special_tokens)
+    return await text_tokens(
+        text, model, "messages", add_special_tokens=add_special_tokens, owner=tenant.name
+    )
 
 
 MAX_VARIABLES: Final = 256

@@ -13,13 +13,25 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
 from pdmesh.errors import Overloaded
 
 T = TypeVar("T")
-Encode = Callable[[Sequence[str], bool], list["array[int]"]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingJob:
+    """A text to encode. `owner`: the tenant for whose later texts its sections are kept."""
+
+    text: str
+    add_special_tokens: bool = False
+    owner: str | None = None
+
+
+Encode = Callable[[Sequence[EncodingJob]], list["array[int]"]]
 
 MAX_PENDING_CHARS: Final = 32 << 20
 _LONG_CHARS: Final = 65536
@@ -36,19 +48,20 @@ class EncodingLanes:
         self._max_pending_chars = max_pending_chars
         self.num_pending_chars = self.num_bulk_chars = 0
 
-    async def encode(self, encode: Encode, text: str, add_special_tokens: bool) -> array[int]:
-        """Encode `text` on a thread with `encode(texts, add_special_tokens)`, which may raise.
+    async def encode(self, encode: Encode, job: EncodingJob) -> array[int]:
+        """Encode a text on a thread with `encode(jobs)`, which may raise.
 
         Raises Overloaded at the bound.
         """
-        if self.num_pending_chars + len(text) > self._max_pending_chars:
+        num_chars = len(job.text)
+        if self.num_pending_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")
-        lane = self._long if len(text) > _LONG_CHARS else self._short
-        self.num_pending_chars += len(text)
+        lane = self._long if num_chars > _LONG_CHARS else self._short
+        self.num_pending_chars += num_chars
         try:
-            return await lane.encode(_Item(encode, text, add_special_tokens))
+            return await lane.encode(_Item(encode, job))
         finally:
-            self.num_pending_chars -= len(text)
+            self.num_pending_chars -= num_chars
 
     async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
         """Run the turns of one call one after the other, between those of other calls.
@@ -71,15 +84,15 @@ class EncodingLanes:
 
 
 class _Item:
-    __slots__ = ("add_special_tokens", "done", "encode", "text")
+    __slots__ = ("done", "encode", "job")
 
-    def __init__(self, encode: Encode, text: str, add_special_tokens: bool) -> None:
-        self.encode, self.text, self.add_special_tokens = encode, text, add_special_tokens
+    def __init__(self, encode: Encode, job: EncodingJob) -> None:
+        self.encode, self.job = encode, job
         self.done: asyncio.Future[array[int]] = asyncio.get_running_loop().create_future()
 
     def is_like(self, other: _Item) -> bool:
         """Whether one call can encode both texts."""
-        is_alike = self.add_special_tokens == other.add_special_tokens
+        is_alike = self.job.add_special_tokens == other.job.add_special_tokens
         return is_alike and self.encode == other.encode
 
 
@@ -100,7 +113,7 @@ class _Lane:
         while self._num_idle and (batch := self._next_batch()):
             self._num_idle -= 1
             work = asyncio.get_running_loop().run_in_executor(
-                self._pool, batch[0].encode, [i.text for i in batch], batch[0].add_special_tokens
+                self._pool, batch[0].encode, [item.job for item in batch]
             )
             work.add_done_callback(partial(self._on_done, batch))
 
@@ -113,12 +126,13 @@ class _Lane:
         while self._queue:
             item = self._queue[0]
             if not item.done.done():
+                num_more = len(item.job.text)
                 if batch and (
-                    not item.is_like(batch[0]) or num_chars + len(item.text) > _MAX_BATCH_CHARS
+                    not item.is_like(batch[0]) or num_chars + num_more > _MAX_BATCH_CHARS
                 ):
                     break
                 batch.append(item)
-                num_chars += len(item.text)
+                num_chars += num_more
             self._queue.popleft()
         return batch
 

@@ -2,14 +2,15 @@
 library.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text goes to threads, in batches (`encoding_lanes`). `text_stream` turns tokens into text as they
-arrive.
+text goes to threads, in batches (`encoding_lanes`), and what a chat's earlier turns had is not
+encoded again (`section_cache`). `text_stream` turns tokens into text as they arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,10 @@ from pdmesh.services.gateway.text.chat_template import (
     ChatTemplates,
     Conversation,
 )
-from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
 from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from pdmesh.services.gateway.text.section_cache import SectionCache
+from pdmesh.services.gateway.text.section_marks import SectionMarks
 from pdmesh.services.gateway.text.text_stream import PLAIN, Detokenizer, TextRules, TextStream
 
 _INLINE_CHARS: Final = 2048
@@ -80,6 +83,7 @@ class Tokenizer:
         template: ChatTemplates | None,
         facts: ModelFacts,
         lanes: EncodingLanes | None = None,
+        sections: SectionCache | None = None,
     ) -> None:
         self.defaults = facts.defaults
         self.eos_token_ids = facts.eos_token_ids
@@ -93,6 +97,12 @@ class Tokenizer:
         self._packed = facts.packed
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
         self._lanes = lanes or EncodingLanes(1)
+        self._sections, self._key = sections, os.urandom(16)
+        self._section_marks = SectionMarks.of(
+            inner.get_added_tokens_decoder().values(),
+            "".join((facts.marks.template, *facts.marks.special_tokens.values())),
+            _INLINE_CHARS,
+        )
         self.bulk = BulkTexts(inner, self._lanes, self.max_token_chars)
 
     @classmethod
@@ -102,6 +112,7 @@ class Tokenizer:
         *,
         max_chars: int,
         lanes: EncodingLanes | None = None,
+        sections: SectionCache | None = None,
         has_defaults: bool = True,
         vocabulary: str = "",
     ) -> Tokenizer:
@@ -134,7 +145,7 @@ class Tokenizer:
         )
         packed = zlib.compress(text, 1)  # other threads run meanwhile
         facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks, packed)
-        return cls(inner, template, facts, lanes)
+        return cls(inner, template, facts, lanes, sections)
 
     def to_json(self) -> str:
         """Its tokenizer.json, which may have many megabytes.
@@ -158,16 +169,46 @@ class Tokenizer:
         """Whether the templates accept a system message after the first message."""
         return self._template is not None and self._template.takes_later_system
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Raises Overloaded if too much text waits to be encoded."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, owner: str | None = None
+    ) -> array[int]:
+        """`owner`: the tenant whose chat this is, if its sections may be kept for the next turn.
+
+        Raises Overloaded if too much text waits to be encoded.
+        """
+        job = EncodingJob(text, add_special_tokens, owner)
         if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await self._lanes.encode(self._encode_all, text, add_special_tokens)
+            return self._encode_job(job)
+        return await self._lanes.encode(self._encode_all, job)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
-        return self._encode_all([text], add_special_tokens)[0]
+    def _encode_all(self, jobs: Sequence[EncodingJob]) -> list[array[int]]:
+        """All of them have special tokens added, or none."""
+        if any(self._has_sections(job) for job in jobs):
+            return [self._encode_job(job) for job in jobs]
+        return self._encode_texts([job.text for job in jobs], jobs[0].add_special_tokens)
 
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+    def _encode_job(self, job: EncodingJob) -> array[int]:
+        if not self._has_sections(job):
+            return self._encode(job.text, job.add_special_tokens)
+        assert self._sections is not None
+        assert self._section_marks is not None
+        assert job.owner is not None
+        return self._sections.encode(
+            self._section_marks.sections(job.text),
+            self._key + job.owner.encode(),
+            self._encode,
+        )
+
+    def _has_sections(self, job: EncodingJob) -> bool:
+        """Whether the text is long enough that parts of it are worth keeping, and can be cut."""
+        is_chat = job.owner is not None and not job.add_special_tokens
+        is_kept = self._sections is not None and self._section_marks is not None
+        return is_chat and is_kept and len(job.text) > _INLINE_CHARS
+
+    def _encode(self, text: str, add_special_tokens: bool = False) -> array[int]:
+        return self._encode_texts([text], add_special_tokens)[0]
+
+    def _encode_texts(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
         """Encode as a batch, even a single text.
 
         Only for a batch can the library skip the offsets of tokens, a quarter of its work.
@@ -187,8 +228,8 @@ class Tokenizer:
     async def encode_words(self, words: Sequence[str]) -> list[array[int]]:
         """Encode each word by itself, without special tokens."""
         if sum(map(len, words)) <= _INLINE_CHARS:
-            return self._encode_all(words, False)
-        return await asyncio.to_thread(self._encode_all, words, False)
+            return self._encode_texts(words, False)
+        return await asyncio.to_thread(self._encode_texts, words, False)
 
     def text_stream(self, prompt_ids: Sequence[int], rules: TextRules = PLAIN) -> TextStream:
         """The text of an answer to `prompt_ids`."""

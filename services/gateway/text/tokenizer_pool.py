@@ -31,6 +31,7 @@ from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
 from pdmesh.services.gateway.text.model_text import fetch_text
+from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from pdmesh.telemetry import metrics, names
 from pdmesh.text_files import BadTextFiles, TextFiles, read_text_files
@@ -66,6 +67,7 @@ class TokenizerRules:
     has_defaults: bool = True
     num_threads: int = 1
     max_bytes: int = 512 << 20
+    max_section_bytes: int = 64 << 20  # of tokens that are kept for the next turns of chats
 
 
 class TokenizerPool:
@@ -74,6 +76,7 @@ class TokenizerPool:
     def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
         self.lanes = EncodingLanes(rules.num_threads)
+        self.sections = SectionCache(rules.max_section_bytes)
         self._own: TextFiles | None = None
         self._residency = Residency(rules.max_bytes)
         self._resident: dict[str, Tokenizer] = {}  # by digest
@@ -191,6 +194,7 @@ class TokenizerPool:
             files.folder,
             max_chars=self._rules.max_chars,
             lanes=self.lanes,
+            sections=self.sections if self._rules.max_section_bytes else None,
             has_defaults=self._rules.has_defaults,
             vocabulary=files.vocabulary,
         )
@@ -223,6 +227,28 @@ class TokenizerPool:
             names.GATEWAY_TOKENIZERS_EVICTED,
             "Tokenizers that left memory for others",
             lambda: residency.num_evicted,
+        )
+        sections = self.sections
+        metrics.gauge(
+            names.GATEWAY_SECTION_BYTES,
+            "Memory of the tokens that are kept for the next turns of chats",
+            lambda: sections.num_bytes,
+            "By",
+        )
+        metrics.total(
+            names.GATEWAY_SECTIONS_EVICTED,
+            "Sections of chats that left memory for others",
+            lambda: sections.num_evicted,
+        )
+        metrics.total(
+            names.GATEWAY_SECTION_TOKENS_REUSED,
+            "Tokens of long chats that were not encoded again",
+            lambda: sections.num_reused_tokens,
+        )
+        metrics.total(
+            names.GATEWAY_SECTION_TOKENS_ENCODED,
+            "Tokens of long chats that were encoded",
+            lambda: sections.num_encoded_tokens,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenizers.processors import BertProcessing
 from pdmesh.core.pooling.cutting import SpecialTokens, TextCut
 from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.text.bulk_texts import BulkTexts
-from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
 from tests.support.waiting import until
 
 WORDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "paris": 3, "is": 4, "big": 5}
@@ -82,7 +83,9 @@ async def test_a_call_with_much_text_delays_no_chat_and_has_its_own_bound(
     inner.gate.clear()
     call = asyncio.create_task(bulk_of(inner, lanes).contents([LONG, f"{LONG}big"]))
     await until(lambda: bool(inner.sizes))
-    chat = await lanes.encode(lambda texts, _: [[len(t)] for t in texts], "x" * 150_000, True)  # type: ignore[misc]
+    chat = await lanes.encode(
+        lambda jobs: [array("I", [len(j.text)]) for j in jobs], EncodingJob("x" * 150_000)
+    )
     assert list(chat) == [150_000]
     with pytest.raises(Overloaded):
         await bulk_of(inner, lanes).contents([LONG])

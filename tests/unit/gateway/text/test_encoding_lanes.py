@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
 from tests.support.waiting import until
 
 LONG = "x" * 70_000
@@ -26,19 +26,22 @@ class Encoder:
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
-        self.batches.append([len(t) for t in texts])
+    def __call__(self, jobs: Sequence[EncodingJob]) -> list[array[int]]:
+        self.batches.append([len(s.text) for s in jobs])
         assert self.gate.wait(60)
-        if any("!" in t for t in texts):
+        if any("!" in s.text for s in jobs):
             raise ValueError("no")
-        return [array("I", [len(t), int(add_special_tokens)]) for t in texts]
+        return [array("I", [len(s.text), int(s.add_special_tokens)]) for s in jobs]
 
 
 async def test_texts_that_wait_for_a_thread_are_encoded_together() -> None:
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()
-    asks = [asyncio.create_task(lanes.encode(encoder, "a" * i, i == 4)) for i in range(1, 7)]
+    asks = [
+        asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * i, i == 4)))
+        for i in range(1, 7)
+    ]
     await until(lambda: encoder.batches == [[1]])
     asks[2].cancel()
     await asyncio.sleep(0)
@@ -57,9 +60,9 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1)
     encoder.gate.clear()
-    long = asyncio.create_task(lanes.encode(encoder, LONG, False))
+    long = asyncio.create_task(lanes.encode(encoder, EncodingJob(LONG)))
     await until(lambda: encoder.batches == [[len(LONG)]])
-    short = asyncio.create_task(lanes.encode(encoder, "abc", False))
+    short = asyncio.create_task(lanes.encode(encoder, EncodingJob("abc")))
     await until(lambda: encoder.batches[1:] == [[3]])  # another thread has it already
     encoder.gate.set()
     assert list(await short) == [3, 0]
@@ -72,21 +75,21 @@ async def test_text_beyond_the_bound_is_refused_until_there_is_room_again() -> N
     encoder = Encoder()
     lanes = EncodingLanes(num_threads=1, max_pending_chars=10)
     encoder.gate.clear()
-    first = asyncio.create_task(lanes.encode(encoder, "a" * 8, False))
+    first = asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * 8)))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await lanes.encode(encoder, "b" * 3, False)
+        await lanes.encode(encoder, EncodingJob("b" * 3))
     encoder.gate.set()
     await first
-    assert list(await lanes.encode(encoder, "b" * 3, False)) == [3, 0]
+    assert list(await lanes.encode(encoder, EncodingJob("b" * 3))) == [3, 0]
     lanes.close()
 
 
 async def test_a_text_that_cannot_be_encoded_fails_only_its_own_batch() -> None:
     encoder, lanes = Encoder(), EncodingLanes(num_threads=1)
     with pytest.raises(ValueError, match="no"):
-        await lanes.encode(encoder, "!", False)
-    assert list(await lanes.encode(encoder, "ab", False)) == [2, 0]
+        await lanes.encode(encoder, EncodingJob("!"))
+    assert list(await lanes.encode(encoder, EncodingJob("ab"))) == [2, 0]
     assert lanes.num_pending_chars == 0
     lanes.close()
 
@@ -95,7 +98,7 @@ async def test_each_text_is_encoded_by_the_tokenizer_of_its_model() -> None:
     first, second, lanes = Encoder(), Encoder(), EncodingLanes(num_threads=1)
     first.gate.clear()
     asks = [
-        asyncio.create_task(lanes.encode(encoder, "a" * size, False))
+        asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * size)))
         for size, encoder in enumerate((first, first, second, second, first), start=1)
     ]
     await until(lambda: first.batches == [[1]])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
 from tests.fakes.tiny_model import EOS, write_tiny_model
@@ -70,6 +71,43 @@ async def test_long_text_is_encoded_alike_off_the_loop(tokenizer: Tokenizer) -> 
     assert await tokenizer.encode(text, add_special_tokens=False) == tokenizer._encode(
         text, add_special_tokens=False
     )
+
+
+@given(turns=st.lists(st.text(max_size=1500), min_size=1, max_size=6))
+async def test_a_chat_that_grows_is_encoded_as_if_each_turn_were_its_first(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[str]
+) -> None:
+    """Text between special tokens is long and short, and may hold the name of one itself."""
+    template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
+    sections = SectionCache(1 << 20)
+    directory = write_tiny_model(tmp_path_factory.mktemp("chats"), template)
+    tokenizer = Tokenizer.load(directory, max_chars=1 << 20, sections=sections)
+    text = "".join(f"<eos>{turn}" * 3 for turn in turns).replace("\ufffd", "?")
+    for end in range(0, len(text), 900):
+        got = await tokenizer.encode(text[:end], add_special_tokens=False, owner="tenant")
+        assert got == tokenizer._encode(text[:end], add_special_tokens=False)
+
+
+async def test_the_next_turn_of_a_long_chat_is_encoded_from_the_last_one_on(
+    tmp_path: Path,
+) -> None:
+    sections = SectionCache(1 << 20)
+    template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
+    tokenizer = Tokenizer.load(
+        write_tiny_model(tmp_path, template), max_chars=1 << 20, sections=sections
+    )
+    chat = "<eos>".join(["word " * 500] * 20)
+    await tokenizer.encode(chat, add_special_tokens=False, owner="tenant")
+    before = sections.num_encoded_tokens
+    await tokenizer.encode(f"{chat}<eos>more", add_special_tokens=False, owner="tenant")
+    assert sections.num_encoded_tokens - before < before / 10
+    # Neither another tenant's chats, nor texts that are no chats.
+    await tokenizer.encode(chat, add_special_tokens=False, owner="another")
+    assert sections.num_encoded_tokens - before > before
+    reused = sections.num_reused_tokens
+    await tokenizer.encode(chat, add_special_tokens=False)
+    await tokenizer.encode(chat, add_special_tokens=True, owner="tenant")
+    assert sections.num_reused_tokens == reused
 
 
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Where a prompt may be cut so that its sections are tokenized alone as they are within the prompt.
+
+A tokenizer first looks for its added tokens, and encodes the text between two of them by itself.
+So a text may be cut before an added token, provided that the token is found wherever its name
+stands, whatever is beside it. That excludes names that another added token contains or overlaps,
+and tokens that depend on their neighbours or take white space with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenizers import AddedToken
+
+
+@dataclass(frozen=True, slots=True)
+class SectionMarks:
+    """`pattern` matches the names of all tokens before which a text may be cut."""
+
+    pattern: re.Pattern[str]
+    least_chars: int  # of a section
+
+    @classmethod
+    def of(
+        cls, added: Iterable[AddedToken], template: str, least_chars: int
+    ) -> SectionMarks | None:
+        """Marks among the tokens that the chat template names. None: there are none."""
+        tokens = list(added)
+        names = {token.content for token in tokens}
+        named = [t.content for t in tokens if t.content in template and _is_alone(t)]
+        ends = {name[at:] for name in names for at in range(1, len(name))}
+        beginnings = {name[:at] for name in names for at in range(1, len(name))}
+        safe = [
+            name
+            for name in sorted(named)
+            if not any(name in other and name != other for other in names)
+            and ends.isdisjoint(name[:at] for at in range(1, len(name)))
+            and beginnings.isdisjoint(name[at:] for at in range(1, len(name)))
+        ]
+        return cls(re.compile("|".join(map(re.escape, safe))), least_chars) if safe else None
+
+    def sections(self, text: str) -> list[str]:
+        """The text in order, each section but the first beginning with a mark.
+
+        Where a section ends depends only on the text up to the mark that ends it, so a text that
+        goes on has the same sections up to its last mark. The last section may be of any length.
+        """
+        begin, found = 0, []
+        least = max(1, self.least_chars)
+        while (mark := self.pattern.search(text, begin + least)) is not None:
+            found.append(text[begin : mark.start()])
+            begin = mark.start()
+        found.append(text[begin:])
+        return found
+
+
+def _is_alone(token: AddedToken) -> bool:
+    """Whether the library finds it by its name alone, in text that is not yet normalized."""
+    name = token.content
+    depends = token.lstrip or token.rstrip or token.single_word or token.normalized
+    return bool(name) and not depends and name == name.strip()
