@@ -175,6 +175,7 @@ class Observer:
             e2e_ms=round(times.e2e_s * 1000, 3),
             kv_transfer_ms=round(times.kv_transfer_s * 1000, 3),
             decode_queue_ms=round(times.decode_queue_s * 1000, 3),
+            **_losses(report),
         )
 
     def _publish(self, report: CallReport, times: _Times) -> None:
@@ -299,6 +300,22 @@ class _Times:
         self.per_token_s = max(0.0, ended - first.first_token) / num_gaps if self.ttft_s else 0.0
         self.num_rejections = sum([c.num_rejections for c in report.cores])
         self.num_migrations = sum([c.num_migrations for c in report.cores])
+
+
+def _losses(report: CallReport) -> dict[str, object]:
+    """For the log of a call that lost an instance; `pdmesh trace` tells them as steps."""
+    found = [
+        {
+            "choice": choice,
+            "at_ms": round((loss.at - report.started_at) * 1000, 3),
+            "instances": loss.instance_ids,
+            "cause": loss.cause,
+            "num_tokens": loss.num_emitted,
+        }
+        for choice, core in enumerate(report.cores)
+        for loss in core.losses
+    ]
+    return {"losses": found} if found else {}
 
 
 def _trace_id(span: Span) -> str:

@@ -23,6 +23,7 @@ def build_parser() -> CommandParser:
     looks.add_events(commands)
     looks.add_top(commands)
     looks.add_logs(commands)
+    looks.add_trace(commands)
     looks.add_doctor(commands)
     admin.add_desired(commands)
     admin.add_ratio(commands)

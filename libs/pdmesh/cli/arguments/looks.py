@@ -106,6 +106,21 @@ def add_logs(commands: Commands) -> None:
     parser.set_defaults(module="look.logs")
 
 
+def add_trace(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "trace",
+        parents=[options.of_state(), options.of_output()],
+        help="tell what happened to a request, step by step",
+    )
+    parser.add_argument(
+        "request",
+        metavar="REQUEST",
+        help="its id: that of the answer (chatcmpl-..., resp_..., msg_...) or of the header "
+        "x-request-id",
+    )
+    parser.set_defaults(module="look.trace")
+
+
 def add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",

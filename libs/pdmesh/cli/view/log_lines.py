@@ -51,10 +51,16 @@ def as_text(line: LogLine) -> str:
     if not line.entry:
         return f"{line.at[11:23]:12} {line.process}  {line.text}"
     level = str(line.entry.get("level", ""))
-    fields = [f"{k}={_short(v)}" for k, v in line.entry.items() if k not in _SHOWN_APART]
-    words = [line.at[11:23], line.process, f" {level:7}", str(line.entry.get("event", "")), *fields]
+    words = [line.at[11:23], line.process, f" {level:7}", event_of(line)]
     exception = line.entry.get("exception")
     return " ".join(words) + (f"\n{exception}" if exception else "")
+
+
+def event_of(line: LogLine, apart: Iterable[str] = ()) -> str:
+    """For example `leg.failed reason=PEER_LOST`, without the fields that are shown `apart`."""
+    hidden = _SHOWN_APART.union(apart)
+    fields = [f"{k}={_short(v)}" for k, v in line.entry.items() if k not in hidden]
+    return " ".join((str(line.entry.get("event", "")), *fields))
 
 
 class LogTail:

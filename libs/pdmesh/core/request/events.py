@@ -48,6 +48,18 @@ class TicketHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next one avoids;
+    empty if none is to blame. `num_emitted`: tokens of the answer so far.
+    """
+
+    at: float
+    instance_ids: tuple[str, ...]
+    cause: str
+    num_emitted: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Bounds on one request, in seconds from its submission or from the last progress."""
 

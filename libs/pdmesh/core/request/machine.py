@@ -41,6 +41,7 @@ from pdmesh.core.request.events import (
     LegKvReceived,
     LegLost,
     LegRejected,
+    Loss,
     PlanFailed,
     PlanReceived,
     RequestLimits,
@@ -112,6 +113,7 @@ class Request:
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
     prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
+    losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
 
     _plan: int = field(default=0, init=False)
     _candidates: list[Candidate] = field(default_factory=list, init=False)
@@ -601,6 +603,7 @@ class Request:
         """Go on elsewhere with the emitted tokens if the bounds allow it, or end with an error."""
         if self._held.has_lost_holder:
             excluded = (*excluded, *self._held.holder_ids)
+        self.losses.append(Loss(now, tuple(excluded), error.message, len(self.emitted)))
         effects = self._drop_all()
         done = self._reason_if_complete()
         if done is not None:

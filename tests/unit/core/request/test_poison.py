@@ -83,3 +83,15 @@ def test_a_request_that_ran_for_a_while_is_not_blamed_for_a_death() -> None:
     driven.decode(num_tokens=1000)
     driven.feed(Tick())
     assert driven.error is None
+
+
+def test_each_loss_is_remembered_with_its_instance_and_cause() -> None:
+    driven = Driven()
+    driven.decode(num_tokens=3)
+    lost = driven.request.decode_id
+    driven.now += 1.0
+    driven.feed(LegLost(driven.key))
+    (loss,) = driven.request.losses
+    assert loss.at == driven.now
+    assert lost in loss.instance_ids
+    assert (loss.cause, loss.num_emitted) == ("the instance was lost", len(driven.request.emitted))

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.view.log_lines import (
-    LogLine,
-    LogTail,
-    as_text,
-    followed,
-    in_order,
-    latest,
-    of_process,
-)
+from pdmesh.cli.view.log_files import files_of, read_logs
+from pdmesh.cli.view.log_lines import LogLine, LogTail, as_text, followed, latest
 from pdmesh.core.suggestion import suggestion
 
 _PAUSE_S: Final = 0.2  # between two looks at the files
@@ -38,38 +31,17 @@ def run(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace, folder: Path) -> None:
     # Taken before the files are read: a line that is written meanwhile comes twice, never not.
     tails = _Tails(folder, options.processes)
-    _print(options, latest(_chosen(options, _read(folder, options.processes)), options.lines))
+    _print(options, latest(_chosen(options, read_logs(folder, options.processes)), options.lines))
     if options.follow:
         _print(options, _chosen(options, followed(tails.known, partial(time.sleep, _PAUSE_S))))
 
 
 def _check_processes(folder: Path, asked: Iterable[str]) -> None:
-    known = [file.stem for file in _files(folder, ())]
-    if not known:
-        raise CommandFailed(f"there are no logs in {folder}: no mesh was started here")
+    known = [file.stem for file in files_of(folder)]
     for process in asked:
         if process not in known:
             hint = suggestion(process, known) or f"; there are {', '.join(known)}"
             raise CommandFailed(f"no log of {process}{hint}")
-
-
-def _files(folder: Path, processes: Iterable[str]) -> list[Path]:
-    """The log files of these processes, or of all."""
-    asked = set(processes)
-    return sorted(f for f in folder.glob("*.log") if not asked or f.stem in asked)
-
-
-def _read(folder: Path, processes: Iterable[str]) -> Iterator[LogLine]:
-    """Every line that is kept, in the order of time."""
-    return in_order(of_process(f.stem, _lines(f)) for f in _files(folder, processes))
-
-
-def _lines(file: Path) -> Iterator[str]:
-    """The lines of the file that was set aside when it was full, then those of the file."""
-    for part in (file.with_suffix(".log.1"), file):
-        if part.exists():
-            with part.open(errors="replace") as lines:
-                yield from (line.rstrip("\n") for line in lines if line.strip())
 
 
 def _chosen(options: argparse.Namespace, lines: Iterable[LogLine]) -> Iterator[LogLine]:
@@ -91,9 +63,9 @@ class _Tails:
 
     def __init__(self, folder: Path, processes: Iterable[str]) -> None:
         self._folder, self._processes = folder, tuple(processes)
-        self._tails = {f: LogTail(f, f.stat().st_size) for f in _files(folder, self._processes)}
+        self._tails = {f: LogTail(f, f.stat().st_size) for f in files_of(folder, self._processes)}
 
     def known(self) -> list[tuple[str, LogTail]]:
-        for file in _files(self._folder, self._processes):
+        for file in files_of(self._folder, self._processes):
             self._tails.setdefault(file, LogTail(file, 0))
         return [(file.stem, tail) for file, tail in sorted(self._tails.items())]
