@@ -20,7 +20,7 @@ DONE   := $(VENV)/.done
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
-        kv-faults compose-test check format fuzz bench bench-peers proto proto-check docs coverage-results docs-check lock lock-images clean
+        kv-faults compose-test check format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -93,31 +93,28 @@ kill-matrix kv-faults: $(DONE)/dev
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md
 
 check: $(DONE)/dev proto-check ## check format, lint, types, imports, rooms and names, docs, generated code
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
-	$(BIN)/python -m tools.rooms
-	$(BIN)/python -m tools.docs_check
+	$(BIN)/python -m tools.rooms && $(BIN)/python -m tools.docs_check
 	$(BIN)/python -m tools.request_states --check docs/request-states.md
 format: $(DONE)/dev ## format, and fix what ruff can fix
-	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 FUZZ_TARGETS ?= kv_wire http json grpc yaml
 fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## fuzz everything that a stranger may send with atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
 $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
-	@mkdir -p .cache/fuzz-corpus/$*
-	@echo "fuzz: $* for $(or $(FUZZ_S),60) s"
+	@mkdir -p .cache/fuzz-corpus/$* && echo "fuzz: $* for $(or $(FUZZ_S),60) s"
 	@PYTHONPATH=libs:.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') .cache/fuzz/bin/python -m tests.fuzz $* \
 	  -max_total_time=$(or $(FUZZ_S),60) $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) -artifact_prefix=.cache/fuzz-$*- .cache/fuzz-corpus/$* tests/fuzz/corpus/$*
 
 .cache/fuzz/.done: $(DONE)/dev requirements/fuzz.txt
 	@$(PYTHON) -m venv .cache/fuzz && .cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
 	@touch $@
-bench-peers: NAME = peers
-bench bench-peers: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
+bench: $(DONE)/dev ## run a benchmark: NAME=overhead, ... (without NAME: list them); ARGS are its arguments, TRACES=FOLDER has public traces
 	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
+bench-peers: NAME = peers
+bench-peers: bench ## measure other stacks beside ours in one run: Dynamo, sglang-router, a passthrough (installs them first)
 
 # --- generated files, committed ---
 proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events}
@@ -134,12 +131,15 @@ docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the
 	@$(BIN)/python -m tools.chart_schema deploy/helm/pdmesh/values.schema.json
 	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
+	@$(BIN)/python -m tools.cli_doc docs/cli.md
 	@$(BIN)/python -m tools.request_states docs/request-states.md
 
 coverage-results: $(DONE)/dev ## add the results of tests that make ran with RESULTS=FOLDER; commit the changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)
 docs-check: docs ## fail if the generated pages differ from the code
 	@git diff --exit-code --stat -- docs deploy/helm || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
+site: $(DONE)/venv ## build the site of the docs in .cache/site/html; PDMESH_REPOSITORY_URL links sources
+	@requirements/site.sh $(abspath $(BIN)/python) $(abspath .cache/site)
 lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)

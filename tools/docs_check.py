@@ -16,6 +16,7 @@ from typing import Final
 CITING: Final = ("libs", "services", "tests")
 SUFFIXES: Final = frozenset({".py", ".proto", ".html", ".js"})
 REQUIREMENTS: Final = "docs/requirements.md"
+SITE: Final = "mkdocs.yml"
 PAGES: Final = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/adr/*.md")
 # Where a path that a page names in `code` may begin.
 ROOTS: Final = ("", "libs/pdmesh")
@@ -23,6 +24,7 @@ ROOTS: Final = ("", "libs/pdmesh")
 _CITED: Final = re.compile(r"\b(?:S(?:\d{1,2}|1[0-4]\d|150)|F(?:[1-9]|[1-3]\d|4[0-2])|I[1-9])\b")
 _LINE: Final = re.compile(r"^- \*\*([SFI]\d+)\*\* \S", re.MULTILINE)
 _LINK: Final = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
+_MENU: Final = re.compile(r"^ +- .*: (\S+\.md)$", re.MULTILINE)
 _CODE_PATH: Final = re.compile(r"`((?:core|engine|instance|kv|net|services|tests)/[\w/]+\.py)`")
 
 
@@ -66,9 +68,17 @@ def lost(root: Path) -> Iterator[str]:
                 yield f"{name} names {path}, which is not there"
 
 
+def unlisted(root: Path) -> Iterator[str]:
+    """Pages that the site's menu lacks, and entries of it without a page."""
+    pages = {str(page.relative_to(root / "docs")) for page in (root / "docs").rglob("*.md")}
+    listed = set(_MENU.findall((root / SITE).read_text()))
+    yield from (f"{SITE} does not list docs/{page}" for page in sorted(pages - listed))
+    yield from (f"{SITE} lists docs/{page}, which is not there" for page in sorted(listed - pages))
+
+
 def main() -> int:
     root = Path(__file__).parents[1]
-    found = [*unexplained(root), *lost(root)]
+    found = [*unexplained(root), *lost(root), *unlisted(root)]
     print(*found, sep="\n", end="\n" * bool(found))
     return int(bool(found))
 

@@ -17,6 +17,7 @@ def write(root: Path, path: str, text: str) -> None:
 
 def test_every_cited_number_has_its_line_and_every_named_file_is_there() -> None:
     assert [*docs_check.unexplained(ROOT), *docs_check.lost(ROOT)] == []
+    assert list(docs_check.unlisted(ROOT)) == []
     assert {"S40", "F7", "I4"} <= docs_check.cited(ROOT).keys()
 
 
@@ -53,4 +54,14 @@ def test_links_and_paths_to_files_that_are_gone_are_named(tmp_path: Path) -> Non
         "docs/page.md links ../libs/gone.py, which is not there",
         "docs/page.md names core/gone.py, which is not there",
         "docs/page.md names services/gone.py, which is not there",
+    ]
+
+
+def test_a_page_that_the_site_does_not_list_is_named_and_one_that_is_gone(tmp_path: Path) -> None:
+    write(tmp_path, "mkdocs.yml", 'nav:\n  - Start: index.md\n  - "1: Gone": adr/1.md\n')
+    write(tmp_path, "docs/index.md", "")
+    write(tmp_path, "docs/adr/2.md", "")
+    assert list(docs_check.unlisted(tmp_path)) == [
+        "mkdocs.yml does not list docs/adr/2.md",
+        "mkdocs.yml lists docs/adr/1.md, which is not there",
     ]

@@ -99,13 +99,13 @@ def add_up(commands: Commands) -> None:
         metavar="HOST",
         help="address on which the mesh's processes reach each other (default: %(default)s)",
     )
-    for port, default in (("http", "8000"), ("grpc", "8001")):
+    for port, written, default in (("http", "HTTP", "8000"), ("grpc", "gRPC", "8001")):
         add(
             f"--{port}-port",
             type=values.port,
             default=os.environ.get(f"PDMESH_{port.upper()}_PORT", default),
             metavar="PORT",
-            help=f"{port.upper()} port of the gateways; 0 picks a free one (default: %(default)s)",
+            help=f"{written} port of the gateways; 0 picks a free one (default: %(default)s)",
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="number format of the model")
