@@ -140,3 +140,10 @@ def add_top(commands: Commands) -> None:
     )
     options.add_every(parser, 1.0)
     parser.set_defaults(module="look.top")
+
+
+def add_completion(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "completion", parents=[options.of_state()], help="print a script that completes commands"
+    )
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
