@@ -14,10 +14,11 @@ import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
 from tests.support.sites import fleet
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-VICTIM = "decode-0"
+DECODES = ("decode-0", "decode-1")
 NUM_TOKENS = 200
 
 
@@ -36,6 +37,16 @@ async def trace(mesh: Mesh, *words: str) -> tuple[int, str, str]:
     out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
+
+
+def with_requests(mesh: Mesh) -> list[str]:
+    """The decodes that have taken a request."""
+
+    def num_admitted(name: str) -> float:
+        found = fleet.samples(mesh, name)
+        return sum(value for metric, _, value in found if metric == "pdmesh_admissions_total")
+
+    return [name for name in DECODES if num_admitted(name)]
 
 
 async def streamed(client: openai.AsyncOpenAI, content: str, begun: asyncio.Event) -> str:
@@ -63,7 +74,9 @@ async def test_the_story_names_the_death_of_a_decode_and_how_it_went_on(mesh: Me
             for number, event in enumerate(begun)
         ]
         await asyncio.gather(*(event.wait() for event in begun))
-        mesh.kill(VICTIM)
+        await until(lambda: with_requests(mesh))
+        victim = with_requests(mesh)[0]
+        mesh.kill(victim)
         ids = await asyncio.gather(*tasks)
     stories: list[list[dict[str, Any]]] = []
     for found in ids:
@@ -78,12 +91,13 @@ async def test_the_story_names_the_death_of_a_decode_and_how_it_went_on(mesh: Me
     lost = [
         [step["what"] for step in steps]
         for steps in stories
-        if any(f"lost {VICTIM} after" in step["what"] for step in steps)
+        if any(f"lost {victim} after" in step["what"] for step in steps)
     ]
     assert lost, "some of them were at the decode that died"
+    (other,) = {*DECODES} - {victim}
     for told in lost:
-        place = next(n for n, what in enumerate(told) if f"lost {VICTIM} after" in what)
-        assert any("completed" in what and "decode-1" in what for what in told[place:])
+        place = next(n for n, what in enumerate(told) if f"lost {victim} after" in what)
+        assert any("completed" in what and other in what for what in told[place:])
     code, text, _ = await trace(mesh, ids[0])
     assert code == 0
     assert text.splitlines()[0].split() == ["time", "since", "told", "by", "what"]
