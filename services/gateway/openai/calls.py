@@ -16,6 +16,7 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.images.loading import Held
+from pdmesh.services.gateway.openai.call_form import call_constraint
 from pdmesh.services.gateway.openai.chat_images import (
     asked_images,
     check_places,
@@ -39,7 +40,6 @@ from pdmesh.services.gateway.openai.schema import (
 )
 from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
-from pdmesh.services.gateway.request.answer_form import constraint_of
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedModel
@@ -163,7 +163,7 @@ async def _parsed_sampling(
         if constraint is not None and request.tool_choice in (None, "auto"):
             message = "response_format is not supported with tools whose calls must have a form"
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field="response_format")
-        constraint = await constraint_of(parsing.calls, model, frontend, tenant)
+        constraint = await call_constraint(parsing.calls, request, model, frontend, tenant)
     if constraint is not None and parsing.begins_after:
         constraint = dataclasses.replace(constraint, begins_after=parsing.begins_after)
     shows = sampling.are_special_shown or parsing.shows_special

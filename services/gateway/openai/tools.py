@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -13,6 +14,8 @@ from pdmesh.services.gateway.openai.unknown_fields import Nested
 MAX_TOOLS: Final = 128  # as OpenAI's
 MAX_DEPTH: Final = 64  # of a schema, or of any other value for a template
 _MAX_NAME_CHARS: Final = 256
+# Models write the names of functions into JSON or between angle brackets, without any escapes.
+_NOT_IN_NAMES: Final = re.compile(r'["\\<>\x00-\x1f\x7f]')
 
 
 class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +108,9 @@ def _check_function(function: FunctionDefinition, where: str, names: set[str]) -
     field = f"{where}.name"
     if not 1 <= len(function.name) <= _MAX_NAME_CHARS:
         raise InvalidRequest(f"{field} has 1 to {_MAX_NAME_CHARS} characters", field=field)
+    if _NOT_IN_NAMES.search(function.name):
+        message = f"{field} has no quotes, backslashes, angle brackets or control characters"
+        raise InvalidRequest(message, field=field)
     if function.name in names:
         raise InvalidRequest(f"{field}: another tool has this name", field=field)
     if function.parameters is not None:

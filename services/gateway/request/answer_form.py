@@ -39,7 +39,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """At most one of the kinds is set. `structural_tag` is a string that contains JSON."""
+    """Exactly one of the kinds is set. `structural_tag` is a string that contains JSON."""
 
     json: _Schema | str | None = None
     regex: str | None = None
@@ -106,7 +106,8 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
             return AskedGrammar(GrammarKind.STRUCTURAL_TAG, _json(tag, field), field)
 
 
-def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar | None:
+def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
+    """Without any kind it is refused, as in vLLM: with a misspelt kind, any answer would do."""
     for name in ("disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, name):
             field = f"structured_outputs.{name}"
@@ -114,7 +115,8 @@ def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar | None:
             raise InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)
     given = [name for name in _KINDS if getattr(asked, name) is not None]
     if not given:
-        return None
+        message = f"structured_outputs needs one of {', '.join(_KINDS)}"
+        raise InvalidRequest(message, reason="MISSING_FIELD", field="structured_outputs")
     field = f"structured_outputs.{given[-1]}"
     if len(given) > 1:
         raise InvalidRequest(f"{field}: only one kind at a time", field=field)

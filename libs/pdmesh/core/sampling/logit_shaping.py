@@ -64,7 +64,7 @@ UNSHAPED: Final = LogitShaping()
 
 def _in_range(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise _refusal(field, f"must be between {low:g} and {high:g}")
+        raise _refusal(field, f"must be between {low:.10g} and {high:.10g}")
 
 
 def _at_most(field: str, num: int, most: int) -> None:

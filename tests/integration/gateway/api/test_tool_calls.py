@@ -237,6 +237,29 @@ async def test_calls_with_a_grammar_are_drawn_by_it_after_the_reasoning(
     assert grammars(mesh) == {""}, "a model that may write anything is not bound"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "bad"}}},
+        {"parallel_tool_calls": False},
+        {},
+    ],
+)
+async def test_the_refusal_of_a_schema_of_arguments_names_its_tool(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, asked: dict[str, Any]
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+        for name, schema in (("good", {"type": "object"}), ("bad", {"type": "strin"}))
+    ]
+    grammars(mesh)
+    with pytest.raises(openai.BadRequestError, match="Invalid type: strin") as caught:
+        await streamed(client, tools=tools, **asked)
+    assert caught.value.param == "tools[1].function.parameters"
+    assert grammars(mesh) == set(), "it takes no slot"
+
+
 def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
     """The thinking budgets that legs were given since the last call of this function."""
     sampling = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]

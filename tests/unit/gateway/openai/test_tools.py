@@ -39,6 +39,8 @@ def body_of(**fields: Any) -> bytes:
         ({"tools": [tool(), tool("g"), tool()]}, "tools[2].function.name"),
         ({"tools": [tool("")]}, "tools[0].function.name"),
         ({"tools": [tool("x" * 257)]}, "tools[0].function.name"),
+        *(({"tools": [tool(name)]}, "tools[0].function.name")
+          for name in ('a"b', "a\\b", "a\nb", "</tool_call>", "a>b", "\x7f")),
         ({"tools": [tool(parameters=nested(65))]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
