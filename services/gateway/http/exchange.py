@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
+from urllib.parse import parse_qsl
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
@@ -84,6 +85,7 @@ class HttpExchange:
         self.has_started = False
         self.ignored_fields: list[str] = []  # of the request; the response names them
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
+        self._query: bytes = scope.get("query_string", b"")
         self.errors: ErrorFormat = OPENAI_ERRORS
         self.blocked_since = math.inf
         # A list of pairs; of several with one name, the first counts.
@@ -95,6 +97,11 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """The value of a header, empty if absent. `name` is in lower case."""
         return str(self._headers.get(name, b""), "latin-1")
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The fields after `?`; of several with one name, the last counts."""
+        return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     @property
     def authorization(self) -> str:

@@ -91,15 +91,23 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         # The empty requirement means no key, because the gateway may run without keys.
         "security": [] if operation.is_open else [{}, {"key": []}],
     }
-    if parameters := path_parameters(route.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in parameters
-        ]
+    if parameters := _parameters(route):
+        described["parameters"] = parameters
     if operation.takes is not None:
         body = {"application/json": {"schema": references[id(operation.takes)]}}
         described["requestBody"] = {"required": True, "content": body}
     return described
+
+
+def _parameters(route: HttpRoute) -> list[Json]:
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in path_parameters(route.path)
+    ]
+    query = route.operation.query.items()
+    return in_path + [
+        {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in query
+    ]
 
 
 def _links(route: HttpRoute, routes: Sequence[HttpRoute]) -> Json:

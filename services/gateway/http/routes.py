@@ -42,7 +42,8 @@ class Operation:
 
     `takes` is the struct that validates the body. `streams` is the type of the data of each event
     of a stream. `errors` are the statuses of the error answers. `makes` tells where in the answer
-    the path parameters of other operations are: a JSON pointer for each.
+    the path parameters of other operations are: a JSON pointer for each. `query` has the schema of
+    each field of the query.
     """
 
     summary: str
@@ -55,6 +56,7 @@ class Operation:
     ends_in_done: bool = True  # its stream ends with `data: [DONE]`
     is_open: bool = False  # without an API key
     makes: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from pdmesh.services.gateway.http.responses.format import (
     ResponseWriter,
     response_id_of,
 )
+from pdmesh.services.gateway.http.responses.item_page import ITEM_QUERY, item_page
 from pdmesh.services.gateway.http.responses.kept import (
     KeptResponse,
     abandoned,
@@ -42,6 +43,7 @@ from pdmesh.services.gateway.http.responses.schema import (
     InputItem,
     ResponsesRequest,
     parse_responses,
+    unsupported,
 )
 from pdmesh.services.gateway.http.responses.store import (
     KeepOutcome,
@@ -96,7 +98,12 @@ class ResponsesPaths:
                 "GET",
                 _ONE,
                 self._show,
-                Operation("A kept response", ResponseAnswer, errors=TELLING_ERRORS),
+                Operation(
+                    "A kept response",
+                    ResponseAnswer,
+                    errors=(400, *TELLING_ERRORS),
+                    query={"stream": {"enum": ["false"]}},
+                ),
             ),
             HttpRoute(
                 "DELETE",
@@ -108,7 +115,12 @@ class ResponsesPaths:
                 "GET",
                 f"{_ONE}/input_items",
                 self._list_input,
-                Operation("The items that a response answers", ItemPage, errors=TELLING_ERRORS),
+                Operation(
+                    "The items that a response answers",
+                    ItemPage,
+                    errors=(400, *TELLING_ERRORS),
+                    query=ITEM_QUERY,
+                ),
             ),
             HttpRoute(
                 "POST",
@@ -215,6 +227,8 @@ class ResponsesPaths:
 
     async def _show(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
+        if exchange.query.get("stream", "false") != "false":
+            raise unsupported("stream")
         await exchange.json(await self._shown(tenant.name, exchange.path_parameters["response"]))
 
     async def _shown(self, tenant: str, response_id: str) -> bytes:
@@ -256,14 +270,6 @@ class ResponsesPaths:
         await exchange.json(msgspec.json.encode(body))
 
     async def _list_input(self, exchange: HttpExchange) -> None:
-        """Answer with all items on one page."""
         tenant = await self._intake.known(exchange)
         kept = await load_kept(self._store, tenant.name, exchange.path_parameters["response"])
-        items = kept.input[::-1]  # the newest first, as OpenAI's default
-        ends = [msgspec.json.decode(item, type=InputItem).id for item in (items[:1] + items[-1:])]
-        first_id, last_id = ends or (None, None)
-        body = {
-            "object": "list", "data": items,
-            "first_id": first_id, "last_id": last_id, "has_more": False,
-        }  # fmt: skip
-        await exchange.json(msgspec.json.encode(body))
+        await exchange.json(msgspec.json.encode(item_page(kept.input, exchange.query)))

@@ -118,6 +118,17 @@ async def test_a_conversation_continues_from_the_previous_response(
     shown: list[Any] = [item async for item in items]
     assert [item.role for item in shown] == ["user", "assistant", "user", "assistant", "user"]
     assert [item.content[0].text for item in shown][::2] == ["three", "two", "one"]
+    for order, wanted in (("desc", shown), ("asc", shown[::-1])):
+        pages = await client.responses.input_items.list(third.id, order=order, limit=2)
+        assert (len(pages.data), pages.has_more) == (2, True)
+        assert [item async for item in pages] == wanted, "three pages, one after the other"
+    for asked in ({"order": "up"}, {"limit": 0}, {"limit": 101}, {"after": "msg_other"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.input_items.list(third.id, extra_query=asked)
+        assert refused.value.param == next(iter(asked))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.retrieve(third.id, stream=True)
+    assert refused.value.param == "stream"
     empty = await client.responses.create(
         model="tiny", input=[], instructions="be kind", max_output_tokens=2
     )
