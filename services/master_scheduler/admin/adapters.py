@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from pdmesh.core.adapters.adapter import check_name, check_path
+from pdmesh.core.placement.plan import DEFAULT_MODEL
 from pdmesh.errors import (
     AdapterUnusable,
     InvalidRequest,
@@ -82,6 +83,9 @@ class Adapters:
         """Raises MeshError; then nothing was changed."""
         adapters = self._opened()
         check_name(request.name)
+        if request.name == DEFAULT_MODEL:  # clients would get the model, without a word
+            message = f"{request.name} means whichever model serves: no adapter has this name"
+            raise InvalidRequest(message, field="name")
         check_path(request.path)
         records = self._able(request.model)
         if request.name in {r.model for r in self._registry.records.values()}:

@@ -92,6 +92,8 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         ):
             with pytest.raises(InvalidRequest, match=said):
                 await add(mesh, "bad", tmp_path / bad)
+        with pytest.raises(InvalidRequest, match="default means whichever model serves"):
+            await add(mesh, "default", tmp_path / "a")
         with pytest.raises(InvalidRequest, match="name of a model"):
             await add(mesh, "sim", tmp_path / "a")
         await add(mesh, "one", tmp_path / "a")
