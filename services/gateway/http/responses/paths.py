@@ -8,11 +8,12 @@ from typing import Final
 import msgspec
 
 from pdmesh.errors import InvalidRequest, Unavailable
-from pdmesh.services.gateway.access.access_control import Permit
+from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.http.exchange import HttpExchange
 from pdmesh.services.gateway.http.responses.answers import (
     AnyResponseEvent,
     ForgottenResponse,
+    InputTokenCount,
     ItemPage,
     ResponseAnswer,
 )
@@ -59,7 +60,7 @@ from pdmesh.services.gateway.http.routes import (
 )
 from pdmesh.services.gateway.http.serving.answering import answer, opened
 from pdmesh.services.gateway.http.serving.intake import Intake
-from pdmesh.services.gateway.openai.calls import chat_spec
+from pdmesh.services.gateway.openai.calls import chat_prompt, chat_spec
 from pdmesh.services.gateway.openai.schema import check_chat
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES
 from pdmesh.services.gateway.request.frontend import Frontend
@@ -92,6 +93,17 @@ class ResponsesPaths:
                     ends_in_done=False,
                     errors=ASKING_ERRORS,
                     makes={"response": "/id"},
+                ),
+            ),
+            HttpRoute(
+                "POST",
+                f"{_PATH}/input_tokens",
+                self._count_tokens,
+                Operation(
+                    "The number of tokens of the prompt of such a request",
+                    InputTokenCount,
+                    takes=ResponsesRequest,
+                    errors=ASKING_ERRORS,
                 ),
             ),
             HttpRoute(
@@ -164,6 +176,26 @@ class ResponsesPaths:
         finally:
             if not is_in_background:
                 permit.leave()
+
+    async def _count_tokens(self, exchange: HttpExchange) -> None:
+        permit = await self._intake.admit(exchange)
+        try:
+            ignored = self._intake.ignored(exchange)
+            request = parse_responses(await self._intake.body(exchange), ignored)
+            translated = chat_of(request, await self._previous(request, permit))
+            chat = translated.chat
+            with translated.naming():
+                check_chat(chat)
+                model = await self._frontend.served_model(
+                    chat.model, permit.tenant, request.scenario
+                )
+                with exchange.watched():
+                    tokens, _, _ = await chat_prompt(chat, model, self._frontend, permit)
+            await charged(permit, lambda: permit.charge(len(tokens)))
+            permit.settle(len(tokens))
+        finally:
+            permit.leave()
+        await exchange.json(msgspec.json.encode(InputTokenCount(input_tokens=len(tokens))))
 
     async def _begin(
         self, exchange: HttpExchange, spec: CallSpec, permit: Permit, written: ResponsesFormat

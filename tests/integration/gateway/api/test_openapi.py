@@ -38,6 +38,7 @@ SAMPLES: dict[str, list[Any]] = {
         {"model": "tiny", "prompt": "abc", "max_tokens": 3, "prompt_logprobs": 0, "n": 2},
     ],
     "post_v1_responses": [{"model": "tiny", "input": "x", "max_output_tokens": 3}],
+    "post_v1_responses_input_tokens": [{"model": "tiny", "input": "x"}],
     "get_v1_responses_by_response": ["/v1/responses/{kept}"],
     "get_v1_responses_by_response_input_items": ["/v1/responses/{kept}/input_items"],
     "delete_v1_responses_by_response": ["/v1/responses/{kept}"],

@@ -129,6 +129,19 @@ async def test_a_conversation_continues_from_the_previous_response(
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.retrieve(third.id, stream=True)
     assert refused.value.param == "stream"
+    counted = await client.responses.input_tokens.count(
+        model="tiny",
+        input=[{"role": "user", "content": "three"}],
+        previous_response_id=second.id,
+        instructions="again",
+    )
+    assert third.usage is not None
+    assert counted.input_tokens == third.usage.input_tokens
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.responses.input_tokens.count(
+            model="tiny", input="a", previous_response_id="resp_" + "0" * 24
+        )
+    assert unknown.value.param == "previous_response_id"
     empty = await client.responses.create(
         model="tiny", input=[], instructions="be kind", max_output_tokens=2
     )
