@@ -241,7 +241,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(mesh: GatewayMesh) -> 
             "tools[0].function.parameters"),
         ({"tools": [pb.Tool(function=pb.FunctionDefinition(
             name="f", parameters='{"$ref": "#/nope"}', strict=True))]},
-            "tools[0].function.strict"),
+            "tools[0].function.parameters"),
         ({"messages": [pb.ChatMessage(role="tool", content="x", tool_call_id="c")]},
             "messages[0].tool_call_id"),
         ({"chat_template_kwargs": '{"messages": []}'}, "chat_template_kwargs.messages"),
