@@ -36,8 +36,8 @@ _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)
 _PAIRS: Final = replace(_FUSION, num_fusion=0, num_prefill=4, num_decode=4, prefill_slots=16)
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
-FUTURES: Final = (0.0, 1.0, 3.0, 6.0)
-BALANCES: Final = (0.0, 0.02, 0.05)
+FUTURES: Final = (0.0, 3.0, 6.0, 12.0)
+BALANCES: Final = (0.0, 1.0, 3.0)
 DEFAULT: Final = Prices()
 
 
@@ -378,9 +378,7 @@ def main() -> None:
         _write(options.out, judged, text)
 
 
-def _write(
-    out: Path, judged: Mapping[str, Mapping[str, Sequence[Outcome]]], text: str
-) -> None:
+def _write(out: Path, judged: Mapping[str, Mapping[str, Sequence[Outcome]]], text: str) -> None:
     write(
         out,
         "loadtests.placement.generalises",

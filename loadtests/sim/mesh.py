@@ -347,9 +347,7 @@ class VirtualMesh:
         self._reporting.discard(name)
         admitted, ended = self._books[name].take()
         computed = [
-            PrefillComputed(
-                p.request_id, p.num_tokens, p.num_cached_tokens, p.seconds, p.num_steps
-            )
+            PrefillComputed(p.request_id, p.num_tokens, p.num_cached_tokens, p.seconds, p.num_steps)
             for p in ended
         ]
         self._compare(name, computed)

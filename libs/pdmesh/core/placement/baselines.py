@@ -110,9 +110,7 @@ def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> lis
 
 
 def default(prices: Prices = Prices()) -> Policy:
-    return Policy(
-        "default", ExpectedCompletion(prices), best_first, free_capacity, weighted_random
-    )
+    return Policy("default", ExpectedCompletion(prices), best_first, free_capacity, weighted_random)
 
 
 def weighted_sum() -> Policy:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.placement.instance import WORK_S, Instance
+from pdmesh.core.placement.instance import USED_S, Instance
 from pdmesh.core.placement.policies import Known, Query
 
 _MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
+_EVEN: Final = 1.2  # of the mean: an instance that did so much is not too busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,14 @@ class Prices:
     """What a placement costs requests to come, in seconds per second.
 
     future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
-    of compute whose blocks push others out of a full cache; balance: a second of work that the
-    instance has done lately beyond the least busy one; chat: a discount where the chat's last turn
-    was, in the time of the whole prompt; adapter_s: the time to load an adapter.
+    of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
+    nothing reused, where the instance did twice its share of the work lately beyond a fifth; chat:
+    a discount where the chat's last turn was, on the same time; adapter_s: to load an adapter.
     """
 
-    future: float = 1.0
+    future: float = 6.0
     eviction: float = 0.3
-    balance: float = 0.02
+    balance: float = 3.0
     chat: float = 0.1
     adapter_s: float = 0.3
 
@@ -44,9 +45,11 @@ class ExpectedCompletion:
 
     def __call__(self, query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
         now, prices = known.now, self.prices
-        works = [instance.recent_work_s(now) for instance in instances]
-        least = min(works, default=0.0)
-        used = min(_MOST_USED, sum(works) / (WORK_S * max(1, len(works))))
+        count = max(1, len(instances))
+        used = sum(i.used.at(now) + i.backlog_s for i in instances) / (USED_S * count)
+        used = min(_MOST_USED, used)
+        works = [i.balance.at(now) + i.backlog_s for i in instances]
+        even = _EVEN * sum(works) / count
         price = 1.0 + prices.future * used / (1 - used)
         times = _Times(query, known)
         costs: list[float] = []
@@ -54,26 +57,27 @@ class ExpectedCompletion:
         for instance, work in zip(instances, works, strict=True):
             local = known.matches.get(instance.id, 0)
             seconds = times.of(instance, local)
-            cost = seconds * (price + prices.eviction * _evicted_share(query, instance, local, known))
-            doubt = known.predictor.fit(instance.kind).error
-            cost += instance.wait_s(now, doubt) + prices.balance * (work - least)
+            evicted = _evicted_share(query, instance, local, known)
+            cost = seconds * (price + prices.eviction * evicted)
+            cost += instance.wait_s(now, known.predictor.fit(instance.kind).error)
+            if work > even:
+                cost += prices.balance * (work / even - 1) * times.whole_s(instance)
             if query.adapter and query.adapter not in instance.identity.adapters:
                 cost += prices.adapter_s
             costs.append(cost)
             num_full += instance.used_slots() >= instance.num_slots
         if known.affine:
-            self._prefer_home(query, instances, known, costs)
-        if 0 < num_full < len(costs):
+            self._prefer_home(times, instances, known, costs)
+        if 0 < num_full < count:
             _put_last(instances, costs)
         return [-cost for cost in costs]
 
     def _prefer_home(
-        self, query: Query, instances: Sequence[Instance], known: Known, costs: list[float]
+        self, times: _Times, instances: Sequence[Instance], known: Known, costs: list[float]
     ) -> None:
         for i, instance in enumerate(instances):
             if instance.id in known.affine:
-                whole_s = known.predictor.fit(instance.kind).predict_s(query.num_prompt_tokens, 0)
-                costs[i] = max(0.0, costs[i] - self.prices.chat * whole_s)
+                costs[i] = max(0.0, costs[i] - self.prices.chat * times.whole_s(instance))
 
 
 class _Times:
@@ -83,6 +87,7 @@ class _Times:
         self._query, self._known = query, known
         self._reach = known.peers.reach if known.peers.runs else None
         self._seen: dict[tuple[str, int, bool, int], float] = {}
+        self._whole: dict[str, float] = {}
 
     def of(self, instance: Instance, local: int) -> float:
         is_queued = instance.available_at > self._known.now
@@ -90,7 +95,12 @@ class _Times:
         held = local
         if self._reach is not None and instance.identity.fetches_from_peers:
             held = max(local, self._reach(local))
-        key = (instance.kind, local if held == local else -1 - local, is_queued, beside.bit_length())
+        key = (
+            instance.kind,
+            local if held == local else -1 - local,
+            is_queued,
+            beside.bit_length(),
+        )
         seconds = self._seen.get(key)
         if seconds is None:
             num_tokens, size = self._query.num_prompt_tokens, instance.identity.block_size
@@ -102,6 +112,14 @@ class _Times:
                 is_queued=is_queued,
             )
         return seconds * instance.slowness
+
+    def whole_s(self, instance: Instance) -> float:
+        """The time of the prompt where nothing of it is held."""
+        kind = instance.kind
+        if kind not in self._whole:
+            num_tokens = self._query.num_prompt_tokens
+            self._whole[kind] = self._known.predictor.fit(kind).predict_s(num_tokens, 0)
+        return self._whole[kind] * instance.slowness
 
 
 def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -> float:

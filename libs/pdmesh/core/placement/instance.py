@@ -15,7 +15,8 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.predictor import Prompt
 
 
-WORK_S: Final = 60.0  # work of so long ago counts 1/e in the balance between instances
+USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
+BALANCE_S: Final = 300.0  # and so in the balance between instances
 _SPEED_WEIGHT: Final = 0.05
 _SPEED_DRIFT: Final = 0.002  # back to the kind's speed; the kind's fit follows what all do
 _MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
@@ -58,6 +59,21 @@ class Identity:
 
 
 @dataclass(slots=True)
+class Decaying:
+    """A sum of which what was added `over_s` ago counts 1/e."""
+
+    over_s: float
+    _sum: float = 0.0
+    _at: float = 0.0
+
+    def at(self, now: float) -> float:
+        return self._sum * math.exp((self._at - now) / self.over_s)
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum, self._at = self.at(now) + amount, now
+
+
+@dataclass(slots=True)
 class Instance:
     """One instance as placement sees it."""
 
@@ -81,8 +97,8 @@ class Instance:
     num_booked: int = 0  # requests that no report shows yet
     num_booked_blocks: int = 0
     untimed: list[Prompt] = field(default_factory=list)  # computed; their time is not told yet
-    _done_s: float = 0.0  # what it computed lately, as of `_done_at`
-    _done_at: float = 0.0
+    used: Decaying = field(default_factory=lambda: Decaying(USED_S))
+    balance: Decaying = field(default_factory=lambda: Decaying(BALANCE_S))
 
     def __post_init__(self) -> None:
         self.id = self.identity.instance_id
@@ -121,14 +137,10 @@ class Instance:
         """Until what is booked there is computed, which may take `doubt` longer than predicted."""
         return max(self.available_at - now, doubt * self.backlog_s)
 
-    def recent_work_s(self, now: float) -> float:
-        """Its backlog, and what it computed lately: a second of a minute ago counts 1/e."""
-        return self.backlog_s + self._done_s * math.exp((self._done_at - now) / WORK_S)
-
     def add_computed(self, seconds: float, now: float) -> None:
         self.computed_s += seconds
-        self._done_s = self._done_s * math.exp((self._done_at - now) / WORK_S) + seconds
-        self._done_at = now
+        self.used.add(seconds, now)
+        self.balance.add(seconds, now)
 
     def adapt_slowness(self, seconds: float, expected_s: float) -> None:
         """It took `seconds` where an instance of its kind would take `expected_s`."""

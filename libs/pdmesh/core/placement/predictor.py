@@ -137,9 +137,7 @@ class PrefillFit:
         assert 0.0 < self.lead_share <= 1.0
 
 
-def _features(
-    prompts: Sequence[Prompt], num_steps: int, num_beside: int
-) -> tuple[float, ...]:
+def _features(prompts: Sequence[Prompt], num_steps: int, num_beside: int) -> tuple[float, ...]:
     linear = square = cross = fetched = 0.0
     for prompt in prompts:
         reuse = prompt.num_reused * _SCALE

@@ -58,9 +58,7 @@ class LoadBook:
         request_id, num_tokens, since = opened
         is_new_step = now - self._last_end >= _SAME_STEP_S
         if is_new_step and self._span_prompts >= _SPAN_PROMPTS:
-            seconds = max(_LEAST_S, self._last_end - self._span_began)
-            self._name(Computed("", 0, 0, seconds, self._span_steps))
-            self._span_prompts = 0
+            self._end_span()
         if not self._span_prompts:
             self._span_began, self._span_steps = max(since, self._last_end), 0
         self._span_prompts += 1
@@ -70,9 +68,7 @@ class LoadBook:
             self._name(Computed(request_id, num_tokens, num_cached_tokens, _NOT_TIMED))
             return
         seconds = max(_LEAST_S, now - self._span_began)
-        self._name(
-            Computed(request_id, num_tokens, num_cached_tokens, seconds, self._span_steps)
-        )
+        self._name(Computed(request_id, num_tokens, num_cached_tokens, seconds, self._span_steps))
         self._span_prompts = 0
 
     def ended(self, leg: int) -> None:
@@ -80,12 +76,20 @@ class LoadBook:
         opened = self._open.pop(leg, None)
         if opened is not None:
             self._name(Computed(opened[0], 0, 0, _NOT_TIMED))
+            if self._span_prompts and not self._open:
+                self._end_span()
 
     def take(self) -> tuple[list[str], list[Computed]]:
         """(admitted, computed) since the last call."""
         taken = self._admitted, self._computed
         self._admitted, self._computed = [], []
         return taken
+
+    def _end_span(self) -> None:
+        """Tell the time of the prompts that ended, without that of a further prompt."""
+        seconds = max(_LEAST_S, self._last_end - self._span_began)
+        self._name(Computed("", 0, 0, seconds, self._span_steps))
+        self._span_prompts = 0
 
     def _name(self, computed: Computed) -> None:
         if len(self._computed) < MAX_NAMED:
