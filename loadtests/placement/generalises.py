@@ -16,28 +16,36 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
 from loadtests.harness.progress import Progress
 from loadtests.harness.results import Spread, quantile, write
-from loadtests.harness.verdicts import OURS, Measure, verdicts
+from loadtests.harness.verdicts import OURS
 from loadtests.placement import families
+from loadtests.placement.generalises_report import (
+    JUDGED,
+    Outcome,
+    badness,
+    chosen_without,
+    family_table,
+    summary,
+)
 from loadtests.placement.unknown_laws import tiled
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival, azure, mooncake, trace_file
 from pdmesh.core.placement.baselines import POLICIES, default
 from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
+from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU, Law
 
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)
 _PAIRS: Final = replace(_FUSION, num_fusion=0, num_prefill=4, num_decode=4, prefill_slots=16)
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
 FUTURES: Final = (0.0, 3.0, 6.0, 12.0)
-BALANCES: Final = (0.0, 1.0, 3.0)
+BALANCES: Final = (0.0, 3.0)
 DEFAULT: Final = Prices()
 
 
@@ -94,26 +102,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run. `busiest`: the prompts of the busiest instance that prefills over their mean.
-
-    `home_percent`: of the turns after a session's first, how many went where the last turn was.
-    """
-
-    family: str
-    policy: str
-    seed: int
-    reuse_percent: float
-    ttft_ms_mean: float
-    ttft_ms_p95: float
-    ttft_ms_p99: float
-    busiest: float
-    home_percent: float
-    prediction_error_percent: float
-    wait_error_percent: float
-
-
 def play(
     name: str, seed: int, traces: Path | None, policy: str = OURS, prices: Prices = DEFAULT
 ) -> Outcome:
@@ -163,170 +151,121 @@ def _home_percent(mesh: VirtualMesh) -> float:
     return 100 * num_home / num_turns if num_turns else math.nan
 
 
-# --- which constants -------------------------------------------------------------------------------
+# --- the predictor, and tiers
 
 
-def badness(runs: Sequence[Outcome]) -> float:
-    """One number of a family's runs, of which only ratios count: the product of what should be
-    low, and of 1/reuse.
-    """
-    mean = {m.name: max(1e-6, m.of(runs).median) for m in MEASURES}
-    reuse = mean.pop("reuse, %")
-    return math.prod(mean.values()) / max(1.0, reuse)
-
-
-def chosen_without(tried: Mapping[Prices, Mapping[str, float]], left_out: str) -> Prices:
-    """The constants that are best on all families but one; `tried` has the badness by family."""
-
-    def on_others(prices: Prices) -> float:
-        return sum(math.log(bad) for name, bad in tried[prices].items() if name != left_out)
-
-    return min(tried, key=on_others)
-
-
-MEASURES: Final[tuple[Measure[Outcome], ...]] = (
-    Measure("reuse, %", lambda o: o.reuse_percent, ".1f", is_more_better=True),
-    Measure("TTFT mean, ms", lambda o: o.ttft_ms_mean, ".0f"),
-    Measure("TTFT p95, ms", lambda o: o.ttft_ms_p95, ".0f"),
-    Measure("TTFT p99, ms", lambda o: o.ttft_ms_p99, ".0f"),
-    Measure("busiest/mean", lambda o: o.busiest, ".2f"),
-)
-_JUDGED: Final = MEASURES[:4]
-
-
-def dominated_by(by_policy: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """Policies that are at least as good as ours in every judged measure, and better in one."""
-    ours = [m.of(by_policy[OURS]).median for m in _JUDGED]
-    found = []
-    for policy, runs in by_policy.items():
-        theirs = [m.of(runs).median for m in _JUDGED]
-        pairs = list(zip(_JUDGED, theirs, ours, strict=True))
-        is_as_good = not any(m.is_better(our, their) for m, their, our in pairs)
-        if is_as_good and any(m.is_better(their, our) for m, their, our in pairs):
-            found.append(policy)
-    return found
-
-
-def _family_table(
-    name: str, by_policy: Mapping[str, Sequence[Outcome]], prices: Prices, seeds: int
-) -> str:
-    head = (
-        f"\n### {name}\n\nJudged with future {prices.future:g} and balance {prices.balance:g}, "
-        f"chosen on the other families ({seeds} seeds).\n\n"
-        "| policy | reuse % | TTFT mean ms | p95 | p99 | busiest/mean | turns at home % | error % |\n"
-        "|---|---|---|---|---|---|---|---|"
-    )
-    rows = []
-    for policy, runs in by_policy.items():
-        cells = [m.of(runs).text(m.form) for m in MEASURES]
-        cells.append(Spread.of([o.home_percent for o in runs]).text(".0f"))
-        cells.append(Spread.of([o.prediction_error_percent for o in runs]).text(".1f"))
-        rows.append(f"| {policy} | {' | '.join(cells)} |")
-    better = dominated_by(by_policy)
-    front = (
-        f"Ours is **not on the Pareto front**: {', '.join(better)}."
-        if better
-        else "Ours is on the Pareto front."
-    )
-    return "\n".join([head, *rows, "", verdicts(by_policy, _JUDGED), f"- {front}"])
-
-
-def _summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
-    """Ours against each other policy: geometric means of the ratios over all families."""
-    lines = [
-        "\n## All families\n",
-        "Theirs over ours, geometric mean over the families (reuse: ours over theirs, where there "
-        "is any). Above 1, ours is better.\n",
-        "| policy | reuse | TTFT mean | p95 | p99 | on the front |",
-        "|---|---|---|---|---|---|",
-    ]
-    policies = [p for p in next(iter(judged.values())) if p != OURS]
-    for policy in policies:
-        cells = [f"{_ratio(judged, policy, m):.2f}" for m in _JUDGED]
-        num_dominating = sum(policy in dominated_by(by) for by in judged.values())
-        lines.append(
-            f"| {policy} | {' | '.join(cells)} | dominates ours in {num_dominating} of "
-            f"{len(judged)} |"
-        )
-    return "\n".join(lines)
-
-
-def _ratio(
-    judged: Mapping[str, Mapping[str, Sequence[Outcome]]], policy: str, measure: Measure[Outcome]
-) -> float:
-    logs = []
-    for by_policy in judged.values():
-        ours, theirs = (measure.of(by_policy[p]).median for p in (OURS, policy))
-        if ours > 0 and theirs > 0:
-            logs.append(math.log(ours / theirs if measure.is_more_better else theirs / ours))
-    return math.exp(statistics.fmean(logs)) if logs else math.nan
-
-
-# --- the predictor, and tiers ------------------------------------------------------------------------
+LAWS: Final[Mapping[str, Callable[[], Law]]] = {
+    "mocker": lambda: MOCKER,
+    "smollm2-cpu": lambda: SMOLLM2_CPU,
+    "tiles": lambda: tiled(0.0),
+    "tiles, 10 % noise": lambda: tiled(0.1),
+}
+_TIMES: Final = {"smollm2-cpu": 20.0}  # a law that is so much slower gets so much more time
 
 
 def predictor_table(traces: Path | None, names: Sequence[str], seeds: int) -> str:
-    """MAPE by family and law; only the first law is one whose form the formula has."""
-    laws: dict[str, Callable[[], MeshShape]] = {}
+    """MAPE by family and law; only the first two are laws whose form the formula has."""
     lines = [
         "\n## Predictor\n",
-        "MAPE of a span of prompts, predicted from what was learnt before it; after the semicolon "
-        "that of the time from the plan to the first token, as expected with the plan.\n",
-        "| family | mocker | smollm2-cpu | tiles | tiles, 10 % noise |",
-        "|---|---|---|---|---|",
+        (
+            "MAPE of the compute of a span of prompts, predicted from what was learnt before it; after "
+            "the semicolon that of the time from the plan to the first token, as expected with the "
+            "plan.\n"
+        ),
+        f"| family | {' | '.join(LAWS)} |",
+        "|---" * (1 + len(LAWS)) + "|",
     ]
     for name in names:
-        shape = FAMILIES[name].shape
-        laws = {
-            "mocker": lambda s=shape: s,
-            "smollm2": lambda s=shape: replace(s, law=SMOLLM2_CPU),
-            "tiles": lambda s=shape: replace(s, law=tiled(0.0)),
-            "noise": lambda s=shape: replace(s, law=tiled(0.1)),
-        }
         cells = []
-        for law, made in laws.items():
-            errors, waits = [], []
-            for seed in range(1, seeds + 1):
-                arrivals = FAMILIES[name].arrivals(traces, seed)
-                if law == "smollm2":  # twenty times as slow
-                    arrivals = [replace(a, at_s=20 * a.at_s) for a in arrivals]
-                run = outcome_of(made(), arrivals, (name, OURS, seed), DEFAULT)
-                errors.append(run.prediction_error_percent)
-                waits.append(run.wait_error_percent)
-            cells.append(f"{Spread.of(errors).text('.1f')}; {Spread.of(waits).text('.0f')}")
+        for law in LAWS:
+            runs = [_play_law(traces, name, law, seed) for seed in range(1, seeds + 1)]
+            errors = Spread.of([o.prediction_error_percent for o in runs]).text(".1f")
+            cells.append(f"{errors}; {Spread.of([o.wait_error_percent for o in runs]).text('.0f')}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _play_law(traces: Path | None, name: str, law: str, seed: int) -> Outcome:
+    family, factor = FAMILIES[name], _TIMES.get(law, 1.0)
+    arrivals = [replace(a, at_s=factor * a.at_s) for a in family.arrivals(traces, seed)]
+    return outcome_of(replace(family.shape, law=LAWS[law]()), arrivals, (name, OURS, seed), DEFAULT)
 
 
 def tiers_table(seeds: int) -> str:
     """A working set of 1.3 times the engines' caches, and host pools that hold the rest."""
     lines = [
         "\n## Tiers\n",
-        "Sixty prefixes of 22 blocks: 1.3 times the engines' 1,024 blocks; each host pool has 512. "
-        "In the second pair of rows, instances cannot fetch from each other's pools.\n",
+        (
+            "Sixty prefixes of 22 blocks: 1.3 times the engines' 1,024 blocks; each host pool has 512. "
+            "With own pools, instances cannot fetch from each other's.\n"
+        ),
         "| placement | reuse % | TTFT mean ms | p95 | p99 |",
         "|---|---|---|---|---|",
     ]
     for pools, is_shared in (("shared pools", True), ("own pools", False)):
-        shape = replace(_FUSION, num_blocks=256, host_blocks=512, shares_host=is_shared)
         means = []
         for label, tells in (("knows the tiers", True), ("knows the engines' blocks", False)):
+            shape = replace(
+                _FUSION,
+                num_blocks=256,
+                host_blocks=512,
+                shares_host=is_shared,
+                tells_peers=tells,
+                tells_host=tells,
+            )
             runs = [
-                outcome_of(
-                    replace(shape, tells_peers=tells, tells_host=tells),
-                    families.working_set(seed, 800),
-                    (pools, OURS, seed),
-                    DEFAULT,
-                )
-                for seed in range(1, seeds + 1)
+                outcome_of(shape, families.working_set(s, 800), (pools, OURS, s), DEFAULT)
+                for s in range(1, seeds + 1)
             ]
-            cells = " | ".join(m.of(runs).text(m.form) for m in _JUDGED)
             means.append(statistics.median(o.ttft_ms_mean for o in runs))
+            cells = " | ".join(m.of(runs).text(m.form) for m in JUDGED)
             lines.append(f"| {label}, {pools} | {cells} |")
         lower = 100 * (1 - means[0] / means[1])
         lines.append(f"| *mean TTFT {lower:.0f} % lower* | | | | |")
-    lines.append("\nAsked: 40 % lower.")
-    return "\n".join(lines)
+    return "\n".join([*lines, "\nAsked: 40 % lower."])
+
+
+class Comparison:
+    """All runs: ours with every constant that is tried, and the other policies."""
+
+    def __init__(self, names: Sequence[str], traces: Path | None, seeds: int) -> None:
+        self._names, self._traces, self._seeds = names, traces, seeds
+        self._grid = [Prices(future=f, balance=b) for f, b in itertools.product(FUTURES, BALANCES)]
+        self._others = [p for p in POLICIES if p != OURS]
+        self._progress = Progress(len(names) * (len(self._grid) + len(self._others)))
+        self.judged: dict[str, dict[str, list[Outcome]]] = {}
+
+    def run(self) -> str:
+        """The report; afterwards `judged` has its runs."""
+        ours = {p: {n: self._play(n, OURS, p) for n in self._names} for p in self._grid}
+        tried = {p: {n: badness(runs) for n, runs in by.items()} for p, by in ours.items()}
+        tables = []
+        for name in self._names:
+            prices = chosen_without(tried, name)
+            others = {p: self._play(name, p, DEFAULT) for p in self._others}
+            self.judged[name] = {OURS: ours[prices][name], **others}
+            tables.append(family_table(name, self.judged[name], prices, self._seeds))
+        self._progress.close()
+        best = chosen_without(tried, "")
+        return "\n".join(
+            [
+                summary(self.judged),
+                (
+                    f"\nBest on all families: future {best.future:g}, balance {best.balance:g}; the "
+                    f"defaults are {DEFAULT.future:g} and {DEFAULT.balance:g}."
+                ),
+                predictor_table(self._traces, self._names, self._seeds),
+                tiers_table(self._seeds),
+                "\n## Leave one out",
+                *tables,
+            ]
+        )
+
+    def _play(self, name: str, policy: str, prices: Prices) -> list[Outcome]:
+        seeds = range(1, self._seeds + 1)
+        runs = [play(name, seed, self._traces, policy, prices) for seed in seeds]
+        self._progress.step(f"{name}, {policy}")
+        return runs
 
 
 def main() -> None:
@@ -342,40 +281,11 @@ def main() -> None:
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         parser.error(f"--families: no family is called {unknown[0]!r}")
-    seeds = range(1, options.seeds + 1)
-    grid = [Prices(future=f, balance=b) for f, b in itertools.product(FUTURES, BALANCES)]
-    progress = Progress(len(names) * (len(grid) + len(POLICIES) - 1))
-
-    def run(name: str, **how: object) -> list[Outcome]:
-        runs = [play(name, s, options.traces, **how) for s in seeds]  # type: ignore[arg-type]
-        progress.step(name)
-        return runs
-
-    ours = {prices: {name: run(name, prices=prices) for name in names} for prices in grid}
-    tried = {p: {n: badness(r) for n, r in by.items()} for p, by in ours.items()}
-    others = [p for p in POLICIES if p != OURS]
-    judged: dict[str, dict[str, list[Outcome]]] = {}
-    tables = []
-    for name in names:
-        prices = chosen_without(tried, name)
-        judged[name] = {OURS: ours[prices][name], **{p: run(name, policy=p) for p in others}}
-        tables.append(_family_table(name, judged[name], prices, options.seeds))
-    progress.close()
-    on_all = chosen_without(tried, "")
-    text = "\n".join(
-        [
-            _summary(judged),
-            f"\nBest on all families: future {on_all.future:g}, balance {on_all.balance:g}; the "
-            f"defaults are {DEFAULT.future:g} and {DEFAULT.balance:g}.",
-            predictor_table(options.traces, names, options.seeds),
-            tiers_table(options.seeds),
-            "\n## Leave one out",
-            *tables,
-        ]
-    )
+    comparison = Comparison(names, options.traces, options.seeds)
+    text = comparison.run()
     print(text)
     if options.out:
-        _write(options.out, judged, text)
+        _write(options.out, comparison.judged, text)
 
 
 def _write(out: Path, judged: Mapping[str, Mapping[str, Sequence[Outcome]]], text: str) -> None:

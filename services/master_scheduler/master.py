@@ -15,9 +15,9 @@ from pdmesh.core.groups.announcements import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES, default
+from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import Placement
-from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.scenario_stats import Scenarios
 from pdmesh.core.request.backpressure import Backpressure

@@ -109,8 +109,14 @@ def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> lis
     return sorted(shuffled, key=lambda s: -s.score)[:count]
 
 
-def default(prices: Prices = Prices()) -> Policy:
-    return Policy("default", ExpectedCompletion(prices), best_first, free_capacity, weighted_random)
+def default(prices: Prices | None = None) -> Policy:
+    return Policy(
+        "default",
+        ExpectedCompletion(prices or Prices()),
+        best_first,
+        free_capacity,
+        weighted_random,
+    )
 
 
 def weighted_sum() -> Policy:

@@ -14,7 +14,6 @@ from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
 from pdmesh.core.placement.predictor import Prompt
 
-
 USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
 BALANCE_S: Final = 300.0  # and so in the balance between instances
 _SPEED_WEIGHT: Final = 0.05

@@ -3,9 +3,9 @@
 An instance computes parts of several prompts in one step, and times a span of prompts. So the
 formula is one of spans: linear in the sums over its prompts of compute, compute^2, compute * reuse
 and fetched tokens (thousands), plus for each step a fixed cost, and what the sequences add that
-decode beside it. It is fitted by recursive least squares with forgetting, so that it follows an instance
-that grows slower. Residuals beyond a few times the usual error count less (Huber), so that a pause
-of the machine teaches nothing.
+decode beside it. It is fitted by recursive least squares with forgetting, so that it follows an
+instance that grows slower. Residuals beyond a few times the usual error count less (Huber), so that
+a pause of the machine teaches nothing.
 
 All prompts of a workload may have one length, so some directions are never excited. The fit forgets
 only along the directions that it observes (Kulhavy's directional forgetting); otherwise the

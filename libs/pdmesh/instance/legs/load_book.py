@@ -1,10 +1,10 @@
 """Collects what a load report names: requests admitted and prompts computed since the last report.
 
-The master settles its bookings by these ids and learns from the times of prompts. An engine computes
-parts of several prompts in one step, so the time between the ends of two prompts says little about
-either. So prompts are timed together, from when the first could begin until none is left, or until
-the end of the step with the `_SPAN_PROMPTS`th of them. The book is bounded: requests that do not fit are left out, and
-their bookings expire at the master.
+The master settles its bookings by these ids and learns from the times of prompts. An engine
+computes parts of several prompts in one step, so the time between the ends of two prompts says
+little about either. So prompts are timed together, as a span: from when the first could begin until
+none is left, or until the step ends in which the `_SPAN_PROMPTS`th of them ended. The book is
+bounded: requests that do not fit are left out, and their bookings expire at the master.
 """
 
 from __future__ import annotations

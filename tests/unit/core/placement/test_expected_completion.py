@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_agents_one_after_the_other_with_one_system_prompt_use_all_instances() -
         now += 2.0
     counts = Counter(name for session in homes.values() for name in session)
     assert max(counts.values()) / 200 <= 1.3
-    moved = sum(a != b for session in homes.values() for a, b in zip(session, session[1:]))
+    moved = sum(a != b for session in homes.values() for a, b in pairwise(session))
     assert moved <= 0.05 * 300
 
 
