@@ -80,12 +80,12 @@ def family_table(
     lines = [
         f"\n### {name}\n",
         (
-            f"Judged with future {prices.future:g} and balance {prices.balance:g}, chosen on the other "
-            f"families ({seeds} seeds).\n"
+            f"Judged with future {prices.future:g} and balance {prices.balance:g}, chosen on the "
+            f"other families ({seeds} seeds).\n"
         ),
         (
-            "| policy | reuse % | TTFT mean ms | p95 | p99 | busiest/mean | turns at home % | error % "
-            "|"
+            "| policy | reuse % | TTFT mean ms | p95 | p99 | busiest/mean | turns at home % "
+            "| error % |"
         ),
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -108,8 +108,8 @@ def summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
     lines = [
         "\n## All families\n",
         (
-            "Theirs over ours, geometric mean over the families (reuse: ours over theirs, where there "
-            "is any). Above 1, ours is better.\n"
+            "Theirs over ours, geometric mean over the families (reuse: ours over theirs, where "
+            "there is any). Above 1, ours is better.\n"
         ),
         "| policy | reuse | TTFT mean | p95 | p99 | dominates ours |",
         "|---|---|---|---|---|---|",
