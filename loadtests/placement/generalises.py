@@ -44,7 +44,7 @@ _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)
 _PAIRS: Final = replace(_FUSION, num_fusion=0, num_prefill=4, num_decode=4, prefill_slots=16)
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
-FUTURES: Final = (0.0, 3.0, 6.0)
+FUTURES: Final = (0.0, 3.0, 6.0, 12.0)
 BALANCES: Final = (0.0, 3.0)
 DEFAULT: Final = Prices()
 

@@ -105,7 +105,8 @@ class PrefillFit:
         self.error += weight * (error - self.error)
         self.lead_share += _LEAD_WEIGHT * (min(1.0, num_steps / len(prompts)) - self.lead_share)
         trust = min(1.0, usual / error) if self.num_observed > _MANY_OBSERVED else 1.0
-        self._update(x, seconds, trust / max(math.sqrt(seconds * predicted), 1e-3))
+        scale = math.sqrt(seconds * min(2 * seconds, max(seconds / 2, predicted)))
+        self._update(x, seconds, trust / max(scale, 1e-3))
         return error
 
     def span_s(self, prompts: Sequence[Prompt], num_steps: int = 1, num_beside: int = 0) -> float:
