@@ -45,7 +45,7 @@ from pdmesh.core.placement.plan import (
 )
 from pdmesh.core.placement.plan import RankedInstance as Ranked
 from pdmesh.core.placement.policies import Query, Weights
-from pdmesh.core.placement.predictor import Prompt
+from pdmesh.core.placement.predictor import PromptTokens
 from pdmesh.core.request.events import (
     AskPlan,
     Candidate,
@@ -372,7 +372,7 @@ class VirtualMesh:
         prompts = list(instance.untimed)
         for each in computed:
             if each.num_tokens:
-                prompts.append(Prompt(each.num_tokens, each.num_cached_tokens))
+                prompts.append(PromptTokens(each.num_tokens, each.num_cached_tokens))
             if each.seconds > 0 and prompts:
                 found = fit.span_s(prompts, each.num_steps, instance.num_beside)
                 self.errors.append(abs(instance.slowness * found - each.seconds) / each.seconds)

@@ -14,7 +14,7 @@ from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.instance import Identity, Instance
-from pdmesh.core.placement.predictor import LatencyPredictor, Prompt
+from pdmesh.core.placement.predictor import LatencyPredictor, PromptTokens
 from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
@@ -228,7 +228,7 @@ class Fleet:
         span = instance.untimed
         if prefill.num_tokens:
             num_fetched = min(booking.num_fetched, prefill.num_cached_tokens) if booking else 0
-            span.append(Prompt(prefill.num_tokens, prefill.num_cached_tokens, num_fetched))
+            span.append(PromptTokens(prefill.num_tokens, prefill.num_cached_tokens, num_fetched))
         if prefill.seconds > 0 and span:
             self._learn(instance, span, prefill.seconds, prefill.num_steps)
             instance.add_computed(prefill.seconds, now)
@@ -237,7 +237,7 @@ class Fleet:
             span.clear()
 
     def _learn(
-        self, instance: Instance, prompts: Sequence[Prompt], seconds: float, num_steps: int
+        self, instance: Instance, prompts: Sequence[PromptTokens], seconds: float, num_steps: int
     ) -> None:
         num_steps, num_beside = max(1, num_steps), instance.num_beside
         fit = self.predictor.fit(instance.kind)

@@ -12,7 +12,7 @@ from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
-from pdmesh.core.placement.predictor import Prompt
+from pdmesh.core.placement.predictor import PromptTokens
 
 USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
 BALANCE_S: Final = 300.0  # and so in the balance between instances
@@ -95,7 +95,9 @@ class Instance:
     num_prompts: int = 0  # of the backlog
     num_booked: int = 0  # requests that no report shows yet
     num_booked_blocks: int = 0
-    untimed: list[Prompt] = field(default_factory=list)  # computed; their time is not told yet
+    untimed: list[PromptTokens] = field(
+        default_factory=list
+    )  # computed; their time is not told yet
     used: Decaying = field(default_factory=lambda: Decaying(USED_S))
     balance: Decaying = field(default_factory=lambda: Decaying(BALANCE_S))
 

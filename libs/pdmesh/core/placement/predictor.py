@@ -35,7 +35,7 @@ _USUAL_ERRORS: Final = 3.0
 _LEAST_UNUSUAL: Final = 0.5
 
 
-class Prompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """Tokens of one prompt. `num_fetched` of the reused ones came from peers."""
 
     num_tokens: int
@@ -90,10 +90,14 @@ class PrefillFit:
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:
         """Learn from a prompt that was computed alone. Returns its prediction's relative error."""
-        return self.observe_span((Prompt(num_tokens, num_reused),), seconds)
+        return self.observe_span((PromptTokens(num_tokens, num_reused),), seconds)
 
     def observe_span(
-        self, prompts: Sequence[Prompt], seconds: float, num_steps: int = 1, num_beside: int = 0
+        self,
+        prompts: Sequence[PromptTokens],
+        seconds: float,
+        num_steps: int = 1,
+        num_beside: int = 0,
     ) -> float:
         """Learn from prompts that were computed together. Returns the relative error before."""
         x = _features(prompts, num_steps, num_beside)
@@ -109,7 +113,9 @@ class PrefillFit:
         self._update(x, seconds, trust / max(scale, 1e-3))
         return error
 
-    def span_s(self, prompts: Sequence[Prompt], num_steps: int = 1, num_beside: int = 0) -> float:
+    def span_s(
+        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: int = 0
+    ) -> float:
         """The time of prompts that are computed together."""
         return max(_MIN_S, self._of(_features(prompts, num_steps, num_beside)))
 
@@ -138,7 +144,9 @@ class PrefillFit:
         assert 0.0 < self.lead_share <= 1.0
 
 
-def _features(prompts: Sequence[Prompt], num_steps: int, num_beside: int) -> tuple[float, ...]:
+def _features(
+    prompts: Sequence[PromptTokens], num_steps: int, num_beside: int
+) -> tuple[float, ...]:
     linear = square = cross = fetched = 0.0
     for prompt in prompts:
         reuse = prompt.num_reused * _SCALE

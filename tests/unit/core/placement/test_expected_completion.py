@@ -15,7 +15,7 @@ from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.fleet import LoadReported, PrefillComputed
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
-from pdmesh.core.placement.predictor import Prompt
+from pdmesh.core.placement.predictor import PromptTokens
 from tests.support.placements import QUERY, identity, load, make, pair, planned
 
 SELFISH = Prices(future=0.0, eviction=0.0, balance=0.0)
@@ -30,7 +30,7 @@ def taught(prices: Prices = SELFISH, **changes: object) -> Placement:
         num_reused = num_tokens * (num_tokens // 64 % 5) // 5
         num_fetched = num_reused * (num_tokens // 64 % 2)
         seconds = (num_tokens - num_reused) * 1e-3 + num_fetched * 1e-4
-        fit.observe_span((Prompt(num_tokens, num_reused, num_fetched),), seconds)
+        fit.observe_span((PromptTokens(num_tokens, num_reused, num_fetched),), seconds)
     return placement
 
 
@@ -137,8 +137,8 @@ def test_an_instance_that_is_slower_than_its_kind_is_expected_to_be() -> None:
     placement = taught()
     fleet = placement.fleet
     for number in range(400):
-        name, slow = f"prefill-{number % 2}", 1 + number % 2
-        done = PrefillComputed(f"r{number}", 640, 0, 0.64 * slow)
+        name, factor = f"prefill-{number % 2}", 1 + number % 2
+        done = PrefillComputed(f"r{number}", 640, 0, 0.64 * factor)
         fleet.handle(LoadReported(name, 1, 8, 0, 1000, False, (), [done]), float(number))
     fast, slow = (fleet.instances[f"prefill-{i}"].slowness for i in (0, 1))
     assert slow / fast == pytest.approx(2.0, rel=0.15)
@@ -172,7 +172,7 @@ def test_a_decode_beside_the_prompt_is_part_of_its_time() -> None:
     fit = placement.fleet.predictor.fit("f/fusion")
     for number in range(200):
         num_beside = number % 3 * 2
-        fit.observe_span((Prompt(640, 0),), 0.1 + 0.05 * (num_beside > 0), 1, num_beside)
+        fit.observe_span((PromptTokens(640, 0),), 0.1 + 0.05 * (num_beside > 0), 1, num_beside)
     placement.fleet.handle(load("fusion-0", used=4), now=0.0)
     found = scores(placement)
     assert found == pytest.approx({"fusion-0": -0.15, "fusion-1": -0.1}, abs=0.01)

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from loadtests.placement.unknown_laws import tiled
-from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit, Prompt
+from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit, PromptTokens
 from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU, Law
 
 
@@ -93,7 +93,7 @@ def test_prompts_that_shared_steps_teach_as_much_as_prompts_alone() -> None:
     fit, rng = PrefillFit(), random.Random(4)
     for _ in range(300):
         prompts = [
-            Prompt(n, n // 4 * rng.randrange(4))
+            PromptTokens(n, n // 4 * rng.randrange(4))
             for n in (rng.randrange(64, 4096) for _ in range(rng.randrange(1, 13)))
         ]
         num_steps = -(-len(prompts) // 3)
@@ -119,7 +119,7 @@ def test_sequences_that_decode_beside_a_prompt_are_part_of_its_time() -> None:
     for _ in range(400):
         num_tokens, num_beside = rng.randrange(64, 1024), rng.choice((0, 0, 1, 8, 32))
         seconds = SMOLLM2_CPU.prefill_s(num_tokens) + SMOLLM2_CPU.step_s(num_beside, 0)
-        fit.observe_span((Prompt(num_tokens, 0),), seconds, 1, num_beside)
+        fit.observe_span((PromptTokens(num_tokens, 0),), seconds, 1, num_beside)
     for num_beside in (0, 8, 32):
         expected = SMOLLM2_CPU.prefill_s(200) + SMOLLM2_CPU.step_s(num_beside, 0)
         assert fit.predict_s(200, 0, num_beside=num_beside) == pytest.approx(expected, rel=0.1)
