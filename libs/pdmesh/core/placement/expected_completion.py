@@ -46,15 +46,16 @@ class ExpectedCompletion:
     def __call__(self, query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
         now, prices = known.now, self.prices
         count = max(1, len(instances))
-        used = sum(i.used.at(now) + i.backlog_s for i in instances) / (USED_S * count)
-        used = min(_MOST_USED, used)
-        works = [i.balance.at(now) + i.backlog_s for i in instances]
-        even = _EVEN * sum(works) / count
+        recent = [i.recent.at(now) for i in instances]
+        backlog_s = sum(i.backlog_s for i in instances)
+        used = min(_MOST_USED, (sum(u for u, _ in recent) + backlog_s) / (USED_S * count))
+        even = _EVEN * (sum(b for _, b in recent) + backlog_s) / count
         price = 1.0 + prices.future * used / (1 - used)
         times = _Times(query, known)
         costs: list[float] = []
         num_full = 0
-        for instance, work in zip(instances, works, strict=True):
+        for instance, (_, balance) in zip(instances, recent, strict=True):
+            work = balance + instance.backlog_s
             local = known.matches.get(instance.id, 0)
             seconds = times.of(instance, local)
             evicted = _evicted_share(query, instance, local, known)

@@ -16,6 +16,7 @@ from pdmesh.core.placement.predictor import PromptTokens
 
 USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
 BALANCE_S: Final = 300.0  # and so in the balance between instances
+_USED_POWER: Final = round(BALANCE_S / USED_S)
 _SPEED_WEIGHT: Final = 0.05
 _SPEED_DRIFT: Final = 0.002  # back to the kind's speed; the kind's fit follows what all do
 _MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
@@ -58,18 +59,21 @@ class Identity:
 
 
 @dataclass(slots=True)
-class Decaying:
-    """A sum of which what was added `over_s` ago counts 1/e."""
+class RecentWork:
+    """Seconds of compute, over `USED_S` and over `BALANCE_S`: what is so old counts 1/e."""
 
-    over_s: float
-    _sum: float = 0.0
+    _used_s: float = 0.0
+    _balance_s: float = 0.0
     _at: float = 0.0
 
-    def at(self, now: float) -> float:
-        return self._sum * math.exp((self._at - now) / self.over_s)
+    def at(self, now: float) -> tuple[float, float]:
+        """(over `USED_S`, over `BALANCE_S`). One exponential, since every decision asks all."""
+        left = math.exp((self._at - now) / BALANCE_S)
+        return self._used_s * left**_USED_POWER, self._balance_s * left
 
-    def add(self, amount: float, now: float) -> None:
-        self._sum, self._at = self.at(now) + amount, now
+    def add(self, seconds: float, now: float) -> None:
+        used, balance = self.at(now)
+        self._used_s, self._balance_s, self._at = used + seconds, balance + seconds, now
 
 
 @dataclass(slots=True)
@@ -98,8 +102,7 @@ class Instance:
     untimed: list[PromptTokens] = field(
         default_factory=list
     )  # computed; their time is not told yet
-    used: Decaying = field(default_factory=lambda: Decaying(USED_S))
-    balance: Decaying = field(default_factory=lambda: Decaying(BALANCE_S))
+    recent: RecentWork = field(default_factory=RecentWork)
 
     def __post_init__(self) -> None:
         self.id = self.identity.instance_id
@@ -140,8 +143,7 @@ class Instance:
 
     def add_computed(self, seconds: float, now: float) -> None:
         self.computed_s += seconds
-        self.used.add(seconds, now)
-        self.balance.add(seconds, now)
+        self.recent.add(seconds, now)
 
     def adapt_slowness(self, seconds: float, expected_s: float) -> None:
         """It took `seconds` where an instance of its kind would take `expected_s`."""
