@@ -1282,6 +1282,7 @@ class GroupMember(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_ID_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -1290,6 +1291,10 @@ class GroupMember(_message.Message):
     """how far it may go; STAGE_UNSPECIFIED: its own settings gave it its role"""
     revision: _builtins.str
     assignment_id: _builtins.int
+    @_builtins.property
+    def domain(self) -> _common_pb2.Domain:
+        """of a rank; absent: it computes alone"""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1305,11 @@ class GroupMember(_message.Message):
         stage: _groups_pb2.Stage.ValueType = ...,
         revision: _builtins.str = ...,
         assignment_id: _builtins.int = ...,
+        domain: _common_pb2.Domain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "phase", b"phase", "revision", b"revision", "role", b"role", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "domain", b"domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "phase", b"phase", "revision", b"revision", "role", b"role", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,7 +133,8 @@ async def _history(options: argparse.Namespace) -> int:
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     """A message if the groups need more instances than can get a role; empty if they do not."""
-    wanted = sum(group.size for group in read(text).groups.values())
+    desired = read(text)
+    wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:
         return ""
     request = pb.ListGroupStatesRequest()

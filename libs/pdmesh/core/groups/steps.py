@@ -24,7 +24,10 @@ _OF_STAGE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnnounceStep:
-    """Announce a step. If `instance_id` is empty, it is about the whole group."""
+    """Announce a step of the instance or the data-parallel domain `instance_id`.
+
+    If that is empty, the step is about the whole group.
+    """
 
     group_id: str
     step: str
@@ -70,13 +73,16 @@ class StepAnnouncer:
         self._phases = phases
         return steps
 
-    def lost(self, instance_id: str, assignment: Assignment) -> bool:
-        """An incarnation is gone and was not asked to leave. False if that was announced before."""
+    def lost(self, instance_id: str, assignment: Assignment, detail: str = "") -> bool:
+        """An incarnation is gone and was not asked to leave. False if that was announced before.
+
+        `detail`: of a domain, its ranks that are gone.
+        """
         key = (instance_id, assignment.incarnation)
         if key in self._gone:
             return False
         self._gone.add(key)
-        self.announce("lost", assignment, instance_id)
+        self.announce("lost", assignment, instance_id, detail=detail)
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:
