@@ -55,9 +55,10 @@ class DomainMachine(RuleBasedStateMachine):
         world.now += seconds
         records = dict(world.records)
         for write in world.round(num_written):
-            if isinstance(write, GiveAssignment) and (domain := write.assignment.role_spec.domain):
-                if write.assignment.stage is Stage.SERVE:
-                    self._check_all_are_connected(domain.domain_id, domain.dp_size, records)
+            if not isinstance(write, GiveAssignment) or write.assignment.stage is not Stage.SERVE:
+                continue
+            if (domain := write.assignment.role_spec.domain) is not None:
+                self._check_all_are_connected(domain.domain_id, domain.dp_size, records)
         if num_written is None:
             self._check_broken_ones_end(records)
         places = Counter(

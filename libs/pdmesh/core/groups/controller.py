@@ -235,9 +235,7 @@ class GroupController:
             role_spec = group.role_specs[seen.role]
             if (role_spec.revision, role_spec.scenario) == (seen.revision, seen.scenario):
                 return replace(role_spec, domain=seen.domain)
-        return RoleSpec(
-            seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain
-        )
+        return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
         """Serving groups come first: they lack instances by a fault, a new group only waits."""

@@ -187,9 +187,7 @@ def _verified(
     return frozenset(peer for peer, num in counts.items() if num == sizes.get(peer, 1))
 
 
-def _failed(
-    ranks: Sequence[InstanceStatus], of_rank: Mapping[PeerId, PeerId]
-) -> frozenset[PeerId]:
+def _failed(ranks: Sequence[InstanceStatus], of_rank: Mapping[PeerId, PeerId]) -> frozenset[PeerId]:
     return frozenset(of_rank.get(peer, peer) for rank in ranks for peer in rank.failed)
 
 

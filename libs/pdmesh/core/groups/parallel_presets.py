@@ -1,4 +1,4 @@
-"""Shapes of parallel serving that are proven in production, by what they are good for (RTP-LLM 8.3).
+"""Shapes of parallel serving that are proven in production, by their use (RTP-LLM 8.3).
 
 Table 6 of RTP-LLM compares four decode configurations of a 235B mixture of experts with the same
 number of GPUs. An operator names one by its use instead of by its numbers (S134).

@@ -25,6 +25,7 @@ _USE: Final = {  # another name for what a setting of the mesh decides
     "max_num_seqs": "num_slots",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "tensor_parallel_size": "tensor_parallel_size",
+    "data_parallel_size": "dp_size of the service (docs/groups.md)",
     "async_scheduling": "async_scheduling",
     "scheduling_policy": "scheduling_policy",
     "speculative_config": "speculation",
@@ -57,8 +58,10 @@ _OWNED_PARTS: Final = ("data_parallel", "context_parallel", "elastic_ep", "spec_
 # They change how fast or where a model is computed, not which KV a text has.
 _SAME_KV: Final = frozenset(
     {
-        "aggregate_engine_logging", "all2all_backend", "collect_detailed_traces",
-        "compilation_config", "cpu_distributed_timeout_seconds", "cpu_offload_gb",
+        "aggregate_engine_logging", "all2all_backend", "dbo_decode_token_threshold",
+        "dbo_prefill_token_threshold", "enable_dbo", "enable_ep_weight_filter", "enable_eplb",
+        "enable_expert_parallel", "eplb_config", "expert_placement_strategy", "ubatch_size",
+        "collect_detailed_traces", "compilation_config", "cpu_distributed_timeout_seconds", "cpu_offload_gb",
         "cpu_offload_params", "cudagraph_capture_sizes", "cudagraph_metrics", "device_ids",
         "disable_custom_all_reduce", "distributed_timeout_seconds", "download_dir",
         "enforce_eager", "enable_chunked_prefill", "enable_mfu_metrics", "gpu_memory_utilization",

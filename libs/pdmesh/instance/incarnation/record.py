@@ -31,7 +31,10 @@ def record_of(
     is_stopping: bool,
     domain_address: str = "",
 ) -> InstanceRecord:
-    """`is_stopping`: the process was asked to end, whatever its assignment says."""
+    """`is_stopping`: the process was asked to end, whatever its assignment says.
+
+    `domain_address`: where the ranks of a domain could meet; empty if it is not blank.
+    """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
     record = InstanceRecord(

@@ -237,7 +237,7 @@ def registry(*pairs: tuple[InstanceStatus, Assignment | None]) -> Observed:
 def test_a_domain_is_as_far_as_its_last_rank(phases: tuple[Phase, Phase], whole: Phase) -> None:
     observed = folded(registry(*((rank(n, p), told(n)) for n, p in enumerate(phases))))
     assert observed.seen["chat-d7"].phase is whole
-    assert "i-0" not in observed.seen | observed.given
+    assert "i-0" not in {*observed.seen, *observed.given}
 
 
 @pytest.mark.parametrize(
