@@ -441,12 +441,33 @@ class ServiceSettings(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DpSizeEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_DIR_FIELD_NUMBER: _builtins.int
     MANIFESTS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ROLE_OPTIONS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    DP_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_dir: _builtins.str
     release: _builtins.str
@@ -460,6 +481,10 @@ class ServiceSettings(_message.Message):
     def role_options(self) -> _containers.MessageMap[_builtins.str, Global___EngineOptions]:
         """by role"""
 
+    @_builtins.property
+    def dp_size(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """ranks of a data-parallel domain by role; 1 if a role is not named"""
+
     def __init__(
         self,
         *,
@@ -469,10 +494,11 @@ class ServiceSettings(_message.Message):
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         role_options: _abc.Mapping[_builtins.str, Global___EngineOptions] | None = ...,
         release: _builtins.str = ...,
+        dp_size: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifests", b"manifests", "model", b"model", "model_dir", b"model_dir", "options", b"options", "release", b"release", "role_options", b"role_options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_size", b"dp_size", "manifests", b"manifests", "model", b"model", "model_dir", b"model_dir", "options", b"options", "release", b"release", "role_options", b"role_options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
-from pdmesh.core.groups.domains import chosen_ranks, folded, new_domain, unfolded
+from pdmesh.core.groups.domains import chosen_ranks, folded, is_lone_rank, new_domain, unfolded
 from pdmesh.core.groups.join import advance, lacking, partition_members
 from pdmesh.core.groups.leave import (
     GroupRecord,
@@ -170,9 +170,8 @@ class GroupController:
         """
         for instance_id, assignment in sorted(round_.plan.items()):
             domain = assignment.role_spec.domain
-            if domain is None or domain.domain_id == instance_id:
-                continue
-            if assignment.stage is not Stage.BLANK:
+            is_lone = is_lone_rank(instance_id, assignment)
+            if domain is not None and is_lone and assignment.stage is not Stage.BLANK:
                 why = f"rank {domain.dp_rank} of {domain.domain_id}, which is not whole"
                 self._steps.announce("broken_up", assignment, instance_id, detail=why)
                 member = GroupMember(round_.observed.seen[instance_id], assignment)

@@ -103,17 +103,28 @@ def status_of(
 ) -> InstanceStatus:
     """A domain as one instance: as far as the rank that is least far."""
     first = ranks[0]
+    told = max(ranks, key=lambda rank: rank.assignment_id)  # the others may not have reported yet
     broken = next(((n, r) for n, r in enumerate(ranks) if r.phase is Phase.FAILED), None)
     return replace(
         first,
         instance_id=domain_id,
         phase=_phase_of([rank.phase for rank in ranks]),
-        assignment_id=max(rank.assignment_id for rank in ranks),
+        role=told.role,
+        group_id=told.group_id,
+        scenario=told.scenario,
+        revision=told.revision,
+        assignment_id=told.assignment_id,
         failure=f"{broken[1].instance_id}, rank {broken[0]}: {broken[1].failure}" if broken else "",
         num_slots_used=sum(rank.num_slots_used for rank in ranks),
         verified=verified,
         failed=failed,
     )
+
+
+def is_lone_rank(member_id: str, assignment: Assignment) -> bool:
+    """Whether a member of a folded registry is a rank whose domain is broken."""
+    domain = assignment.role_spec.domain
+    return domain is not None and domain.domain_id != member_id
 
 
 def _formations(observed: Observed) -> dict[str, _Formation]:

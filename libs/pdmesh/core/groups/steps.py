@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import Observed
+from pdmesh.core.groups.domains import is_lone_rank
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Assignment, Phase, Stage
 
@@ -68,7 +69,8 @@ class StepAnnouncer:
             key = (instance_id, seen.incarnation)
             phases[key] = seen.phase
             is_new = self._phases is not None and self._phases.get(key) is not seen.phase
-            if is_new and seen.phase in _OF_PHASE:
+            is_news = is_new and not is_lone_rank(instance_id, assignment)
+            if is_news and seen.phase in _OF_PHASE:
                 steps.append(_step(_OF_PHASE[seen.phase], assignment, instance_id))
         self._phases = phases
         return steps

@@ -137,6 +137,26 @@ def test_a_rank_that_cannot_load_fails_its_domain_and_is_the_last_choice_afterwa
     assert [s.detail.partition(",")[0] for s in failed] == [sick]
 
 
+@pytest.mark.req("S15", "S121")
+@pytest.mark.parametrize("first_to_report", range(4))
+def test_ranks_report_in_any_order(first_to_report: int) -> None:
+    """A real mesh found this: rank 1 had taken its role, rank 0 had not reported anything yet."""
+    world = World(of_ranks(1, 4, Group("default", 2, 2)), num=10)
+    world.round()
+    one = next(
+        i
+        for i, a in world.given.items()
+        if (d := a.role_spec.domain) is not None and d.dp_rank == first_to_report
+    )
+    world.hear(one)
+    world.tell(one)
+    world.round()
+    assert {s.step for s in world.steps} <= {"assigned", "forming"}
+    world.settle()
+    assert "failed" not in {s.step for s in world.steps}
+    assert world.counts() == {"chat": (2, 8, 0)}
+
+
 @pytest.mark.req("S24", "S121")
 def test_another_size_is_another_revision_and_the_old_domains_leave_when_it_serves() -> None:
     world = World(of_ranks(1, 2, Group("default", 2, 2)), num=16)
