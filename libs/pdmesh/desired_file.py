@@ -27,7 +27,7 @@ from pdmesh.core.groups.desired import (
     UpgradeLimits,
     problems,
 )
-from pdmesh.core.groups.parallel_presets import PRESETS, ParallelPreset
+from pdmesh.core.groups.domains.presets import PRESETS, ParallelPreset
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL

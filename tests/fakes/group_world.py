@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, wanted_of
 from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment, GroupController
 from pdmesh.core.groups.desired import Desired, UpgradeLimits
-from pdmesh.core.groups.domains import folded
+from pdmesh.core.groups.domains.folding import folded
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.groups.timeouts import StageClock, StageLimits

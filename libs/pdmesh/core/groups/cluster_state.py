@@ -161,7 +161,7 @@ class Observed:
 
     `version` is the desired state's; 0: none was ever applied. `to_drain` and `out_at_once` hold
     the cordoned and ejected instances: the former drain, the latter become blank at once. `domains`
-    and `lost_ranks` are empty until `domains.folded` has made one instance of each domain: they
+    and `lost_ranks` are empty until `domains.folding` has made one instance of each domain: they
     have the ranks of complete domains in order, and the lost instances of broken ones.
     """
 

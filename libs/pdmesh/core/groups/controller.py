@@ -12,7 +12,7 @@ round:
   all its instances become blank again (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
   instances of the group go on (S35).
-- A data-parallel domain is one member: `domains.py` makes one instance of its ranks for the round,
+- A data-parallel domain is one member: `domains` makes one instance of its ranks for the round,
   so that nothing here is about ranks but which blank instances become them (S121).
 - An instance leaves if it is surplus, or has another revision or scenario. It leaves when its
   successors are ready, and only if the scenario keeps its minimum. If there is no room for the
@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
-from pdmesh.core.groups.domains import chosen_ranks, folded, is_lone_rank, new_domain, unfolded
+from pdmesh.core.groups.domains.folding import folded, is_lone_rank, unfolded
+from pdmesh.core.groups.domains.forming import chosen_ranks, new_domain
 from pdmesh.core.groups.join import advance, lacking, partition_members
 from pdmesh.core.groups.leave import (
     GroupRecord,

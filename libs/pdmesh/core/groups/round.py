@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
-from pdmesh.core.groups.domains import status_of
+from pdmesh.core.groups.domains.folding import status_of
 from pdmesh.core.groups.revisions import is_canary
 from pdmesh.core.model import (
     Assignment,
@@ -96,7 +96,7 @@ class Round:
     plan: dict[str, Assignment] = field(default_factory=dict)
     # Instances that make no room by leaving: they end, hang, or are cordoned or ejected.
     unusable: frozenset[str] = frozenset()
-    # The ranks of each data-parallel domain that is a member, in order (`domains.py`).
+    # The ranks of each data-parallel domain that is a member, in order (`domains`).
     domains: dict[str, tuple[InstanceStatus, ...]] = field(default_factory=dict)
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group

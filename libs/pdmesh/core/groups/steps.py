@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import Observed
-from pdmesh.core.groups.domains import is_lone_rank
+from pdmesh.core.groups.domains.folding import is_lone_rank
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Assignment, Phase, Stage
 
