@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain_tiny(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     folder = tmp_path_factory.mktemp("plain-tiny")
-    sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+    sizes: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
     with plain_vllm(
         tiny, rank_cases()[:NUM_CASES], folder, block_size=BLOCK_SIZE, **sizes
     ) as plain:
