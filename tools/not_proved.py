@@ -40,10 +40,6 @@ REASONS: Final[Mapping[str, str]] = {
         "measured: `make bench NAME=ratio` (decisions with 10,000 instances), `make bench "
         "NAME=plan` and `make bench NAME=staleness` (1,000 instances)"
     ),
-    "S75": (
-        "not implemented: an instance is one data-parallel rank; its host admits, counts and "
-        "reports (S40, S92)"
-    ),
     "S82": (
         "in part: F1 to F42 and S24 prove failures and upgrades, S44 and S83 priorities; `make "
         "bench NAME=long-prompts` measures on vLLM what long prompts cost the decodes beside them, "
@@ -72,10 +68,7 @@ REASONS: Final[Mapping[str, str]] = {
         "in part: whole blocks are shared and counted. A block that is not full belongs to one "
         "request, which appends to it, and nothing of it is reused later (ADR 0042)"
     ),
-    "S120-S121": (
-        "not implemented: instances have only tensor-parallel ranks; pipeline and data parallelism "
-        "are not passed on to vLLM"
-    ),
+    "S120": "not implemented: pipeline parallelism is not passed on to vLLM",
     "S122": (
         "passed on to vLLM (`engine_args: {enable_expert_parallel: true}`), and not tried: it "
         "needs GPUs and a model with experts"
@@ -96,7 +89,8 @@ REASONS: Final[Mapping[str, str]] = {
     "S132": (
         "the part that needs no GPU, more hits through routing, is S131; the rest is not reproduced"
     ),
-    "S133-S134": _NEEDS_GPUS,
+    "S133": _NEEDS_GPUS,
+    "S134": "its shapes can be asked for by name; its numbers need GPUs and a model of that size",
     "S135": (
         "measured on an emulated slow disk with 2 and 4 ranks (`make bench NAME=loading`); the "
         "paper's seconds need GPUs and its storage"

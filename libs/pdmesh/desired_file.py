@@ -27,6 +27,7 @@ from pdmesh.core.groups.desired import (
     UpgradeLimits,
     problems,
 )
+from pdmesh.core.groups.domains.presets import PRESETS, ParallelPreset
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL
@@ -37,6 +38,7 @@ from pdmesh.errors import InvalidRequest
 MAX_BYTES: Final = 1 << 20
 MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
+MAX_RANKS: Final = 256  # of a data-parallel domain
 MAX_EVENTS: Final = 1 << 17  # of the parser: names, values, and both ends of mappings and lists
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
@@ -44,6 +46,8 @@ _MAX_DEFAULT_TEXT: Final = 4096  # characters
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _NESTED: Final = "engine_args"  # the option whose values may be mappings and lists
+_TP: Final = "tensor_parallel_size"
+_GENERATING: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)  # those that may be domains
 _TRUE: Final = {"true": True, "false": False}
 _ROLES: Final = {role.value: role for role in SERVING_ROLES}
 
@@ -73,15 +77,43 @@ def read(text: str) -> Desired:
 
 
 def _service(reader: _Reader) -> Service:
-    parts = reader.parts("model", "model_dir", "manifests", "options", "role_options", "release")
+    parts = reader.parts(
+        "model", "model_dir", "manifests", "options", "role_options", "release", "dp_size",
+        "parallel",
+    )  # fmt: skip
+    options = _options(parts.get("options"))
+    role_options = _by_role(parts.get("role_options"), _options)
+    dp_size = _of_roles(parts.get("dp_size"), lambda each: each.number(MAX_RANKS, least=1))
+    for role, preset in _of_roles(parts.get("parallel"), _preset).items():
+        dp_size.setdefault(role, preset.dp_size)
+        own = role_options.setdefault(role, {})
+        if _TP not in options:
+            own.setdefault(_TP, str(preset.tensor_parallel_size))
     return Service(
         model=_text(parts, "model"),
         model_dir=_text(parts, "model_dir"),
         manifests=_by_role(parts.get("manifests"), lambda each: each.text()),
-        options=_options(parts.get("options")),
-        role_options=_by_role(parts.get("role_options"), _options),
+        options=options,
+        role_options=role_options,
         release=_text(parts, "release"),
+        dp_size={role: size for role, size in dp_size.items() if size > 1},
     )
+
+
+def _preset(reader: _Reader) -> ParallelPreset:
+    if (preset := PRESETS.get(reader.text())) is None:
+        raise reader.wrong(f"must be one of {', '.join(PRESETS)}")
+    return preset
+
+
+def _of_roles(reader: _Reader | None, read_one: Callable[[_Reader], T]) -> dict[Role, T]:
+    """One value for each of the roles that generate, or a mapping of them."""
+    if reader is None:
+        return {}
+    if not isinstance(reader.node, _Mapping):
+        return dict.fromkeys(_GENERATING, read_one(reader))
+    parts = reader.parts(*(role.value for role in _GENERATING))
+    return {_ROLES[name]: read_one(each) for name, each in parts.items()}
 
 
 def _scenario(reader: _Reader) -> Scenario:

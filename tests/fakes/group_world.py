@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, wanted_of
 from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment, GroupController
 from pdmesh.core.groups.desired import Desired, UpgradeLimits
+from pdmesh.core.groups.domains.folding import folded
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.groups.timeouts import StageClock, StageLimits
@@ -68,6 +69,9 @@ class Process:
             verified=frozenset(self.life.verified_peers),
             failed=frozenset(self.life.failed_peers),
             failure=self.life.failure,
+            node_id=self.rack,
+            domain=role_spec.domain if role_spec else None,
+            domain_address="" if role_spec else f"{self.instance_id}:2",
         )
 
 
@@ -199,7 +203,7 @@ class World:
                 case ForgetAssignment(instance_id):
                     del self.given[instance_id]
         for step in (e for e in effects if isinstance(e, AnnounceStep)):
-            given = observed.given.get(step.instance_id)
+            given = folded(observed).given.get(step.instance_id)
             if given is not None and step.step in ("lost", "failed"):
                 lost = MemberLost((step.group_id, given.role_spec.revision), step.instance_id)
                 self.upgrading.handle(lost, self.now)
@@ -291,6 +295,15 @@ class World:
             and p.life.role_spec is not None
             and (p.life.role_spec.group_id, p.life.role_spec.role) == (group_id, role)
         )
+
+    def domains(self, group_id: str, role: Role) -> dict[str, list[str]]:
+        """The instances that accept requests as ranks of a domain, in order of their ranks."""
+        found: dict[str, dict[int, str]] = {}
+        for instance_id in self.ready(group_id, role):
+            role_spec = self.processes[instance_id].life.role_spec
+            if role_spec is not None and (domain := role_spec.domain) is not None:
+                found.setdefault(domain.domain_id, {})[domain.dp_rank] = instance_id
+        return {each: [of[r] for r in sorted(of)] for each, of in sorted(found.items())}
 
     def counts(self) -> dict[str, tuple[int, int, int]]:
         roles = (Role.PREFILL, Role.DECODE, Role.FUSION)

@@ -58,6 +58,21 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class DomainRank:
+    """A rank's place in a data-parallel domain. Mirrors `pdmesh.v1.Domain` (S75, S121).
+
+    The instances of a domain compute one model together: each has its own requests and its own KV,
+    but the engines of a mixture of experts step together. So a domain is set up, drained and
+    replaced as one. `domain_id` names one formation and is never used again.
+    """
+
+    domain_id: str
+    dp_rank: int  # 0 .. dp_size - 1
+    dp_size: int
+    address: str = ""  # host:port of rank 0, where the ranks' engines meet
+
+
+@dataclass(frozen=True, slots=True)
 class RoleSpec:
     """What an instance should be. It never changes within an incarnation."""
 
@@ -70,6 +85,7 @@ class RoleSpec:
     manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
     options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
     spans_regions: bool = False  # KV of its group may go from one region to another
+    domain: DomainRank | None = None  # None: it computes alone
 
 
 @dataclass(frozen=True, slots=True)

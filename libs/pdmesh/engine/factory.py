@@ -14,6 +14,7 @@ from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.loading.weights_loader import WeightsLoader
+from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS, Law
@@ -64,6 +65,7 @@ class EngineSettings:
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
+    domain: DomainRank | None = None  # vLLM: its place in a data-parallel domain
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
@@ -282,6 +284,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
+        domain=settings.domain,
         block_size=settings.block_size,
         kv_cache_bytes=_kv_cache_bytes(settings),
         staging_bytes=staging_bytes,

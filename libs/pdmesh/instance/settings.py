@@ -38,6 +38,13 @@ class InstanceSettings(ServiceSettings):
         "that move",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="vLLM: tensor-parallel ranks")
+    domain_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="vLLM: port at which the engines of a data-parallel domain meet, if this "
+        "instance is its rank 0; 0 picks a free one",
+    )
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
     max_num_batched_tokens: int = Field(
         0,

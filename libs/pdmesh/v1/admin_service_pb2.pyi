@@ -441,12 +441,33 @@ class ServiceSettings(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DpSizeEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_DIR_FIELD_NUMBER: _builtins.int
     MANIFESTS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     ROLE_OPTIONS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    DP_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_dir: _builtins.str
     release: _builtins.str
@@ -460,6 +481,10 @@ class ServiceSettings(_message.Message):
     def role_options(self) -> _containers.MessageMap[_builtins.str, Global___EngineOptions]:
         """by role"""
 
+    @_builtins.property
+    def dp_size(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """ranks of a data-parallel domain by role; 1 if a role is not named"""
+
     def __init__(
         self,
         *,
@@ -469,10 +494,11 @@ class ServiceSettings(_message.Message):
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         role_options: _abc.Mapping[_builtins.str, Global___EngineOptions] | None = ...,
         release: _builtins.str = ...,
+        dp_size: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifests", b"manifests", "model", b"model", "model_dir", b"model_dir", "options", b"options", "release", b"release", "role_options", b"role_options"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_size", b"dp_size", "manifests", b"manifests", "model", b"model", "model_dir", b"model_dir", "options", b"options", "release", b"release", "role_options", b"role_options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1282,6 +1308,7 @@ class GroupMember(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_ID_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -1290,6 +1317,10 @@ class GroupMember(_message.Message):
     """how far it may go; STAGE_UNSPECIFIED: its own settings gave it its role"""
     revision: _builtins.str
     assignment_id: _builtins.int
+    @_builtins.property
+    def domain(self) -> _common_pb2.Domain:
+        """of a rank; absent: it computes alone"""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1331,11 @@ class GroupMember(_message.Message):
         stage: _groups_pb2.Stage.ValueType = ...,
         revision: _builtins.str = ...,
         assignment_id: _builtins.int = ...,
+        domain: _common_pb2.Domain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "phase", b"phase", "revision", b"revision", "role", b"role", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "domain", b"domain", "incarnation", b"incarnation", "instance_id", b"instance_id", "phase", b"phase", "revision", b"revision", "role", b"role", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

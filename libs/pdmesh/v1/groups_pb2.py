@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/groups.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"e\n\x04Peer\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.pdmesh.v1.Role\x12\x14\n\x0ckv_addresses\x18\x04 \x03(\t\"\xb5\x03\n\nAssignment\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rassignment_id\x18\x04 \x01(\x04\x12\x1f\n\x05stage\x18\x05 \x01(\x0e\x32\x10.pdmesh.v1.Stage\x12\x1d\n\x04role\x18\x06 \x01(\x0e\x32\x0f.pdmesh.v1.Role\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x10\n\x08scenario\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\x12\x11\n\tmodel_dir\x18\x0b \x01(\t\x12\x10\n\x08manifest\x18\x0c \x01(\t\x12@\n\x0e\x65ngine_options\x18\r \x03(\x0b\x32(.pdmesh.v1.Assignment.EngineOptionsEntry\x12\x1e\n\x05peers\x18\x0e \x03(\x0b\x32\x0f.pdmesh.v1.Peer\x12\x15\n\rspans_regions\x18\x0f \x01(\x08\x1a\x34\n\x12\x45ngineOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*t\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_LOAD\x10\x01\x12\x11\n\rSTAGE_CONNECT\x10\x02\x12\x0f\n\x0bSTAGE_SERVE\x10\x03\x12\x0f\n\x0bSTAGE_DRAIN\x10\x04\x12\x0f\n\x0bSTAGE_BLANK\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/groups.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"e\n\x04Peer\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.pdmesh.v1.Role\x12\x14\n\x0ckv_addresses\x18\x04 \x03(\t\"\xd8\x03\n\nAssignment\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rassignment_id\x18\x04 \x01(\x04\x12\x1f\n\x05stage\x18\x05 \x01(\x0e\x32\x10.pdmesh.v1.Stage\x12\x1d\n\x04role\x18\x06 \x01(\x0e\x32\x0f.pdmesh.v1.Role\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x10\n\x08scenario\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\x12\x11\n\tmodel_dir\x18\x0b \x01(\t\x12\x10\n\x08manifest\x18\x0c \x01(\t\x12@\n\x0e\x65ngine_options\x18\r \x03(\x0b\x32(.pdmesh.v1.Assignment.EngineOptionsEntry\x12\x1e\n\x05peers\x18\x0e \x03(\x0b\x32\x0f.pdmesh.v1.Peer\x12\x15\n\rspans_regions\x18\x0f \x01(\x08\x12!\n\x06\x64omain\x18\x14 \x01(\x0b\x32\x11.pdmesh.v1.Domain\x1a\x34\n\x12\x45ngineOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*t\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_LOAD\x10\x01\x12\x11\n\rSTAGE_CONNECT\x10\x02\x12\x0f\n\x0bSTAGE_SERVE\x10\x03\x12\x0f\n\x0bSTAGE_DRAIN\x10\x04\x12\x0f\n\x0bSTAGE_BLANK\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._loaded_options = None
   _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._serialized_options = b'8\001'
-  _globals['_STAGE']._serialized_start=604
-  _globals['_STAGE']._serialized_end=720
+  _globals['_STAGE']._serialized_start=639
+  _globals['_STAGE']._serialized_end=755
   _globals['_PEER']._serialized_start=61
   _globals['_PEER']._serialized_end=162
   _globals['_ASSIGNMENT']._serialized_start=165
-  _globals['_ASSIGNMENT']._serialized_end=602
-  _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._serialized_start=550
-  _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._serialized_end=602
+  _globals['_ASSIGNMENT']._serialized_end=637
+  _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._serialized_start=585
+  _globals['_ASSIGNMENT_ENGINEOPTIONSENTRY']._serialized_end=637
 # @@protoc_insertion_point(module_scope)

@@ -128,6 +128,7 @@ class Assignment(_message.Message):
     ENGINE_OPTIONS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     SPANS_REGIONS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """of the record that it is for; other incarnations ignore it"""
@@ -155,6 +156,10 @@ class Assignment(_message.Message):
 
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Peer]: ...
+    @_builtins.property
+    def domain(self) -> _common_pb2.Domain:
+        """absent: it computes alone"""
+
     def __init__(
         self,
         *,
@@ -173,10 +178,11 @@ class Assignment(_message.Message):
         engine_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
         spans_regions: _builtins.bool = ...,
+        domain: _common_pb2.Domain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "engine_options", b"engine_options", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "manifest", b"manifest", "model", b"model", "model_dir", b"model_dir", "peers", b"peers", "revision", b"revision", "role", b"role", "scenario", b"scenario", "spans_regions", b"spans_regions", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "domain", b"domain", "engine_options", b"engine_options", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "manifest", b"manifest", "model", b"model", "model_dir", b"model_dir", "peers", b"peers", "revision", b"revision", "role", b"role", "scenario", b"scenario", "spans_regions", b"spans_regions", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

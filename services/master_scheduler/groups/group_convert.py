@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import InstanceStatus
-from pdmesh.core.model import Assignment, PeerId, Phase, Role
-from pdmesh.instance.incarnation.assignment import ROLES, TO_PROTO
+from pdmesh.core.model import Assignment, DomainRank, PeerId, Phase, Role
+from pdmesh.errors import InvalidRequest
+from pdmesh.instance.incarnation.assignment import ROLES, TO_PROTO, domain_from, domain_to
 from pdmesh.v1 import groups_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef
 
@@ -35,6 +36,9 @@ def seen_from(record: InstanceRecord, num_slots_used: int) -> InstanceStatus | N
         failed=frozenset(map(_peer_id, record.failed_peers)),
         failure=record.failure,
         num_slots_used=num_slots_used,
+        node_id=record.node_id,
+        domain=_domain(record),
+        domain_address=record.domain_address,
     )
 
 
@@ -55,6 +59,7 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
         manifest=role_spec.manifest,
         engine_options=dict(role_spec.options),
         spans_regions=role_spec.spans_regions,
+        domain=domain_to(role_spec.domain) if role_spec.domain is not None else None,
         peers=[
             groups_pb2.Peer(
                 instance_id=peer.id.instance_id,
@@ -65,6 +70,14 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
             for peer in assignment.peers
         ],
     )
+
+
+def _domain(record: InstanceRecord) -> DomainRank | None:
+    """A record that names an impossible rank counts as one of no domain."""
+    try:
+        return domain_from(record.domain) if record.HasField("domain") else None
+    except InvalidRequest:
+        return None
 
 
 def _peer_id(ref: PeerRef) -> PeerId:

@@ -8,7 +8,7 @@ from typing import Any
 from pdmesh.core.groups.cluster_state import Observed, WantedGroup
 from pdmesh.core.groups.controller import GroupReport
 from pdmesh.core.model import Role
-from pdmesh.instance.incarnation.assignment import TO_PROTO
+from pdmesh.instance.incarnation.assignment import TO_PROTO, domain_to
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstancePhase
 from pdmesh.v1.groups_pb2 import Stage
@@ -45,6 +45,7 @@ def _group_state(
                     stage=Stage.ValueType(given.stage),
                     revision=given.role_spec.revision,
                     assignment_id=given.assignment_id,
+                    domain=domain_to(domain) if (domain := given.role_spec.domain) else None,
                 )
             )
     return state

@@ -158,9 +158,8 @@ class GroupReconciler:
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
         """Write the effects, and report both the written and the observed steps."""
-        unwritten = {
-            e.instance_id for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)
-        }
+        writes = (e for e in effects if isinstance(e, GiveAssignment | ForgetAssignment))
+        unwritten = {each.instance_id for each in writes}
         try:
             for effect in effects:
                 match effect:
@@ -176,7 +175,9 @@ class GroupReconciler:
             log.info("groups.overtaken", error=str(exc))
         finally:
             for effect in effects:
-                if isinstance(effect, AnnounceStep) and effect.instance_id not in unwritten:
+                if isinstance(effect, AnnounceStep) and unwritten.isdisjoint(
+                    _instances_of(effect.instance_id, effects)
+                ):
                     await self._tell(effect, epoch)
 
     async def _tell(self, step: AnnounceStep, epoch: int) -> None:
@@ -224,6 +225,18 @@ class GroupReconciler:
                 for group_id, report in list(self.controller.reports.items())
             ],
         )
+
+
+def _instances_of(member_id: str, effects: Sequence[Effect]) -> list[str]:
+    """The instance, or the ranks of the domain, that the effects are about."""
+    ranks = [
+        effect.instance_id
+        for effect in effects
+        if isinstance(effect, GiveAssignment)
+        and (domain := effect.assignment.role_spec.domain) is not None
+        and domain.domain_id == member_id
+    ]
+    return ranks or [member_id]
 
 
 _steps = metrics.counter(names.GROUP_STEPS, "Steps of groups, by kind")

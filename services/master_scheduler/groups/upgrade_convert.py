@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from pdmesh.core.groups.desired import Service
 from pdmesh.core.groups.revisions import Upgrade, Upgrades
@@ -11,6 +12,8 @@ from pdmesh.core.upgrade.events import UpgradeReport
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _ROLES = {role.value: role for role in Role}
+
+T = TypeVar("T")
 
 
 def upgrades_from(message: pb.Upgrades) -> dict[str, Upgrade]:
@@ -78,11 +81,12 @@ def _service_from(message: pb.ServiceSettings) -> Service:
         options=dict(message.options),
         role_options={_ROLES[role]: each for role, each in options.items() if role in _ROLES},
         release=message.release,
+        dp_size=_by_role(message.dp_size),
     )
 
 
-def _by_role(named: Mapping[str, str]) -> dict[Role, str]:
-    return {_ROLES[role]: text for role, text in named.items() if role in _ROLES}
+def _by_role(named: Mapping[str, T]) -> dict[Role, T]:
+    return {_ROLES[role]: value for role, value in named.items() if role in _ROLES}
 
 
 def _service_to(service: Service) -> pb.ServiceSettings:
@@ -96,4 +100,5 @@ def _service_to(service: Service) -> pb.ServiceSettings:
             for role, options in service.role_options.items()
         },
         release=service.release,
+        dp_size={role.value: size for role, size in service.dp_size.items()},
     )

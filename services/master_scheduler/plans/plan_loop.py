@@ -216,13 +216,19 @@ class PlanLoop:
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
-        """The group with its region, and how many instances could join it there."""
+        """The group with its region, and how many members could join it there."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
             self._groups.blanks(racks),
         )
         num_blank = blanks.total() if region is None else blanks[region]
-        return replace(group, region=region, num_blank=num_blank)
+        return replace(group, region=region, num_blank=num_blank // self._ranks_of(group.group_id))
+
+    def _ranks_of(self, group_id: str) -> int:
+        """How many blank instances the group needs for a member of whichever role needs more."""
+        observed = self._groups.observed
+        wanted = observed.wanted.groups.get(group_id) if observed is not None else None
+        return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
         """Finish the plans of an earlier leader's schedules, unless it is too late.

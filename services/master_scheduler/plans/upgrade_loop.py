@@ -13,9 +13,10 @@ from typing import Final, Protocol, get_args
 import structlog
 
 from pdmesh.core.groups.adjustments import adjusted
+from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.revisions import Upgrade, shares
 from pdmesh.core.groups.steps import AnnounceStep
-from pdmesh.core.model import Role
+from pdmesh.core.model import Assignment, Role
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     AnnounceUpgradeStep,
@@ -158,8 +159,8 @@ class UpgradeLoop:
         observed = self._groups.observed
         if step.step not in _FAULTY_STEPS or not step.instance_id or observed is None:
             return
-        given = observed.given.get(step.instance_id)
-        if given is not None and given.incarnation == step.incarnation:
+        given = observed.given.get(step.instance_id) or _first_rank(step.instance_id, observed)
+        if given is not None and given.assignment_id == step.assignment_id:
             group_revision = (step.group_id, given.role_spec.revision)
             self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
@@ -255,3 +256,15 @@ _steps = metrics.counter(
     "Steps of upgrades, by kind",
     known=[{names.ATTR_STEP: step} for step in get_args(UpgradeStepKind)],
 )
+
+
+def _first_rank(domain_id: str, observed: Observed) -> Assignment | None:
+    """The assignment of any rank of a data-parallel domain."""
+    return next(
+        (
+            given
+            for _, given in sorted(observed.given.items())
+            if (domain := given.role_spec.domain) is not None and domain.domain_id == domain_id
+        ),
+        None,
+    )

@@ -17,7 +17,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.leader import ask_leader
 from pdmesh.cli.texts import text_of
-from pdmesh.cli.view.counts import counts, ready_counts
+from pdmesh.cli.view.counts import counts, rank_text, ready_counts
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
 from pdmesh.cli.view.usage_text import usage_text
@@ -133,7 +133,8 @@ async def _history(options: argparse.Namespace) -> int:
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     """A message if the groups need more instances than can get a role; empty if they do not."""
-    wanted = sum(group.size for group in read(text).groups.values())
+    desired = read(text)
+    wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:
         return ""
     request = pb.ListGroupStatesRequest()
@@ -251,7 +252,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
                 group.num_pooling_wanted,
                 group.num_encoder_wanted,
             ),
-            ready_counts((m.role, m.phase) for m in group.members), group.revision,
+            ready_counts(group.members), group.revision,
             ", ".join(group.regions), group.detail,
         )
         for group in states.groups
@@ -264,12 +265,12 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
             groups),
         "",
         table(
-            ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION"),
+            ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION", "DOMAIN"),
             [
                 (
                     m.instance_id, group.group_id, _lower(Role.Name(m.role), "ROLE_"),
                     _lower(InstancePhase.Name(m.phase), "INSTANCE_PHASE_"),
-                    _lower(Stage.Name(m.stage), "STAGE_"), m.revision,
+                    _lower(Stage.Name(m.stage), "STAGE_"), m.revision, rank_text(m.domain),
                 )
                 for group in states.groups
                 for m in group.members

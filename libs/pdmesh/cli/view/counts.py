@@ -5,8 +5,10 @@ E stands for embeddings: the instances of the role pooling. V stands for vision:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
+from pdmesh.v1.admin_service_pb2 import GroupMember
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -14,9 +16,14 @@ from pdmesh.v1.common_pb2 import (
     ROLE_FUSION,
     ROLE_POOLING,
     ROLE_PREFILL,
-    InstancePhase,
+    Domain,
     Role,
 )
+
+
+def rank_text(domain: Domain) -> str:
+    """Such as `chat-d7 3/8`, the rank counted from 0; empty for an instance of no domain."""
+    return f"{domain.domain_id} {domain.dp_rank}/{domain.dp_size}" if domain.domain_id else ""
 
 
 def counts(prefill: int, decode: int, fusion: int, pooling: int = 0, encoder: int = 0) -> str:
@@ -26,7 +33,16 @@ def counts(prefill: int, decode: int, fusion: int, pooling: int = 0, encoder: in
     return " ".join(part for part in (pair, *alone) if part) or "-"
 
 
-def ready_counts(members: Iterable[tuple[Role.ValueType, InstancePhase.ValueType]]) -> str:
-    roles = [role for role, phase in members if phase == INSTANCE_PHASE_READY]
+def ready_counts(members: Iterable[GroupMember]) -> str:
+    """A data-parallel domain counts as one, once all of its ranks are ready."""
+    roles: list[Role.ValueType] = []
+    ranks: Counter[str] = Counter()
+    for member in members:
+        if member.phase != INSTANCE_PHASE_READY:
+            continue
+        domain_id = member.domain.domain_id
+        ranks[domain_id] += 1
+        if not domain_id or ranks[domain_id] == member.domain.dp_size:
+            roles.append(member.role)
     known = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING, ROLE_ENCODER)
     return counts(*(roles.count(role) for role in known))

@@ -76,7 +76,7 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
     for group_id, adjustment in valid(desired, adjustments).items():
         if adjustment.pool not in ("", OFF_POOL):
             group = desired.groups[group_id]
-            lent[group.region] += group.size
+            lent[group.region] += desired.num_instances(group)
     return lent
 
 

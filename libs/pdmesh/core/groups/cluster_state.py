@@ -16,6 +16,7 @@ from pdmesh.core.groups.revisions import (
 )
 from pdmesh.core.model import (
     Assignment,
+    DomainRank,
     PeerId,
     Phase,
     Role,
@@ -36,6 +37,15 @@ class WantedGroup:
     spans_regions: bool = False  # its instances may be in several regions at once
     region: str | None = None  # where it should be now (`region.py`); None: in any
     racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances of a member, if not 1
+
+    def dp_size(self, role: Role) -> int:
+        """How many instances are one member of this role: the ranks of a domain, or 1."""
+        return self.dp_sizes.get(role, 1)
+
+    @property
+    def num_instances(self) -> int:
+        return sum(num * self.dp_size(role) for role, num in self.counts.items())
 
     @property
     def revision(self) -> str:
@@ -43,6 +53,7 @@ class WantedGroup:
 
     @property
     def size(self) -> int:
+        """The number of its members: a domain is one."""
         return sum(self.counts.values())
 
 
@@ -101,6 +112,7 @@ def wanted_of(
             group.regions,
             group.spans_regions,
             racks=group.racks,
+            dp_sizes=service.dp_size,
         )
     floors: dict[tuple[str, Role], int] = {}
     for scenario, own in desired.groups_by_scenario().items():
@@ -130,6 +142,9 @@ class InstanceStatus:
     failed: frozenset[PeerId] = frozenset()
     failure: str = ""
     num_slots_used: int = 0
+    node_id: str = ""
+    domain: DomainRank | None = None  # None: it computes alone
+    domain_address: str = ""  # where ranks could meet if it were rank 0
 
     @property
     def id(self) -> PeerId:
@@ -145,7 +160,9 @@ class Observed:
     """The registry, now.
 
     `version` is the desired state's; 0: none was ever applied. `to_drain` and `out_at_once` hold
-    the cordoned and ejected instances: the former drain, the latter become blank at once.
+    the cordoned and ejected instances: the former drain, the latter become blank at once. `domains`
+    and `lost_ranks` are empty until `domains.folding` has made one instance of each domain: they
+    have the ranks of complete domains in order, and the lost instances of broken ones.
     """
 
     epoch: int
@@ -155,3 +172,5 @@ class Observed:
     given: Mapping[str, Assignment]
     to_drain: frozenset[str] = frozenset()
     out_at_once: frozenset[str] = frozenset()
+    domains: Mapping[str, tuple[InstanceStatus, ...]] = field(default_factory=dict)
+    lost_ranks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Decides what to assign to instances so that groups match the desired state (S14-S26, S35, S36).
 
-The controller forms, changes, drains and repairs groups, one instance at a time. It is
+The controller forms, changes, drains and repairs groups, one member at a time. It is
 level-triggered: each round compares the desired state with the records and assignments in the
 registry, and decides what to assign next. So a new leader continues every workflow from where it
 is, and no step is done twice. Between rounds the controller remembers only how long each stage has
@@ -12,6 +12,8 @@ round:
   all its instances become blank again (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
   instances of the group go on (S35).
+- A data-parallel domain is one member: `domains` makes one instance of its ranks for the round,
+  so that nothing here is about ranks but which blank instances become them (S121).
 - An instance leaves if it is surplus, or has another revision or scenario. It leaves when its
   successors are ready, and only if the scenario keeps its minimum. If there is no room for the
   successors, it leaves before they come (`leave.py`).
@@ -20,11 +22,13 @@ round:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
+from pdmesh.core.groups.domains.folding import folded, is_lone_rank, unfolded
+from pdmesh.core.groups.domains.forming import chosen_ranks, new_domain
 from pdmesh.core.groups.join import advance, lacking, partition_members
 from pdmesh.core.groups.leave import (
     GroupRecord,
@@ -108,6 +112,7 @@ class GroupController:
         """Run one round, which does nothing before a desired state is applied."""
         if observed.version == 0:
             return []
+        registry, observed = observed, folded(observed)
         if observed.version != self._version:
             self._version = observed.version
             self._records.clear()  # the operator may have repaired what failed
@@ -116,6 +121,7 @@ class GroupController:
         self._region_watch.note(observed.seen, now)
         self._note_losses(round_, now)
         self._recover(round_)
+        self._break_up(round_)
         self._adopt(round_)
         self._note_departures(round_)
         self.clock.note(round_, now)
@@ -127,7 +133,7 @@ class GroupController:
             reports[group_id] = self._reconcile(round_, group_id, now)
         self.reports = dict(sorted(reports.items()))
         round_.connect_peers()
-        return [*self._writes(round_), *told, *self._steps.end(round_)]
+        return [*self._writes(round_, registry), *told, *self._steps.end(round_)]
 
     # --- what was there before -------------------------------------------------------------------
 
@@ -143,8 +149,10 @@ class GroupController:
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
                 role_spec = assignment.role_spec
-                if self._steps.lost(instance_id, assignment):
-                    self.clock.avoid(instance_id, now)
+                lost_ranks = round_.observed.lost_ranks.get(instance_id, ())
+                if self._steps.lost(instance_id, assignment, ", ".join(lost_ranks)):
+                    for each in lost_ranks or (instance_id,):
+                        self.clock.avoid(each, now)
                     self._record(role_spec.group_id).vacate(role_spec.role, instance_id)
                     is_alone = not self._region_watch.is_losing(instance_id)
                     if assignment.stage < Stage.SERVE and is_alone:
@@ -155,6 +163,20 @@ class GroupController:
             given = round_.observed.given[instance_id]
             why = f"{instance_id} was lost while it was set up"
             self._count_failure(round_, given, why, now)
+
+    def _break_up(self, round_: Round) -> None:
+        """Make the other ranks blank if a domain has lost one: their engines wait for it.
+
+        `_note_losses` vacates the domain's place; this does not count as another failure.
+        """
+        for instance_id, assignment in sorted(round_.plan.items()):
+            domain = assignment.role_spec.domain
+            is_lone = is_lone_rank(instance_id, assignment)
+            if domain is not None and is_lone and assignment.stage is not Stage.BLANK:
+                why = f"rank {domain.dp_rank} of {domain.domain_id}, which is not whole"
+                self._steps.announce("broken_up", assignment, instance_id, detail=why)
+                member = GroupMember(round_.observed.seen[instance_id], assignment)
+                round_.set_stage(member, Stage.BLANK)
 
     def _note_departures(self, round_: Round) -> None:
         """Vacate the places of processes that were asked to stop: they drain by themselves.
@@ -212,8 +234,8 @@ class GroupController:
         if group is not None and seen.role in group.role_specs:
             role_spec = group.role_specs[seen.role]
             if (role_spec.revision, role_spec.scenario) == (seen.revision, seen.scenario):
-                return role_spec
-        return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision)
+                return replace(role_spec, domain=seen.domain)
+        return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
         """Serving groups come first: they lack instances by a fault, a new group only waits."""
@@ -286,7 +308,8 @@ class GroupController:
                 erase(round_, record, member)
             elif why := self.clock.why_broken(round_, member, now):
                 self._count_failure(round_, member.assignment, f"{member.instance_id}: {why}", now)
-                self.clock.avoid(member.instance_id, now)
+                for instance_id in round_.to_blame(member):
+                    self.clock.avoid(instance_id, now)
                 self._steps.announce("failed", member.assignment, member.instance_id, detail=why)
                 erase(round_, record, member)
 
@@ -310,34 +333,55 @@ class GroupController:
     ) -> int:
         """Give blank instances a role, and return how many are still missing.
 
-        A new group takes as many as it needs, or none; it needs no encoders.
+        A new group takes as many as it needs, or none; it needs no encoders. A member that is a
+        domain takes all of its ranks at once, or none.
         """
         num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
-        short = max(0, sum(missing.values()) - num)
+        needed = sum(each * group.dp_size(role) for role, each in missing.items())
+        short = max(0, needed - num)
         if not num or (short > missing.get(Role.ENCODER, 0) and not has_served):
             return short
         candidates = [s for s in round_.blanks(group.racks) if group.region in (None, s.region)]
         racks = [m.seen.rack for m in round_.members(group.group_id)]
         for role, num in missing.items():
             for _ in range(num):
-                if not candidates:
+                ranks = self._chosen(candidates, group.dp_size(role), racks)
+                if not ranks:
                     break
-                seen = min(
-                    candidates,
-                    key=lambda s: (
-                        self.clock.is_avoided(s.instance_id),
-                        racks.count(s.rack),
-                        s.instance_id,
-                    ),
-                )
-                candidates.remove(seen)
-                racks.append(seen.rack)
-                self._give(round_, seen, group.role_specs[role], Stage.LOAD, self._next_id(round_))
-                replaces = self._record(group.group_id).fill(role)
-                given = round_.plan[seen.instance_id]
-                self._steps.announce("assigned", given, seen.instance_id, replaces=replaces)
+                candidates = [s for s in candidates if s not in ranks]
+                racks += [seen.rack for seen in ranks]
+                self._assign(round_, group, role, ranks)
         return short
+
+    def _chosen(
+        self, candidates: Sequence[InstanceStatus], size: int, racks: Sequence[str]
+    ) -> list[InstanceStatus]:
+        """The blank instances for one new member; empty if there are too few."""
+        avoided = {s.instance_id for s in candidates if self.clock.is_avoided(s.instance_id)}
+        if size > 1:
+            return chosen_ranks(candidates, size, avoided, racks)
+        return sorted(
+            candidates,
+            key=lambda s: (s.instance_id in avoided, racks.count(s.rack), s.instance_id),
+        )[:1]
+
+    def _assign(
+        self, round_: Round, group: WantedGroup, role: Role, ranks: Sequence[InstanceStatus]
+    ) -> None:
+        number, role_spec = self._next_id(round_), group.role_specs[role]
+        seen = ranks[0]
+        if len(ranks) > 1:
+            role_spec = new_domain(role_spec, number, ranks)
+            seen = round_.form(role_spec, ranks)
+        self._give(round_, seen, role_spec, Stage.LOAD, number)
+        self._steps.announce(
+            "assigned",
+            round_.plan[seen.instance_id],
+            seen.instance_id,
+            replaces=self._record(group.group_id).fill(role),
+            detail=", ".join(s.instance_id for s in ranks) if len(ranks) > 1 else "",
+        )
 
     # --- failures and reports --------------------------------------------------------------------
 
@@ -412,16 +456,17 @@ class GroupController:
             seen.incarnation, round_.observed.epoch, assignment_id, stage, role_spec
         )
 
-    def _writes(self, round_: Round) -> Iterator[Effect]:
+    def _writes(self, round_: Round, registry: Observed) -> Iterator[Effect]:
         """All assignments to write, including unchanged ones that an earlier leader wrote.
 
         Once this leader has written an assignment, an earlier leader can no longer write it (I7).
         """
-        for instance_id in sorted(round_.observed.given.keys() - round_.plan.keys()):
+        plan = unfolded(round_.plan, round_.domains)
+        for instance_id in sorted(registry.given.keys() - plan.keys()):
             yield ForgetAssignment(instance_id)
-        for instance_id, assignment in sorted(round_.plan.items()):
-            own = replace(assignment, epoch=round_.observed.epoch)
-            if own != round_.observed.given.get(instance_id):
+        for instance_id, assignment in sorted(plan.items()):
+            own = replace(assignment, epoch=registry.epoch)
+            if own != registry.given.get(instance_id):
                 yield GiveAssignment(instance_id, own)
 
 

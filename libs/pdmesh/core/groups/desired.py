@@ -42,6 +42,11 @@ class Service:
     options: Options = field(default_factory=dict)  # settings of its instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
     release: str = ""  # change it when the same names refer to new files
+    # Ranks of a data-parallel domain, which is one member of a group; 1 if a role is not named.
+    dp_size: Mapping[Role, int] = field(default_factory=dict)
+
+    def ranks_of(self, role: Role) -> int:
+        return self.dp_size.get(role, 1)
 
     def options_for(self, role: Role) -> dict[str, str]:
         return {**self.options, **self.role_options.get(role, {})}
@@ -139,6 +144,11 @@ class Desired:
     schedules: tuple[ScheduleLine, ...] = ()
     regions: tuple[str, ...] = ()  # those that groups may name
 
+    def num_instances(self, group: Group) -> int:
+        """Of all members of the group: a data-parallel domain has several."""
+        service = self.service_of(group)
+        return sum(group.num(role) * service.ranks_of(role) for role in SERVING_ROLES)
+
     def service_of(self, group: Group) -> Service:
         return self.services.get(self.scenario_of(group).service, Service())
 
@@ -186,6 +196,7 @@ def problems(desired: Desired) -> Iterator[Problem]:
             yield from _single_points(scenario_name, own)
             yield from _single_region(scenario_name, own, regions)
         yield from _mixed_scenario(scenario_name, own)
+        yield from _unequal_domains(scenario_name, own, desired)
     for i, schedule in enumerate(desired.schedules):
         if schedule.scenario not in by_scenario:
             message = f"no group serves scenario {schedule.scenario}"
@@ -274,6 +285,21 @@ def wanted_by_role(groups: Collection[Group]) -> dict[Role, int]:
     }
 
 
+def _unequal_domains(
+    scenario: str, own: Mapping[str, Group], desired: Desired
+) -> Iterator[Problem]:
+    """A change of ratio turns one member into one of the other role, so both have one size."""
+    if not desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
+        return
+    service = desired.service_of(next(iter(own.values())))
+    prefill, decode = service.ranks_of(Role.PREFILL), service.ranks_of(Role.DECODE)
+    if prefill != decode:
+        yield Problem(
+            f"scenarios.{scenario}.ratio",
+            f"auto needs domains of one size: a prefill has {prefill} ranks, a decode {decode}",
+        )
+
+
 def _mixed_scenario(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
     """The groups of a scenario run one model: it makes answers, or vectors and scores."""
     of_pooling = [name for name, group in own.items() if group.pooling]
@@ -304,7 +330,10 @@ def revision_of(service: Service, kv_transport: str) -> str:
     """
     if service == Service():
         return ""
-    told = json.dumps([_plain(service), kv_transport], sort_keys=True, separators=(",", ":"))
+    plain = _plain(service)
+    if isinstance(plain, dict) and not service.dp_size:
+        del plain["dp_size"]  # a file that says nothing of domains keeps its revision
+    told = json.dumps([plain, kv_transport], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(told.encode()).hexdigest()[:_REVISION_HEX]
 
 

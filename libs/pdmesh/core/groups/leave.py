@@ -128,11 +128,12 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
     If fewer than that may go, drain none: half the room would be of no use.
     """
     seen = round_.observed.seen
-    num_leaving = sum(
-        given.stage >= Stage.DRAIN and is_in_place(GroupMember(seen[instance_id], given), group)
+    leaving = (
+        GroupMember(seen[instance_id], given)
         for instance_id, given in round_.plan.items()
-        if instance_id not in round_.unusable
+        if given.stage >= Stage.DRAIN and instance_id not in round_.unusable
     )
+    num_leaving = sum(round_.num_ranks(m) for m in leaving if is_in_place(m, group))
     num_needed, before, reason = num_short - num_leaving, dict(round_.plan), ""
     for member in _in_pairs(unfit):
         if num_needed <= 0:
@@ -141,7 +142,7 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
             reason = why
             continue
         round_.set_stage(member, Stage.DRAIN)
-        num_needed -= 1
+        num_needed -= round_.num_ranks(member)
     if num_needed > 0:
         round_.plan = before
         more = "instance" if num_needed == 1 else "instances"

@@ -50,7 +50,9 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
         return group.regions[0]
     members = round_.members(group.group_id)
     fitting = [m for m in members if m.stage <= Stage.SERVE and not is_misplaced(m, group)]
-    own = Counter(m.seen.region for m in fitting)
+    own: Counter[str] = Counter()  # instances, not members: a domain has several
+    for member in fitting:
+        own[member.seen.region] += round_.num_ranks(member)
     serving = {r for r in own if _serves(m for m in fitting if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
@@ -58,9 +60,11 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
     # and back afterwards.
     mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.unusable]
     blanks = round_.num_blanks(group.racks)
-    room = blanks + Counter(m.seen.region for m in mine)
+    room = Counter(blanks)
+    for member in mine:
+        room[member.seen.region] += round_.num_ranks(member)
     order = group.regions or sorted(room, key=lambda r: (-own[r], -blanks[r], r)) or [""]
-    with_room = (r for r in order if r in serving or room[r] >= group.size)
+    with_room = (r for r in order if r in serving or room[r] >= group.num_instances)
     return next(with_room, next((r for r in order if own[r]), order[0]))
 
 

@@ -11,19 +11,24 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroup
+from pdmesh.core.groups.domains.folding import status_of
 from pdmesh.core.groups.revisions import is_canary
 from pdmesh.core.model import (
     Assignment,
     Peer,
     Phase,
     Role,
+    RoleSpec,
     Stage,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A living instance, with the assignment that it follows or is about to follow."""
+    """A living instance, with the assignment that it follows or is about to follow.
+
+    A data-parallel domain is one instance here.
+    """
 
     seen: InstanceStatus
     assignment: Assignment
@@ -91,11 +96,14 @@ class Round:
     plan: dict[str, Assignment] = field(default_factory=dict)
     # Instances that make no room by leaving: they end, hang, or are cordoned or ejected.
     unusable: frozenset[str] = frozenset()
+    # The ranks of each data-parallel domain that is a member, in order (`domains`).
+    domains: dict[str, tuple[InstanceStatus, ...]] = field(default_factory=dict)
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
     _num_indexed: int = 0  # how many of the plan's instances, counted from the first, `_ids` has
 
     def __post_init__(self) -> None:
+        self.domains |= self.observed.domains
         for instance_id, assignment in sorted(self.observed.given.items()):
             seen = self.observed.seen.get(instance_id)
             if seen is not None and seen.incarnation == assignment.incarnation:
@@ -123,6 +131,25 @@ class Round:
         own = {assignment.role_spec.group_id for assignment in self.plan.values()}
         return sorted(own | self.observed.wanted.groups.keys())
 
+    def form(self, role_spec: RoleSpec, ranks: Sequence[InstanceStatus]) -> InstanceStatus:
+        """Make one instance of blank ones, the ranks of a new domain, in order."""
+        assert role_spec.domain is not None
+        domain_id = role_spec.domain.domain_id
+        self.domains[domain_id] = tuple(ranks)
+        status = status_of(domain_id, ranks)
+        self.observed = replace(self.observed, seen={**self.observed.seen, domain_id: status})
+        return status
+
+    def num_ranks(self, member: GroupMember) -> int:
+        """How many instances the member consists of."""
+        return len(self.domains.get(member.instance_id, ())) or 1
+
+    def to_blame(self, member: GroupMember) -> list[str]:
+        """The instances of a failed member that have failed themselves; if none has, all."""
+        ranks = self.domains.get(member.instance_id, (member.seen,))
+        failed = [rank.instance_id for rank in ranks if rank.phase is Phase.FAILED]
+        return failed or [rank.instance_id for rank in ranks]
+
     def set_stage(self, member: GroupMember, stage: Stage) -> None:
         peers = () if stage is Stage.BLANK else member.assignment.peers
         self.plan[member.instance_id] = replace(
@@ -149,11 +176,14 @@ class Round:
 
     def _find_blanks(self) -> list[InstanceStatus]:
         going = self.observed.to_drain | self.observed.out_at_once
+        taken = {rank.instance_id for ranks in self.domains.values() for rank in ranks}
         found = [
             seen
             for instance_id, seen in sorted(self.observed.seen.items())
             if seen.phase is Phase.BLANK
             and instance_id not in self.plan
+            and instance_id not in taken
+            and instance_id not in self.domains
             and instance_id not in going
         ]
         kept: set[str] = set()

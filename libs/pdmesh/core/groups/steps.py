@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.groups.cluster_state import Observed
+from pdmesh.core.groups.domains.folding import is_lone_rank
 from pdmesh.core.groups.round import Round
 from pdmesh.core.model import Assignment, Phase, Stage
 
@@ -24,7 +25,10 @@ _OF_STAGE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnnounceStep:
-    """Announce a step. If `instance_id` is empty, it is about the whole group."""
+    """Announce a step of the instance or the data-parallel domain `instance_id`.
+
+    If that is empty, the step is about the whole group.
+    """
 
     group_id: str
     step: str
@@ -65,18 +69,22 @@ class StepAnnouncer:
             key = (instance_id, seen.incarnation)
             phases[key] = seen.phase
             is_new = self._phases is not None and self._phases.get(key) is not seen.phase
-            if is_new and seen.phase in _OF_PHASE:
+            is_news = is_new and not is_lone_rank(instance_id, assignment)
+            if is_news and seen.phase in _OF_PHASE:
                 steps.append(_step(_OF_PHASE[seen.phase], assignment, instance_id))
         self._phases = phases
         return steps
 
-    def lost(self, instance_id: str, assignment: Assignment) -> bool:
-        """An incarnation is gone and was not asked to leave. False if that was announced before."""
+    def lost(self, instance_id: str, assignment: Assignment, detail: str = "") -> bool:
+        """An incarnation is gone and was not asked to leave. False if that was announced before.
+
+        `detail`: of a domain, its ranks that are gone.
+        """
         key = (instance_id, assignment.incarnation)
         if key in self._gone:
             return False
         self._gone.add(key)
-        self.announce("lost", assignment, instance_id)
+        self.announce("lost", assignment, instance_id, detail=detail)
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:

@@ -165,7 +165,7 @@ class InstanceLife:
     def _is_same(self, role_spec: RoleSpec) -> bool:
         """Whether an assigned role spec is the one that is loaded already.
 
-        Role, group, scenario and revision must be equal; the rest may change.
+        Role, group, scenario, revision and domain must be equal; the rest may change.
         """
         mine = self.role_spec
         if mine is None:
@@ -176,6 +176,7 @@ class InstanceLife:
             role_spec.group_id,
             role_spec.scenario,
         )
+        same = same and mine.domain == role_spec.domain
         return same and (is_own or mine.revision == role_spec.revision)
 
     def _take(self, assignment: Assignment) -> None:

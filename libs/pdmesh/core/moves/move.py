@@ -96,7 +96,7 @@ class GroupShape:
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
     region: str | None = None  # they also stay within one region; None: it may be in several
-    num_blank: int | None = None  # instances that could join it; None: any blank instance
+    num_blank: int | None = None  # members that could join it; None: any blank instance
     num_fusion: int = 0
     fusion_busy: float | None = None
     allows_single: bool = False  # its scenario may depend on one instance of a role

@@ -134,7 +134,7 @@ def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) 
     for group_id, adjustment in valid(desired, adjustments).items():
         group = desired.groups[group_id]
         is_lent = adjustment.pool not in ("", OFF_POOL)
-        num = min(group.size, nums[FREE]) if is_lent else 0
+        num = min(desired.num_instances(group), nums[FREE]) if is_lent else 0
         nums[_account(desired, group.scenario, group_id, adjustment.pool)] += num
         nums[FREE] -= num
     return +nums

@@ -6,6 +6,7 @@ complete and can carry the requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Final
 
@@ -37,9 +38,10 @@ def why_not_now(
 def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
     """Why the group cannot spare the instances that must leave first; empty if it can.
 
-    For each blank instance that is missing, one instance of any role must leave.
+    For each blank instance that is missing, one instance of any role must leave; a data-parallel
+    domain leaves with all of its ranks.
     """
-    short = max(0, group.size - group.num_blank)
+    short = max(0, group.num_instances - group.num_blank)
     if not short:
         return ""
     others = [g for g in round_.groups if g.serves]
@@ -48,8 +50,10 @@ def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
         total, own = sum(g.counts[role] for g in others), group.counts[role]
         of_floor = Role.PREFILL if role is Role.FUSION else role
         floor = max(1, round_.observed.floors.get((round_.scenario, of_floor), 0))
-        num_leaving += max(0, min(own, total - floor))
-        if why := _why_too_busy(others, role, max(floor, total - min(short, own))):
+        ranks = group.dp_size(role)
+        num_leaving += ranks * max(0, min(own, total - floor))
+        num_left = max(floor, total - min(math.ceil(short / ranks), own))
+        if why := _why_too_busy(others, role, num_left):
             return f"{why}; {_more_needed(short)}"
     if num_leaving < short:
         few = f"only {num_leaving} instance{'' if num_leaving == 1 else 's'} may leave"

@@ -31,10 +31,14 @@ class GroupSeen:
     failure: str = ""
     detail: str = ""
     faulty: Mapping[str, str] = field(default_factory=dict)
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances of a member, if not 1
+
+    def dp_size(self, role: Role) -> int:
+        return self.dp_sizes.get(role, 1)
 
     @property
-    def size(self) -> int:
-        return sum(self.counts.values())
+    def num_instances(self) -> int:
+        return sum(num * self.dp_size(role) for role, num in self.counts.items())
 
     @property
     def is_lacking(self) -> bool:

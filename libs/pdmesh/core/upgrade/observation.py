@@ -85,4 +85,5 @@ def _seen(
         failure=(report.detail or "it could not be set up") if has_failed else "",
         detail=report.detail,
         faulty=around.faulty.get((group_id, wanted.revision), {}),
+        dp_sizes=wanted.dp_sizes,
     )

@@ -21,6 +21,7 @@ from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Sch
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
+from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 from pdmesh.engine.vllm.speculation.methods import speculative_config
@@ -93,6 +94,7 @@ class VllmConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
     tensor_parallel_size: int = 1
+    domain: DomainRank | None = None  # its place in a data-parallel domain; None: it has none
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed

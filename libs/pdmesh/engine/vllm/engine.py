@@ -34,6 +34,7 @@ from pdmesh.engine.base import (
     PrefillJob,
     hands_on,
 )
+from pdmesh.engine.vllm.child.domain import domain_arguments
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
 from pdmesh.engine.vllm.child.llm_process import LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
@@ -194,6 +195,9 @@ class VllmEngine:
             arguments["ec_transfer_config"] = ec_config(
                 config, "ec_consumer", own, embeddings_path(self._private_dir)
             )
+        arguments |= await asyncio.to_thread(
+            domain_arguments, config.domain, config.device, arguments
+        )
         llm = await self._launch(arguments)
         for each in (files, draft):
             if each is not None:

@@ -600,8 +600,9 @@ class GroupStep(_message.Message):
     step: _builtins.str
     """assigned, loaded, connecting, connected, serving, ready, draining, drained, released, lost, failed, ..."""
     instance_id: _builtins.str
-    """empty: the whole group"""
+    """of an instance or of a data-parallel domain; empty: the whole group"""
     instance_incarnation: _builtins.int
+    """of a domain: that of its rank 0"""
     assignment_id: _builtins.int
     role: _builtins.str
     """prefill, decode, fusion, pooling, encoder"""

@@ -6,6 +6,7 @@ from typing import Final
 
 from pdmesh.core.model import (
     Assignment,
+    DomainRank,
     Peer,
     PeerId,
     Role,
@@ -13,7 +14,7 @@ from pdmesh.core.model import (
     Stage,
 )
 from pdmesh.errors import InvalidRequest
-from pdmesh.v1 import groups_pb2
+from pdmesh.v1 import common_pb2, groups_pb2
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_ENCODER,
@@ -35,7 +36,7 @@ TO_PROTO: Final = {role: number for number, role in ROLES.items()}
 
 
 def assignment_from(m: groups_pb2.Assignment) -> Assignment:
-    """Raises InvalidRequest for a stage or role that this instance does not know."""
+    """Raises InvalidRequest for an unknown stage or role, or an impossible rank of a domain."""
     try:
         stage = Stage(m.stage)
     except ValueError:
@@ -55,11 +56,32 @@ def assignment_from(m: groups_pb2.Assignment) -> Assignment:
             manifest=m.manifest,
             options=tuple(sorted(m.engine_options.items())),
             spans_regions=m.spans_regions,
+            domain=domain_from(m.domain) if m.HasField("domain") else None,
         ),
         peers=tuple(
             Peer(PeerId(p.instance_id, p.incarnation), _role(p.role, "peers"), (*p.kv_addresses,))
             for p in m.peers
         ),
+    )
+
+
+def domain_from(m: common_pb2.Domain) -> DomainRank:
+    """Raises InvalidRequest."""
+    if not m.domain_id:
+        raise InvalidRequest("a domain needs a name", field="domain.domain_id")
+    if m.dp_rank >= m.dp_size:
+        raise InvalidRequest(
+            f"a domain of {m.dp_size} has no rank {m.dp_rank}", field="domain.dp_rank"
+        )
+    return DomainRank(m.domain_id, m.dp_rank, m.dp_size, m.address)
+
+
+def domain_to(domain: DomainRank) -> common_pb2.Domain:
+    return common_pb2.Domain(
+        domain_id=domain.domain_id,
+        dp_rank=domain.dp_rank,
+        dp_size=domain.dp_size,
+        address=domain.address,
     )
 
 

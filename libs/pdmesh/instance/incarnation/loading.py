@@ -88,6 +88,7 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
     timings = PartTimes()
     settings, verified = await with_artefact(settings, role_spec, timings)
     wanted = role_settings.engine_settings(settings, role_spec.role, incarnation)
+    wanted = replace(wanted, domain=role_spec.domain)
     if verified is not None and settings.model_dir == verified.folder:
         wanted = replace(wanted, file_digests=verified.digests)
     tiers = wanted.tiers

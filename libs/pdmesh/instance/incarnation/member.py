@@ -26,6 +26,7 @@ from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.adapter_follower import AdapterFollower
 from pdmesh.instance.incarnation.assignment import assignment_from
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
+from pdmesh.instance.incarnation.meeting_point import MeetingPoint
 from pdmesh.instance.incarnation.record import record_of
 from pdmesh.instance.incarnation.self_check import (
     RestartVerdict,
@@ -86,6 +87,9 @@ class Member:
             app.incarnation, own.role_spec if own is not None else None, epoch
         )
         self._own = own
+        self._meeting = MeetingPoint(
+            settings.inner_host, settings.reachable_host, settings.domain_port
+        )
         self._events = EventPublisher(mesh.bus, app.instance_id, app.incarnation)
         self._presence = Presence(
             mesh.registry,
@@ -199,6 +203,7 @@ class Member:
                 log.warning("assignment.ignored", why=effect.value)
 
     async def _load(self, role_spec: RoleSpec) -> None:
+        self._meeting.give_up()  # the engine of rank 0 binds it
         try:
             loaded = await load(self._settings, role_spec, self._app.incarnation)
         except EngineFailed as exc:
@@ -271,7 +276,14 @@ class Member:
         self._step(life.BecameIdle())
 
     def _record(self) -> InstanceRecord:
-        return record_of(self._life, self._app, self._settings, self._serving, self._is_stopping)
+        return record_of(
+            self._life,
+            self._app,
+            self._settings,
+            self._serving,
+            self._is_stopping,
+            self._meeting.address if self._life.role_spec is None else "",
+        )
 
     # -- its tasks, and its end -------------------------------------------------------------------
 
@@ -343,6 +355,7 @@ class Member:
             self._loading.cancel()  # only once: the load frees what it has built so far
             await asyncio.wait([self._loading])
         await end(self._tasks)
+        self._meeting.give_up()
         for follower in (self._pins, self._adapters):
             if follower is not None:
                 await follower.close()

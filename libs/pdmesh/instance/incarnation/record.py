@@ -7,7 +7,7 @@ import os
 from pdmesh import __version__
 from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import PeerId, Phase, Role, RoleSpec
-from pdmesh.instance.incarnation.assignment import TO_PROTO
+from pdmesh.instance.incarnation.assignment import TO_PROTO, domain_to
 from pdmesh.instance.incarnation.role_settings import tiers_of
 from pdmesh.instance.incarnation.self_check import device_names
 from pdmesh.instance.incarnation.serving import Serving
@@ -29,8 +29,12 @@ def record_of(
     settings: InstanceSettings,
     serving: Serving | None,
     is_stopping: bool,
+    domain_address: str = "",
 ) -> InstanceRecord:
-    """`is_stopping`: the process was asked to end, whatever its assignment says."""
+    """`is_stopping`: the process was asked to end, whatever its assignment says.
+
+    `domain_address`: where the ranks of a domain could meet; empty if it is not blank.
+    """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
     record = InstanceRecord(
@@ -57,6 +61,8 @@ def record_of(
         pid=os.getpid(),
         node_id=settings.node,
         devices=device_names(settings.devices, app.instance_id, os.environ),
+        domain=domain_to(role_spec.domain) if role_spec.domain is not None else None,
+        domain_address=domain_address,
     )
     if serving is not None:
         _describe(record, serving)

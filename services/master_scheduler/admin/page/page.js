@@ -50,7 +50,12 @@ const shape = (p, d, f, e, v) =>
 const percent = (share) => (share === undefined ? "?" : Math.round(100 * share) + "%");
 
 function readyShape(members) {
-  const of = (role) => members.filter((m) => m.role === role && m.phase === "INSTANCE_PHASE_READY").length;
+  const isReady = (m) => m.phase === "INSTANCE_PHASE_READY";
+  const isWhole = (m) => members.filter((o) => isReady(o) && o.domain?.domain_id === m.domain.domain_id).length
+    === m.domain.dp_size;
+  // A data-parallel domain counts as one, by its rank 0, once all of its ranks are ready.
+  const counts = (m) => isReady(m) && (!m.domain || (!m.domain.dp_rank && isWhole(m)));
+  const of = (role) => members.filter((m) => m.role === role && counts(m)).length;
   const roles = ["ROLE_PREFILL", "ROLE_DECODE", "ROLE_FUSION", "ROLE_POOLING", "ROLE_ENCODER"];
   return shape(...roles.map(of)) || "0";
 }
@@ -121,10 +126,11 @@ function drawMembers(states) {
     group.members.map((m) => [
       m.instance_id, group.group_id, lower(m.role, "ROLE_"), marked(lower(m.phase, "INSTANCE_PHASE_")),
       lower(m.stage, "STAGE_"), m.revision,
+      m.domain ? `${m.domain.domain_id} ${m.domain.dp_rank || 0}/${m.domain.dp_size}` : "",
       [takeOut(m.instance_id, "LEAVE_MODE_DRAIN", "drain"), takeOut(m.instance_id, "LEAVE_MODE_AT_ONCE", "cordon")],
     ]),
   );
-  table("members", ["instance", "group", "role", "phase", "may", "revision", ""], rows);
+  table("members", ["instance", "group", "role", "phase", "may", "revision", "domain", ""], rows);
   const blank = states.blank_instance_ids;
   at("blank").textContent = blank.length ? "Blank: " + blank.join(", ") : "No blank instances.";
 }

@@ -13,7 +13,7 @@ BROKEN = GroupSeen("a", "chat", "r1", COUNTS, {}, is_whole=False, serves=True)
 
 
 def test_a_group_lacks_instances_if_only_that_keeps_it_from_being_whole() -> None:
-    assert BROKEN.size == 3
+    assert BROKEN.num_instances == 3
     assert BROKEN.is_lacking
     assert not replace(BROKEN, is_whole=True).is_lacking
     assert not replace(BROKEN, num_blank=1).is_lacking

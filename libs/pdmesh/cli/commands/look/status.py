@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import grpc
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.cli.view.counts import counts, ready_counts
+from pdmesh.cli.view.counts import counts, rank_text, ready_counts
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
 from pdmesh.config import without_password
@@ -59,6 +59,7 @@ class Row:
     service: str
     role: str = ""
     group: str = ""
+    domain: str = ""  # of a rank of a data-parallel domain: its name, the rank and their number
     region: str = ""
     phase: str = ""  # how far the instance is between blank and serving
     health: str = ""
@@ -187,7 +188,7 @@ async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
                 group.num_pooling_wanted,
                 group.num_encoder_wanted,
             ),
-            ready_counts((m.role, m.phase) for m in group.members),
+            ready_counts(group.members),
         )
         for group in states.groups
     ]
@@ -243,6 +244,7 @@ def _row(
     if record.service in _INSTANCE_SERVICES:
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
+        row.domain = rank_text(record.domain)
         row.slots = record.num_slots
         row.health = "unknown"
         row.phase = InstancePhase.Name(record.phase).removeprefix("INSTANCE_PHASE_").lower()
@@ -263,6 +265,37 @@ def _add_answer(row: Row, answer: GetStatusResponse | None) -> None:
     row.num_tickets, row.num_kv_blocks_free = answer.num_tickets, answer.load.num_kv_blocks_free
 
 
+def _instances(rows: Sequence[Row]) -> str:
+    """The column DOMAIN is there only if an instance is a rank of one."""
+    has_domains = any(row.domain for row in rows)
+    titles = (
+        "INSTANCE",
+        "ROLE",
+        "GROUP",
+        *(("DOMAIN",) if has_domains else ()),
+        "PHASE",
+        "HEALTH",
+        "SLOTS",
+        "RUNNING",
+        "KV FREE",
+        "MODEL",
+        "ENGINE",
+        "ADDRESS",
+    )
+    return table(
+        titles,
+        [
+            (
+                row.id, row.role, row.group, *((row.domain or "-",) if has_domains else ()),
+                row.phase, _health(row),
+                f"{_number(row.slots_used)}/{_number(row.slots)}", _number(row.num_running),
+                _number(row.num_kv_blocks_free), row.model, row.engine, row.address,
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
 def _text(status: Status) -> str:
     parts = []
     if (mesh := status.mesh) is not None:
@@ -272,21 +305,7 @@ def _text(status: Status) -> str:
         return "\n".join([*parts, f"{status.problem}\n", _processes(status)])
     epoch = "no leader answers" if status.leader_epoch is None else f"epoch {status.leader_epoch}"
     parts.append(f"master: {epoch}\n")
-    instances = [row for row in status.rows if row.role]
-    parts.append(
-        table(
-            ("INSTANCE", "ROLE", "GROUP", "PHASE", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL",
-                "ENGINE", "ADDRESS"),
-            [
-                (
-                    row.id, row.role, row.group, row.phase, _health(row),
-                    f"{_number(row.slots_used)}/{_number(row.slots)}", _number(row.num_running),
-                    _number(row.num_kv_blocks_free), row.model, row.engine, row.address,
-                )
-                for row in instances
-            ],
-        )
-    )  # fmt: skip
+    parts.append(_instances([row for row in status.rows if row.role]))
     if status.groups:
         found = [(g.id, g.scenario, g.state, g.wanted, g.ready) for g in status.groups]
         parts.append("\n" + table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY"), found))

@@ -86,6 +86,16 @@ def build(
         raise EngineFailed(message, reason="ENGINE_START") from error
 
 
+def model_config(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's view of the model (Any: no stable type). Imports vLLM; raises EngineMisconfigured."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        return AsyncEngineArgs(**arguments).create_model_config()
+    except (ValueError, TypeError) as error:
+        raise EngineMisconfigured(f"vLLM refuses its arguments ({_cause(error)})") from error
+
+
 def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """vLLM's configuration (Any: no stable type). Raises EngineMisconfigured with vLLM's objection.
 

@@ -1,0 +1,35 @@
+"""Shapes of parallel serving that are proven in production, by their use (RTP-LLM 8.3).
+
+Table 6 of RTP-LLM compares four decode configurations of a 235B mixture of experts with the same
+number of GPUs. An operator names one by its use instead of by its numbers (S134).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPreset:
+    """`tensor_parallel_size`: of each rank. `dp_size`: ranks of a domain, the member of a group."""
+
+    tensor_parallel_size: int
+    dp_size: int
+    use: str
+
+
+PRESETS: Final[Mapping[str, ParallelPreset]] = MappingProxyType(
+    {
+        "low-concurrency": ParallelPreset(
+            4, 1, "the shortest time per token up to 64 requests at once: members of 4 TP, no DP"
+        ),
+        "latency": ParallelPreset(
+            1, 8, "online serving: the shortest time per token from 128 to 512 requests at once"
+        ),
+        "throughput": ParallelPreset(2, 4, "offline batches: the most tokens per GPU"),
+        "unified": ParallelPreset(2, 8, "one shape for prefill and decode"),
+    }
+)

@@ -1,0 +1,175 @@
+"""Groups of data-parallel domains under any order of reports, losses and new leaders.
+
+After every round: no two instances have the same place in a domain, a rank begins to serve only
+when all ranks of its domain are connected, and no rank of a domain that lost one goes on. When the
+faults stop, every domain is whole, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from pdmesh.core.groups.controller import GiveAssignment
+from pdmesh.core.groups.desired import Desired, Group, Scenario, Service
+from pdmesh.core.model import Phase, Role, Stage
+from tests.fakes.group_world import World
+
+NUM = 18  # enough for the old and the new members of any two states
+SINGLE = {"default": Scenario(allow_single=True)}
+
+
+def _state(release: str, prefill: int, decode: int, group: Group) -> Desired:
+    sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.FUSION: decode}
+    service = Service(release=release, dp_size={r: n for r, n in sizes.items() if n > 1})
+    return Desired(services={"default": service}, scenarios=SINGLE, groups={"a": group})
+
+
+STATES = (
+    _state("1", 2, 2, Group("default", 2, 2)),
+    _state("2", 2, 2, Group("default", 2, 2)),
+    _state("1", 1, 3, Group("default", 2, 2)),
+    _state("1", 3, 2, Group("default", 1, 3)),
+    _state("1", 1, 3, Group("default", 0, 0, fusion=3)),
+    _state("1", 1, 1, Group("default", 3, 2)),
+    Desired(),
+)
+ids = st.sampled_from([f"i-{i}" for i in range(NUM)])
+
+
+class DomainMachine(RuleBasedStateMachine):
+    @initialize(state=st.sampled_from(STATES))
+    def begin(self, state: Desired) -> None:
+        self.world = World(state, num=NUM)
+
+    @rule(
+        num_written=st.none() | st.integers(0, 5), seconds=st.sampled_from([0.5, 5.0, 25.0, 61.0])
+    )
+    def round(self, num_written: int | None, seconds: float) -> None:
+        world = self.world
+        world.now += seconds
+        records = dict(world.records)
+        for write in world.round(num_written):
+            if not isinstance(write, GiveAssignment) or write.assignment.stage is not Stage.SERVE:
+                continue
+            if (domain := write.assignment.role_spec.domain) is not None:
+                self._check_all_are_connected(domain.domain_id, domain.dp_size, records)
+        if num_written is None:
+            self._check_broken_ones_end(records)
+        places = Counter(
+            (domain.domain_id, domain.dp_rank)
+            for i, given in world.given.items()
+            if (domain := given.role_spec.domain) is not None
+            and (record := world.records.get(i)) is not None
+            and record.incarnation == given.incarnation
+            and given.stage < Stage.DRAIN
+        )
+        assert all(num == 1 for num in places.values()), places
+
+    def _check_all_are_connected(self, domain_id: str, size: int, records: object) -> None:
+        assert isinstance(records, dict)
+        own = [r for r in records.values() if r.domain and r.domain.domain_id == domain_id]
+        assert len(own) == size
+        assert all(r.phase in (Phase.CONNECTED, Phase.READY) for r in own)
+
+    def _check_broken_ones_end(self, records: object) -> None:
+        """No rank of a domain that is not whole is left in any stage but the last."""
+        assert isinstance(records, dict)
+        alive: Counter[str] = Counter()
+        stages: dict[str, set[Stage]] = {}
+        for i, given in self.world.given.items():
+            record, domain = records.get(i), given.role_spec.domain
+            if domain is None or record is None or record.incarnation != given.incarnation:
+                continue
+            alive[domain.domain_id] += 1
+            stages.setdefault(domain.domain_id, set()).add(given.stage)
+            if given.stage < Stage.DRAIN:
+                size = domain.dp_size
+                told = sum(
+                    (d := g.role_spec.domain) is not None and d.domain_id == domain.domain_id
+                    for g in self.world.given.values()
+                )
+                assert told == size, self.world.describe()
+        assert all(len(own) == 1 for own in stages.values()), self.world.describe()
+
+    @rule()
+    def elect(self) -> None:
+        self.world.elect()
+
+    @rule(state=st.sampled_from(STATES))
+    def apply(self, state: Desired) -> None:
+        self.world.apply(state)
+
+    @rule()
+    def lose_assignments(self) -> None:
+        self.world.given.clear()
+
+    @rule(instance_id=ids)
+    def hear(self, instance_id: str) -> None:
+        self.world.hear(instance_id)
+
+    @rule(instance_id=ids, fails=st.sampled_from([False, False, False, True]))
+    def work(self, instance_id: str, fails: bool) -> None:
+        self.world.work(instance_id, fails=fails)
+
+    @rule(instance_id=ids)
+    def tell(self, instance_id: str) -> None:
+        self.world.tell(instance_id)
+
+    @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
+    def pass_time(self, seed: int, num: int) -> None:
+        """All instances work for a while, in some order, with rounds in between."""
+        order = random.Random(seed)
+        for _ in range(num):
+            self.round(None, 0.5)
+            for instance_id in order.sample(
+                sorted(self.world.processes), len(self.world.processes)
+            ):
+                for act in (self.world.hear, self.world.work, self.world.tell):
+                    if order.random() < 0.8:
+                        act(instance_id)
+
+    @rule(instance_id=ids)
+    def kill(self, instance_id: str) -> None:
+        if instance_id in self.world.processes:
+            self.world.kill(instance_id)
+
+    @rule(instance_id=ids)
+    def start(self, instance_id: str) -> None:
+        """Start an instance again, even if the record of its replaced predecessor still exists."""
+        self.world.start(instance_id)
+
+    @rule(instance_id=ids, is_on=st.booleans(), is_at_once=st.booleans())
+    def take_out(self, instance_id: str, is_on: bool, is_at_once: bool) -> None:
+        out = self.world.out_at_once if is_at_once else self.world.to_drain
+        (out.add if is_on else out.discard)(instance_id)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for i in range(NUM):
+            if f"i-{i}" not in world.processes:
+                world.start(f"i-{i}")
+        world.out_at_once.clear()
+        world.to_drain.clear()
+        world.settle()
+        num = 0
+        # An upgrade that was turned back leaves the groups at the service that they had before.
+        for group_id, group in world.observe().wanted.groups.items():
+            for role in (Role.PREFILL, Role.DECODE, Role.FUSION):
+                size, wanted = group.dp_size(role), group.counts[role]
+                num += size * wanted
+                assert len(world.ready(group_id, role)) == size * wanted, world.describe()
+                sizes = [len(ranks) for ranks in world.domains(group_id, role).values()]
+                assert sizes == ([size] * wanted if size > 1 else []), world.describe()
+        assert len(world.given) == num, world.describe()
+
+
+TestDomainMachine = pytest.mark.req("S35", "S75", "S121")(DomainMachine.TestCase)
+TestDomainMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
