@@ -75,7 +75,7 @@ def ours(mesh: Mesh) -> TestAuthority:
 async def inner_records(mesh: Mesh) -> dict[str, InstanceRecord]:
     """The registered processes with an inner gRPC port; a blank instance has one with a role."""
     found: dict[str, InstanceRecord] = {}
-    with using_certificates(mesh.certificates):
+    with mesh.as_commands():
         bus = await NatsBus.connect(mesh.nats_url, "test")
     view = await NatsRegistry(bus, 3.0).watch()
 
