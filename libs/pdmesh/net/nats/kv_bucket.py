@@ -86,7 +86,7 @@ class KvBucket:
             max_age=self._ttl_s,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._ttl_s else None,
-            allow_rollup_hdrs=True,
+            allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,
             discard=api.DiscardPolicy.NEW,
