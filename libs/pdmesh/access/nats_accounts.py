@@ -22,8 +22,8 @@ DATA_ACCOUNT: Final = "pdmesh"
 _API: Final = "$JS.API"
 
 _HEAD: Final = """\
-# Made by pdmesh: who may do what (docs/security.md). Each user is a certificate, by its URI; without
-# an id, each certificate of the role, by its DNS name ROLE.TRUST-DOMAIN.
+# Made by pdmesh: who may do what (docs/security.md). Each user is a certificate, by its URI; or,
+# without an id, each certificate of the role, by its DNS name ROLE.TRUST-DOMAIN.
 """
 
 
@@ -71,7 +71,7 @@ def _check(holders: list[Holder]) -> None:
         if holder.role not in NATS_ROLES:
             raise ValueError(f"no role is called {holder.role!r}: {', '.join(sorted(NATS_ROLES))}")
         if holder.role in all_of and holder.instance_id != ANY:
-            raise ValueError(f"{holder.role}: name single ids, or {ANY}, not both")
+            raise ValueError(f"{holder.role}: name single ids, or the role alone, not both")
     accounts = [holder.account for holder in holders]
     if twice := next((a for a in accounts if accounts.count(a) > 1), None):
         raise ValueError(f"{twice} is named in two trust domains")

@@ -209,7 +209,9 @@ class ValkeyServer:
         return ["--aclfile", str(file)]
 
     async def is_ready(self) -> bool:
-        return await _says(asyncio.open_unix_connection(self._socket), b"PING\r\n", (b"+PONG", _NO_USER))
+        return await _says(
+            asyncio.open_unix_connection(self._socket), b"PING\r\n", (b"+PONG", _NO_USER)
+        )
 
     async def is_alive(self) -> bool:
         return await self.is_ready()

@@ -109,7 +109,9 @@ def words(table: dict[str, str], role: str, me: str) -> set[str]:
 
 def event_kinds() -> list[str]:
     """`domain.message` of every event that there is."""
-    made = [f("*") for _, f in inspect.getmembers(subjects, inspect.isfunction) if f.__name__[0] != "_"]
+    made = [
+        f("*") for _, f in inspect.getmembers(subjects, inspect.isfunction) if f.__name__[0] != "_"
+    ]
     return sorted(each.removeprefix("mesh.v1.").removesuffix(".*") for each in made)
 
 
@@ -218,12 +220,12 @@ async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: Test
                 subscription = await ann.client.subscribe("mesh.v1.>", cb=on_seen)
                 await ann.client.flush(timeout=60)
                 sent = await _everybody_tells(nats, ours, me)
-                await until(lambda seen=seen, sent=sent: seen >= sent)  # type: ignore[misc]
+                await until(lambda seen=seen, sent=sent: seen >= sent)
                 for kind in words(HEARS, role, me):
                     prefix = f"mesh.v1.{kind}".removesuffix("*")
                     wanted = {each for each in sent if each.startswith(prefix)}
                     heard = got[f"{role} {kind}"]
-                    await until(lambda h=heard, w=wanted: h >= w)  # type: ignore[misc]
+                    await until(lambda h=heard, w=wanted: h >= w)
                 await subscription.unsubscribe()
 
 
@@ -366,6 +368,10 @@ async def test_without_ids_the_certificates_of_a_role_are_told_apart_from_other_
                 assert found is not None
                 assert found.revision == revision
         async with connected(server, ours, "prefill", "p-2") as caller:
-            tried = ["$KV.pdmesh-instances.p-1", "$KV.pdmesh-desired.current", "_INBOX.prefill.p-1.a"]
+            tried = [
+                "$KV.pdmesh-instances.p-1",
+                "$KV.pdmesh-desired.current",
+                "_INBOX.prefill.p-1.a",
+            ]
             tried += ["$KV.pdmesh-tenants.x", "mesh.v1.request.finished.g-0", "_INBOX.gateway.g.a"]
             assert await caller.allowed_to_send(tried) == {tried[0], tried[2]}

@@ -165,7 +165,9 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
     loaded = master.record("p").incarnation
     await master.assign("p", ROLE_DECODE, assignment_id=2, stage=STAGE_SERVE)
     await site.until(lambda: Ignored.OTHER_ROLE.value in p.log_file.read_text())
-    raw = KvBucket(site.bus, ASSIGNMENTS)  # to write like a former leader, without comparing revisions
+    raw = KvBucket(
+        site.bus, ASSIGNMENTS
+    )  # to write like a former leader, without comparing revisions
     old = Assignment()
     old.CopyFrom(master.given["p"])
     assert master.record("p").epoch == 5, "a leader with a lower epoch learns of this one (F21)"

@@ -280,7 +280,7 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
         await until(lambda: len(statuses) >= 4)
         addresses = {name: record.grpc_address for name, record in records.items()}
         before = {name: await _serial(mesh, address) for name, address in addresses.items()}
-        nats = mesh.nats_url.rpartition("@")[2]
+        nats = mesh.nats_url.removeprefix("tls://")
         before_of_nats = await _serial(mesh, nats)
         for name, process in mesh.supervisor.specs.items():
             ours.issue(process.service, name, names=["127.0.0.1"])

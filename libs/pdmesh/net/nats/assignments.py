@@ -22,7 +22,6 @@ from pdmesh.v1.groups_pb2 import Assignment
 log = structlog.get_logger(__name__)
 
 
-
 class NatsAssignments:
     """The adapter of `Assignments`."""
 

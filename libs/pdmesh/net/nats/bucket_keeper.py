@@ -1,4 +1,4 @@
-"""Makes every bucket, for the roles that may not: at the start, and when a bucket was wiped (F21)."""
+"""Makes every bucket, for roles that may not: at the start, and after one was wiped (F21)."""
 
 from __future__ import annotations
 

@@ -86,6 +86,8 @@ class KvBucket:
             max_age=self._ttl_s,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._ttl_s else None,
+            # A writer of one key could empty the bucket. NATS allows it all the same where entries
+            # expire with a marker.
             allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,
