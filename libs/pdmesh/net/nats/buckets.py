@@ -1,6 +1,6 @@
 """The name of every bucket, in one place, and where a process finds JetStream.
 
-With roles at NATS (ADR 0043), every process has an account of its own there. JetStream belongs to
+With roles at NATS (ADR 0044), every process has an account of its own there. JetStream belongs to
 another account, from which a process imports what its role may use, under a prefix of its own.
 """
 
