@@ -132,6 +132,7 @@ docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the
 	@$(BIN)/python -m tools.coverage_doc
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
 	@$(BIN)/python -m tools.cli_doc docs/cli.md
+	@$(BIN)/python -m pdmesh.cli.app access nats > deploy/helm/pdmesh/files/nats-accounts.conf
 	@$(BIN)/python -m tools.request_states docs/request-states.md
 
 coverage-results: $(DONE)/dev ## add the results of tests that make ran with RESULTS=FOLDER; commit the changes

@@ -173,6 +173,11 @@ class ServiceSettings(BaseSettings):
         "NATS and Redis over a network; only on a network that you trust",
     )
     nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
+    nats_roles: bool = shared(
+        False,
+        description="NATS knows processes by their certificates, with the accounts of pdmesh "
+        "access nats; it needs tls_dir, and the same value for all processes",
+    )
     node_id: str = shared(
         "",
         description="Name of the machine; default: its host name. The mesh writes a dash for a dot",
@@ -273,6 +278,11 @@ def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
             f"{variable}: {what} must have at least {MIN_SECRET_CHARS} ASCII characters"
         )
     return value
+
+
+def is_set(environment: Mapping[str, str], variable: str) -> bool:
+    """Whether a flag is on, as services read it."""
+    return environment.get(variable, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def node_status_file(state_dir: Path) -> Path:

@@ -203,7 +203,11 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
             "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
         )
     rpc.use_mesh_token(token)
-    use_certificates(_certificates(service, settings))
+    if settings.nats_roles and settings.tls_dir is None:
+        raise StartupError(
+            "PDMESH_NATS_ROLES needs PDMESH_TLS_DIR: NATS knows a process by its certificate"
+        )
+    use_certificates(_certificates(service, settings), nats_roles=settings.nats_roles)
 
 
 def _check_network(settings: ServiceSettings) -> None:

@@ -32,6 +32,7 @@ from pdmesh.net.heartbeat import Presence
 from pdmesh.net.link import MeshLink
 from pdmesh.net.loopback import join
 from pdmesh.net.nats.board import fault_board, health_board
+from pdmesh.net.nats.bucket_keeper import BucketKeeper
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
@@ -105,6 +106,7 @@ class Master:
         self.election = LeaderElection(
             bus, SERVICE, app.instance_id, app.incarnation, settings.lease_s, self._on_leadership
         )
+        self._bucket_keeper = BucketKeeper(bus, settings.lease_s)
         self._source = IndexSource(view)
         self._index_feed = IndexFeed(
             self.index, bus, view, self._source, resync_s=settings.resync_s
@@ -164,6 +166,7 @@ class Master:
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self.election.saw_epoch(record.epoch)
+        self._tasks.add(asyncio.ensure_future(self._bucket_keeper.run()))
         await self._index_feed.start()
         feeds = (
             self._index_feed,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.config import BadSetting, url_problem, without_password
+from pdmesh.config import BadSetting, is_set, url_problem, without_password
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher import state
 from pdmesh.net.grpc import rpc
@@ -40,16 +40,18 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     certificate in PDMESH_TLS_DIR, by default that of the mesh started here.
     """
     url, tls_dir = options.nats_url, os.environ.get("PDMESH_TLS_DIR", "")
+    has_roles = is_set(os.environ, "PDMESH_NATS_ROLES")
     _use_mesh_token(options)
     if url is None:
         mesh = state.read(options.state_dir)
         if mesh is None:
             raise no_mesh(options.state_dir)
         url, tls_dir = mesh.nats_url, tls_dir or mesh.tls_dir
+        has_roles = mesh.nats_roles
     if problem := url_problem(url):
         raise CommandFailed(f"--nats-url or PDMESH_NATS_URL: {problem}")
     be_quiet()
-    use_certificates(_certificates(tls_dir))
+    use_certificates(_certificates(tls_dir), nats_roles=has_roles)
     try:
         async with asyncio.timeout(_CONNECT_S):
             bus = await NatsBus.connect(url, "pdmesh-cli")

@@ -47,6 +47,11 @@ class ProcessIdentity:
     def dns_name(self) -> str:
         return f"{self.instance_id}.{self.role}.{self.trust_domain}"
 
+    @property
+    def role_dns_name(self) -> str:
+        """In every certificate of the role, for servers that know roles but no ids."""
+        return f"{self.role}.{self.trust_domain}"
+
 
 def folder_of(root: Path, identity: ProcessIdentity) -> Path:
     """Where the certificate of a process lies in the folder of the mesh's own authority."""

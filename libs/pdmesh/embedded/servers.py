@@ -3,7 +3,9 @@
 Each server keeps its address across restarts. Valkey has a unix socket that only this user can
 open, and no TCP port, so it needs no password. NATS has a reserved port of 127.0.0.1, which every
 user of the machine can reach. Write access to NATS is admin access to the mesh, so NATS requires a
-password. The password is in the server's URL and in a file that only this user can read.
+password. The password is in the server's URL and in a file that only this user can read. With an
+accounts file, NATS knows its clients by their certificates instead, and Valkey has a user for each
+service.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import os
 import secrets
 import ssl
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from pdmesh.access.redis_acl import redis_acl
 from pdmesh.atomic_file import write_atomically
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
@@ -26,11 +29,12 @@ from pdmesh.errors import BadCertificates
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
 _NATS_USER: Final = "pdmesh"
+_NO_USER: Final = b"-NOAUTH"  # Valkey answers, but not to everybody
 
 _NATS_CONFIG: Final = """\
 listen: "{address}"
 server_name: pdmesh
-authorization {{ user: "{user}", password: "{password}" }}
+{who}
 {tls}max_payload: 8MB
 write_deadline: "2s"
 jetstream {{
@@ -47,7 +51,7 @@ tls {{
   cert_file: "{folder}/tls.crt"
   key_file: "{folder}/tls.key"
   ca_file: "{folder}/ca.crt"
-  verify: true
+  {verify}: true
   handshake_first: true
 }}
 """
@@ -82,15 +86,26 @@ class NatsServer:
 
     name = "nats"
 
-    def __init__(self, directory: Path, port: int = 0, tls_dir: Path | None = None) -> None:
-        """`tls_dir`: the server's certificate, which it also shows to itself; None: no TLS."""
-        self._directory, self._tls_dir = directory, tls_dir
+    def __init__(
+        self,
+        directory: Path,
+        port: int = 0,
+        tls_dir: Path | None = None,
+        accounts: Path | None = None,
+    ) -> None:
+        """`tls_dir`: the server's certificate, which it also shows to itself; None: no TLS.
+
+        `accounts`: a file of `access.nats_accounts`, which needs TLS. None: one user for all.
+        """
+        self._directory, self._tls_dir, self._accounts = directory, tls_dir, accounts
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
         self._password = secrets.token_hex(16)
 
     @property
     def url(self) -> str:
         scheme = "nats" if self._tls_dir is None else "tls"
+        if self._accounts is not None:
+            return f"{scheme}://{self._port.address}"
         return f"{scheme}://{_NATS_USER}:{self._password}@{self._port.address}"
 
     def command(self) -> list[str]:
@@ -98,16 +113,22 @@ class NatsServer:
         _private(self._directory)
         config = self._directory / "nats.conf"
         store = (self._directory / "jetstream").absolute()
-        tls = "" if self._tls_dir is None else _NATS_TLS.format(folder=self._tls_dir.absolute())
         text = _NATS_CONFIG.format(
-            address=self._port.address,
-            store=store,
-            user=_NATS_USER,
-            password=self._password,
-            tls=tls,
+            address=self._port.address, store=store, who=self._who(), tls=self._tls()
         )
         write_atomically(config, text)  # only this user can read it
         return [str(binary), "-c", str(config.absolute())]
+
+    def _who(self) -> str:
+        if self._accounts is not None:  # NATS reads it from the folder of its configuration
+            return f'include "{os.path.relpath(self._accounts, self._directory)}"'
+        return f'authorization {{ user: "{_NATS_USER}", password: "{self._password}" }}'
+
+    def _tls(self) -> str:
+        if self._tls_dir is None:
+            return ""
+        verify = "verify" if self._accounts is None else "verify_and_map"
+        return _NATS_TLS.format(folder=self._tls_dir.absolute(), verify=verify)
 
     async def is_ready(self) -> bool:
         """Whether the server answers; it sends INFO once JetStream is up."""
@@ -116,7 +137,7 @@ class NatsServer:
         except (BadCertificates, OSError):
             return False
         connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
-        return await _says(connecting, b"", b"INFO ")
+        return await _says(connecting, b"", (b"INFO ",))
 
     async def is_alive(self) -> bool:
         """With TLS, whether it answers a handshake: certificates that do not fit are no reason to
@@ -147,13 +168,26 @@ class ValkeyServer:
 
     name = "valkey"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, roles: Iterable[str] = ()) -> None:
+        """`roles`: those that get a user, with a new password (`access.redis_acl`). None: Valkey
+        tells nobody apart.
+        """
         self._directory = directory
         self._socket = _socket_path(directory)
+        self._passwords = {role: secrets.token_hex(16) for role in roles}
 
     @property
     def url(self) -> str:
+        """Without a user."""
         return f"unix://{self._socket}"
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """By role."""
+        return {
+            role: f"unix://{role}:{password}@{self._socket}"
+            for role, password in self._passwords.items()
+        }
 
     def command(self) -> list[str]:
         binary = find(VALKEY)
@@ -164,10 +198,20 @@ class ValkeyServer:
             str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm",
             "700",
             "--save", "", "--appendonly", "no", "--dir", str(self._directory.absolute()),
+            *self._acl(),
         ]  # fmt: skip
 
+    def _acl(self) -> list[str]:
+        if not self._passwords:
+            return []
+        file = self._directory.absolute() / "users.acl"
+        write_atomically(file, redis_acl(self._passwords))
+        return ["--aclfile", str(file)]
+
     async def is_ready(self) -> bool:
-        return await _says(asyncio.open_unix_connection(self._socket), b"PING\r\n", b"+PONG")
+        return await _says(
+            asyncio.open_unix_connection(self._socket), b"PING\r\n", (b"+PONG", _NO_USER)
+        )
 
     async def is_alive(self) -> bool:
         return await self.is_ready()
@@ -187,14 +231,16 @@ def _context(tls_dir: Path) -> ssl.SSLContext:
 async def _says(
     connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
     question: bytes,
-    answer: bytes,
+    answers: Sequence[bytes],
 ) -> bool:
+    """Whether it begins with one of these answers."""
     try:
         async with asyncio.timeout(_PROBE_S):
             reader, writer = await connecting
             try:
                 writer.write(question)
-                return (await reader.readexactly(len(answer))) == answer
+                said = await reader.readexactly(min(map(len, answers)))
+                return any(answer.startswith(said) for answer in answers)
             finally:
                 writer.close()
     except (OSError, TimeoutError, asyncio.IncompleteReadError):

@@ -1,5 +1,6 @@
 """The certificates of a mesh that `pdmesh up --tls` starts, made anew at each start and when two
-thirds of their life are over: one for each process, and one for commands on this machine.
+thirds of their life are over: one for each process, and one for commands on this machine. NATS
+knows each of them as a user of its own.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from pdmesh.access.nats_accounts import Holder, nats_accounts
+from pdmesh.access.roles import NATS_ROLES
+from pdmesh.atomic_file import write_atomically
 from pdmesh.core.identity import OPERATOR, ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.folder import CERTIFICATE, CertificateFolder
 
 _NATS: Final = ProcessIdentity("nats", "nats")
 _COMMANDS: Final = ProcessIdentity(OPERATOR, "local")
@@ -57,6 +61,31 @@ class MeshCertificates:
         """Whether NATS has a new certificate. It reads the files only when it is told to."""
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats
+
+
+class CertificateAccounts:
+    """NATS' accounts: one for each certificate in the authority's folder, also for those that
+    `pdmesh certs` adds there while the mesh runs.
+    """
+
+    def __init__(self, root: Path, file: Path) -> None:
+        self._root, self.file = root, file
+        self._written = ""
+
+    def write(self) -> bool:
+        """Write the file if it has to change, and return whether it did. Raises OSError."""
+        holders = {
+            Holder(path.parent.parent.name, path.parent.name)
+            for path in self._root.glob(f"*/*/{CERTIFICATE}")
+            if path.parent.parent.name in NATS_ROLES
+        }
+        text = nats_accounts(holders)
+        if text == self._written:
+            return False
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(self.file, text)
+        self._written = text
+        return True
 
 
 def nats_folder(root: Path) -> Path:

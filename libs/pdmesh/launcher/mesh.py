@@ -14,10 +14,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from pdmesh.config import BadSetting
+from pdmesh.access.roles import REDIS_ROLES
+from pdmesh.config import BadSetting, is_set
 from pdmesh.core.control.supervision import (
     GiveUp,
     ProcessPhase,
@@ -29,7 +31,7 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import BadCertificates, MeshError
 from pdmesh.launcher import first_groups, log_files, state
-from pdmesh.launcher.certificates import MeshCertificates, nats_folder
+from pdmesh.launcher.certificates import CertificateAccounts, MeshCertificates, nats_folder
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
@@ -82,6 +84,7 @@ class Mesh:
         self._supervisor: Supervisor | None = None
         self._health: ProcessHealth | None = None
         self._certificates: MeshCertificates | None = None  # None: no TLS
+        self._accounts: CertificateAccounts | None = None  # None: NATS tells nobody apart
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -138,6 +141,10 @@ class Mesh:
     def certificates(self) -> CertificateFolder | None:
         """The certificate of commands; None: no TLS."""
         return self._certificates.of_commands if self._certificates is not None else None
+
+    def as_commands(self) -> AbstractContextManager[None]:
+        """Connect as this machine's commands do, for as long as the block runs."""
+        return using_certificates(self.certificates, nats_roles=self.wiring.nats_roles)
 
     @property
     def wiring(self) -> Wiring:
@@ -247,7 +254,7 @@ class Mesh:
         if problem := unpaired(processes):
             raise MeshFailed(problem)
         self._issue_certificates(processes)
-        with using_certificates(self.certificates):
+        with self.as_commands():
             await self._check_external()
         await self._start_servers()
         for process in processes:
@@ -268,7 +275,7 @@ class Mesh:
         )
         try:
             environment = {**os.environ, **self.spec.env}
-            with using_certificates(self.certificates):
+            with self.as_commands():
                 await first_groups.apply(file, self.nats_url, environment, self.wiring.mesh_token)
         except MeshError as exc:
             raise MeshFailed(f"{file}: {exc.message}") from exc
@@ -290,10 +297,12 @@ class Mesh:
         ports = reserve_ports(spec, self._cleanup)
         tls = self.state_dir / "tls" if spec.tls else None
         if spec.nats_url is None:
-            own = None if tls is None else nats_folder(tls)
-            self._add_server(NatsServer(self.state_dir / "nats", tls_dir=own))
+            self._add_server(self._nats(tls))
+        redis_urls: dict[str, str] = {}
         if spec.redis_url is None:
-            self._add_server(ValkeyServer(self.state_dir / "valkey"))
+            valkey = ValkeyServer(self.state_dir / "valkey", () if tls is None else REDIS_ROLES)
+            redis_urls = valkey.urls
+            self._add_server(valkey)
         return Wiring(
             nats_url=spec.nats_url or self._servers["nats"].url,
             redis_url=spec.redis_url or self._servers["valkey"].url,
@@ -303,7 +312,21 @@ class Mesh:
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
             tls_dir=tls,
+            nats_roles=self._accounts is not None or self._has_outer_roles(),
+            redis_urls=redis_urls,
         )
+
+    def _nats(self, tls: Path | None) -> NatsServer:
+        directory = self.state_dir / "nats"
+        if tls is None:
+            return NatsServer(directory)
+        self._accounts = CertificateAccounts(tls, directory / "accounts.conf")
+        return NatsServer(directory, tls_dir=nats_folder(tls), accounts=self._accounts.file)
+
+    def _has_outer_roles(self) -> bool:
+        """Whether the user's own NATS tells roles apart."""
+        given = {**os.environ, **self.spec.env}
+        return self.spec.tls and is_set(given, "PDMESH_NATS_ROLES")
 
     def _issue_certificates(self, processes: Iterable[ProcessSpec]) -> None:
         """Raises MeshFailed."""
@@ -315,6 +338,8 @@ class Mesh:
             )
         except BadCertificates as exc:
             raise MeshFailed(exc.message) from exc
+        if self._accounts is not None:
+            self._accounts.write()
 
     def _mesh_token(self) -> str:
         """The token from the services' settings, else one of this mesh's own. Raises MeshFailed."""
@@ -423,7 +448,8 @@ class Mesh:
         if self._certificates is None:
             return
         self._certificates.renew()
-        if self._certificates.has_nats_a_new_one():
+        has_new_users = self._accounts is not None and self._accounts.write()
+        if self._certificates.has_nats_a_new_one() or has_new_users:
             with contextlib.suppress(KeyError):  # there is none, or it is just starting
                 self.supervisor.signal("nats", signal.SIGHUP)
 
@@ -470,6 +496,7 @@ class Mesh:
             regions={region: self.http_url_in(region) for region in self.spec.regions},
             asked=asked_of(self.spec),
             tls_dir=str(self.certificates.path) if self.certificates is not None else "",
+            nats_roles=self.wiring.nats_roles,
         )
         if described == self._last_state:
             return

@@ -163,6 +163,8 @@ class Wiring:
     state_dir: Path
     model_dir: Path
     tls_dir: Path | None = None  # of the mesh's authority; None: no TLS
+    nats_roles: bool = False  # NATS knows processes by their certificates
+    redis_urls: Mapping[str, str] = field(default_factory=dict)  # by service, if each has a user
 
 
 _TIERS: Final = {
@@ -249,6 +251,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         "INSTANCE_ID": name,
         "OPS_FILE": str(ops_file),
         **_tls_settings(service, name, wiring),
+        **({"REDIS_URL": wiring.redis_urls[service]} if service in wiring.redis_urls else {}),
         **({"REGION": region} if region else {}),
         **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
         **(_instance_settings(kind, spec, wiring) if _TIERS[service] is StopOrder.INSTANCE else {}),
@@ -281,6 +284,7 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     return {
         "PDMESH_INNER_HOST": spec.inner_host,
         "PDMESH_NATS_URL": wiring.nats_url,
+        **({"PDMESH_NATS_ROLES": "true"} if wiring.nats_roles else {}),
         "PDMESH_REDIS_URL": wiring.redis_url,
         "PDMESH_HASH_SECRET": wiring.hash_secret,
         "PDMESH_MESH_TOKEN": wiring.mesh_token,

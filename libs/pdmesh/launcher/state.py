@@ -58,6 +58,7 @@ class MeshState:
     # The options that the mesh was started with.
     asked: dict[str, str] = field(default_factory=dict)
     tls_dir: str = ""  # the certificate of commands; empty: no TLS
+    nats_roles: bool = False  # NATS knows processes by their certificates
 
 
 def mesh_file(state_dir: Path) -> Path:

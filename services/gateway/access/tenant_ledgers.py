@@ -25,6 +25,7 @@ from pdmesh.core.tenancy.limits import (
 )
 from pdmesh.core.tenancy.shared_limits import Ledger, TenantParts
 from pdmesh.errors import Unavailable
+from pdmesh.net.nats.buckets import TENANTS
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import (
     KvBucket,
@@ -36,7 +37,6 @@ from pdmesh.net.tasks import end, together
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-tenants"
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # how long a call waits for a part
@@ -297,4 +297,4 @@ class TenantLedgers:
 
 
 def tenant_bucket(bus: NatsBus) -> KvBucket:
-    return KvBucket(bus, BUCKET)
+    return KvBucket(bus, TENANTS)

@@ -23,7 +23,7 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.grpc import rpc
-from pdmesh.net.nats.assignments import BUCKET
+from pdmesh.net.nats.buckets import ASSIGNMENTS
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry
 from pdmesh.net.nats.registry import NatsRegistry
@@ -75,7 +75,7 @@ class Witness:
         self._view.on_change(self._on_record)
         self._bus.on_lost(self._on_blind)
         self._bus.on_restored(self._on_blind)
-        self._book = KvBucket(self._bus, BUCKET).watch(
+        self._book = KvBucket(self._bus, ASSIGNMENTS).watch(
             self._on_assignment, lambda: None, lambda: None
         )
         await self._bus.subscribe(subjects.request_finished(), self._on_finished)

@@ -21,7 +21,8 @@ from pdmesh.instance.incarnation import artefact
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats.assignments import BUCKET, NatsAssignments
+from pdmesh.net.nats.assignments import NatsAssignments
+from pdmesh.net.nats.buckets import ASSIGNMENTS
 from pdmesh.net.nats.kv_bucket import KvBucket
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_BLANK,
@@ -164,7 +165,9 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
     loaded = master.record("p").incarnation
     await master.assign("p", ROLE_DECODE, assignment_id=2, stage=STAGE_SERVE)
     await site.until(lambda: Ignored.OTHER_ROLE.value in p.log_file.read_text())
-    raw = KvBucket(site.bus, BUCKET)  # to write like a former leader, without comparing revisions
+    raw = KvBucket(
+        site.bus, ASSIGNMENTS
+    )  # to write like a former leader, without comparing revisions
     old = Assignment()
     old.CopyFrom(master.given["p"])
     assert master.record("p").epoch == 5, "a leader with a lower epoch learns of this one (F21)"

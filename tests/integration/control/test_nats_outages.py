@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from pdmesh.net.nats.buckets import LEADER
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket
-from pdmesh.net.nats.leader import BUCKET, LeaderElection
+from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -174,7 +175,7 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
     await until(lambda: a.election.is_leader)
     b = Candidate(await NatsBus.connect(server.url, "b"), "b", lease_s=4.0)
-    lease = KvBucket(b.bus, BUCKET, ttl_s=4.0)
+    lease = KvBucket(b.bus, LEADER, ttl_s=4.0)
     joined = await lease.get("master")
     assert joined is not None
 

@@ -75,7 +75,7 @@ def ours(mesh: Mesh) -> TestAuthority:
 async def inner_records(mesh: Mesh) -> dict[str, InstanceRecord]:
     """The registered processes with an inner gRPC port; a blank instance has one with a role."""
     found: dict[str, InstanceRecord] = {}
-    with using_certificates(mesh.certificates):
+    with mesh.as_commands():
         bus = await NatsBus.connect(mesh.nats_url, "test")
     view = await NatsRegistry(bus, 3.0).watch()
 
@@ -280,7 +280,7 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
         await until(lambda: len(statuses) >= 4)
         addresses = {name: record.grpc_address for name, record in records.items()}
         before = {name: await _serial(mesh, address) for name, address in addresses.items()}
-        nats = mesh.nats_url.rpartition("@")[2]
+        nats = mesh.nats_url.removeprefix("tls://")
         before_of_nats = await _serial(mesh, nats)
         for name, process in mesh.supervisor.specs.items():
             ours.issue(process.service, name, names=["127.0.0.1"])

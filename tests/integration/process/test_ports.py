@@ -22,7 +22,6 @@ from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.mesh_token import METADATA_KEY
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
-from pdmesh.net.tls.own import using_certificates
 from pdmesh.v1.inference_service_pb2 import ChatRequest
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.attack.listeners import Listener, listeners
@@ -68,7 +67,7 @@ class Found:
 
 async def listening(mesh: Mesh) -> list[Found]:
     """Everything that any process of the mesh listens on, as the kernel says."""
-    with using_certificates(mesh.certificates):
+    with mesh.as_commands():
         bus = await NatsBus.connect(mesh.nats_url, "test")
     view = await NatsRegistry(bus, 3.0).watch()
     addresses = {i: r.grpc_address for i, r in view.records.items()}

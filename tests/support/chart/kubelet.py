@@ -242,6 +242,7 @@ class Kubelet:
         identity = ProcessIdentity.from_uri(asked["uri-sans"].replace("${POD_NAME}", pod.name))
         own, *names = asked["dns-names"].replace("${POD_NAME}", pod.name).split(",")
         assert own == identity.dns_name
+        assert identity.role_dns_name in names  # NATS knows pods by it
         reached = [
             self._hosts.get(name, name.replace("${POD_NAMESPACE}", "mesh")) for name in names
         ]

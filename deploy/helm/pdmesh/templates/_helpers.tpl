@@ -108,7 +108,7 @@ csi:
     csi.cert-manager.io/issuer-kind: {{ $tls.issuerKind | quote }}
     csi.cert-manager.io/issuer-group: {{ $tls.issuerGroup | quote }}
     csi.cert-manager.io/uri-sans: {{ printf "spiffe://%s/%s/${POD_NAME}" $tls.trustDomain .service | quote }}
-    csi.cert-manager.io/dns-names: {{ printf "${POD_NAME}.%s.%s%s" .service $tls.trustDomain (.names | default "") | quote }}
+    csi.cert-manager.io/dns-names: {{ printf "${POD_NAME}.%s.%s,%s.%s%s" .service $tls.trustDomain .service $tls.trustDomain (.names | default "") | quote }}
     csi.cert-manager.io/key-usages: digital signature,key encipherment,server auth,client auth
     csi.cert-manager.io/duration: {{ $tls.duration | quote }}
     csi.cert-manager.io/fs-group: {{ .root.Values.podSecurityContext.fsGroup | toString | quote }}

@@ -83,6 +83,10 @@ spec:
           value: json
         - name: HOME
           value: /tmp
+        {{- if and $v.tls.enabled $v.nats.enabled }}
+        - name: PDMESH_NATS_ROLES
+          value: "true"
+        {{- end }}
         - name: PDMESH_NATS_URL
           {{- include "pdmesh.fromSecret" (dict "root" $root "key" "nats-url") | nindent 10 }}
         - name: PDMESH_MESH_TOKEN

@@ -33,6 +33,7 @@ def build_parser() -> CommandParser:
     stores.add_adapters(commands)
     stores.add_artefact(commands)
     stores.add_certs(commands)
+    stores.add_access(commands)
     looks.add_completion(commands)
     return parser
 

@@ -9,6 +9,7 @@ from pdmesh.cli import values
 from pdmesh.cli.arguments import options
 from pdmesh.cli.arguments.options import Commands
 from pdmesh.cli.parser import CommandParser
+from pdmesh.core.identity import TRUST_DOMAIN
 
 
 def add_pins(commands: Commands) -> None:
@@ -197,4 +198,33 @@ def add_certs(commands: Commands) -> None:
         type=values.positive,
         default=365.0,
         help="how long the certificates are valid (default: %(default)g)",
+    )
+
+
+def add_access(commands: Commands) -> None:
+    common = options.of_state()
+    parser = commands.add_parser(
+        "access", parents=[common], help="print who may do what, as files for NATS and Redis"
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    nats = actions.add_parser("nats", parents=[common], help="print the accounts for NATS")
+    nats.add_argument(
+        "holders",
+        nargs="*",
+        metavar="ROLE[/ID]",
+        help="a certificate, or all certificates of a role (default: those of every role)",
+    )
+    nats.add_argument(
+        "--trust-domain",
+        default=TRUST_DOMAIN,
+        metavar="NAME",
+        help="that of the certificates (default: %(default)s)",
+    )
+    redis = actions.add_parser("redis", parents=[common], help="print the ACL file for Redis")
+    redis.add_argument(
+        "passwords",
+        nargs="+",
+        type=values.assignment,
+        metavar="ROLE=FILE",
+        help="a service that uses Redis, and the file with its password",
     )

@@ -14,16 +14,17 @@ _PREFIX: Final = "pdmesh:v1"
 
 INSTANCES: Final = f"{_PREFIX}:instances"  # set of the ids that own keys
 EPOCH: Final = f"{_PREFIX}:index:epoch"  # exists until the store is wiped
+INSTANCE_KEYS: Final = f"{_PREFIX}:instance:"
 
 
 def instance_blocks(instance_id: str, tier: Tier) -> str:
     """Set of the blocks (16 bytes each) that the instance holds in the tier."""
-    return f"{_PREFIX}:instance:{instance_id}:{tier}-blocks"
+    return f"{INSTANCE_KEYS}{instance_id}:{tier}-blocks"
 
 
 def instance_version(instance_id: str) -> str:
     """A hash with incarnation and sequence. It is missing while the blocks are being rewritten."""
-    return f"{_PREFIX}:instance:{instance_id}:version"
+    return f"{INSTANCE_KEYS}{instance_id}:version"
 
 
 # All keys of kept responses are on one shard: a response of any tenant makes room for any other.

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import structlog
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from pdmesh.errors import NotLeader
 from pdmesh.net.assignments import OnAssignment, StaleView
+from pdmesh.net.nats.buckets import ASSIGNMENTS
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry, WrongRevision
 from pdmesh.v1.groups_pb2 import Assignment
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-assignments"
-
 
 class NatsAssignments:
     """The adapter of `Assignments`."""
 
     def __init__(self, bus: NatsBus) -> None:
-        self._bucket = KvBucket(bus, BUCKET)
+        self._bucket = KvBucket(bus, ASSIGNMENTS)
 
     async def book(self) -> NatsAssignmentBook:
         book = NatsAssignmentBook(self._bucket)

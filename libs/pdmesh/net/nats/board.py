@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from pdmesh.errors import VersionConflict
 from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged
 from pdmesh.net.event_json import to_json
+from pdmesh.net.nats import buckets
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import (
     KvBucket,
@@ -146,12 +147,12 @@ class BoardView(Generic[M]):
 
 def health_board(bus: NatsBus) -> Board[HealthChanged]:
     """The health-monitor's verdicts: which processes are alive."""
-    return Board(KvBucket(bus, "pdmesh-health"), HealthChanged)
+    return Board(KvBucket(bus, buckets.HEALTH), HealthChanged)
 
 
 def fault_board(bus: NatsBus) -> Board[FaultReport]:
     """The health-monitor's fault verdicts: which instance is faulty, and what to do about it."""
-    return Board(KvBucket(bus, "pdmesh-faults"), FaultReport)
+    return Board(KvBucket(bus, buckets.FAULTS), FaultReport)
 
 
 def pin_board(bus: NatsBus) -> Board[Pin]:
@@ -159,12 +160,12 @@ def pin_board(bus: NatsBus) -> Board[Pin]:
 
     It holds names of blocks, and no tokens.
     """
-    return Board(KvBucket(bus, "pdmesh-pins"), Pin)
+    return Board(KvBucket(bus, buckets.PINS), Pin)
 
 
 def adapter_board(bus: NatsBus) -> Board[RegisteredAdapter]:
     """The leading master's list of LoRA adapters, by name."""
-    return Board(KvBucket(bus, "pdmesh-adapters"), RegisteredAdapter)
+    return Board(KvBucket(bus, buckets.ADAPTERS), RegisteredAdapter)
 
 
 def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:
@@ -172,4 +173,4 @@ def out_of_service_board(bus: NatsBus) -> Board[OutOfService]:
 
     No heartbeat, incarnation or restart puts an instance back.
     """
-    return Board(KvBucket(bus, "pdmesh-out-of-service"), OutOfService)
+    return Board(KvBucket(bus, buckets.OUT_OF_SERVICE), OutOfService)

@@ -25,8 +25,9 @@ from pdmesh.config import without_password
 from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
+from pdmesh.net.nats.buckets import IMPORTED_API, MAKER, inbox_of
 from pdmesh.net.nats.tls_client import TlsClient
-from pdmesh.net.tls.own import own_certificates
+from pdmesh.net.tls.own import own_certificates, role_at_nats
 from pdmesh.telemetry import metrics, names
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class NatsBus:
         self._is_encrypted = url.startswith("tls://")
         self._client: Any = TlsClient() if self._is_encrypted else Client()  # nats-py's; untyped
         self._certificates = own_certificates()
+        self._role = role_at_nats()
         self._shown: Certificates | None = None  # those of the client's TLS context
         self._subscriptions: list[NatsSubscription] = []
         self._on_lost: list[Callable[[], None]] = []
@@ -104,6 +106,7 @@ class NatsBus:
         await bus._client.connect(
             url,
             **bus._tls_options(),
+            **bus._role_options(),
             name=name,
             connect_timeout=1,
             reconnect_time_wait=0.1,
@@ -136,6 +139,11 @@ class NatsBus:
             raise BadCertificates(f"certificates for NATS: {exc}") from exc
         return {"tls": context, "tls_handshake_first": True}
 
+    def _role_options(self) -> dict[str, object]:
+        if self._role is None:
+            return {}
+        return {"inbox_prefix": inbox_of(self._role.role, self._role.instance_id)}
+
     def _new_context(self) -> ssl.SSLContext:
         """Raises OSError."""
         from pdmesh.net.tls.contexts import client_context
@@ -163,6 +171,20 @@ class NatsBus:
         Do not `flush` it: a timeout there kills its read loop.
         """
         return self._client
+
+    def jetstream(self, timeout_s: float) -> Any:
+        """JetStream, as this process may use it; nats-py's."""
+        prefix = {} if self._role is None else {"prefix": IMPORTED_API}
+        return self._client.jetstream(timeout=timeout_s, **prefix)
+
+    @property
+    def makes_buckets(self) -> bool:
+        """Where NATS tells roles apart, only masters make buckets; elsewhere, whoever needs one."""
+        return self._role is None or self._role.role == MAKER
+
+    @property
+    def has_roles(self) -> bool:
+        return self._role is not None
 
     @property
     def is_connected(self) -> bool:

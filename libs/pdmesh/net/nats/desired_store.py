@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from google.protobuf.message import Message
 
 from pdmesh.errors import NotLeader, VersionConflict
+from pdmesh.net.nats.buckets import DESIRED
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import (
     KvBucket,
@@ -27,13 +28,12 @@ from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion, Upgrades
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-desired"
 VERSIONS_KEPT: Final = 100
 _UNCONDITIONAL_TRIES: Final = 5
-_CURRENT: Final = "current"
+CURRENT: Final = "current"
 ADJUSTED: Final = "adjusted"
 UPGRADES: Final = "upgrades"
-_KEYS: Final = (_CURRENT, ADJUSTED, UPGRADES)
+_KEYS: Final = (CURRENT, ADJUSTED, UPGRADES)
 
 M = TypeVar("M", bound=Message)
 
@@ -98,7 +98,7 @@ class DesiredStore:
         after.applied_at.GetCurrentTime()
         try:
             revision = await self._bucket.put(
-                _CURRENT, _encode(after), last=found.revision if found else 0
+                CURRENT, _encode(after), last=found.revision if found else 0
             )
         except WrongRevision as exc:
             raise VersionConflict("another writer has just changed the desired state") from exc
@@ -138,7 +138,7 @@ class DesiredStore:
             if (version := _parse(entry)) is not None:
                 on_version(version)
 
-        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=_CURRENT)
+        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=CURRENT)
 
     def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
         """Deliver the state of the upgrades now, whenever it changes, and after an outage."""
@@ -151,7 +151,7 @@ class DesiredStore:
 
     async def _get_current(self) -> KvEntry | None:
         await self._bucket.ensure()
-        return await self._bucket.get(_CURRENT)
+        return await self._bucket.get(CURRENT)
 
 
 class DesiredBook:
@@ -232,7 +232,7 @@ class DesiredBook:
             reason=reason,
             canary_share=canary_share,
         )
-        if self._is_latest(_CURRENT, revision):
+        if self._is_latest(CURRENT, revision):
             self.current = applied
             self._on_change()
         return applied
@@ -257,7 +257,7 @@ class DesiredBook:
         Earlier versions are lost: no process keeps them in memory.
         """
         known: dict[str, Message | None] = {
-            _CURRENT: self.current,
+            CURRENT: self.current,
             ADJUSTED: self.adjustments,
             UPGRADES: self.upgrades,
         }
@@ -286,7 +286,7 @@ class DesiredBook:
         if entry.revision < self._revisions.get(entry.key, 0) and not is_reopening:
             return  # our own write is later than this entry
         self._revisions[entry.key] = entry.revision
-        if entry.key == _CURRENT:
+        if entry.key == CURRENT:
             self._on_current(entry)
         elif entry.key == ADJUSTED:
             self._on_adjusted(entry)
@@ -315,14 +315,14 @@ class DesiredBook:
         version = _parse(entry)
         if version is None:
             return
-        self._seen.add(_CURRENT)
+        self._seen.add(CURRENT)
         if version != self.current:
             self.current = version
             self._on_change()
 
 
 def desired_store(bus: NatsBus) -> DesiredStore:
-    return DesiredStore(KvBucket(bus, BUCKET))
+    return DesiredStore(KvBucket(bus, DESIRED))
 
 
 def _key(number: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -64,14 +65,19 @@ class KvBucket:
 
     def __init__(self, bus: NatsBus, name: str, ttl_s: float = 0.0) -> None:
         self._bus = bus
-        self._js = bus.client.jetstream(timeout=_REQUEST_S)
+        self._js = bus.jetstream(_REQUEST_S)
         self.name = name
         self.stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
         self._ttl_s = ttl_s
 
     async def ensure(self) -> None:
-        """Make the bucket if it is absent; update its settings if they differ."""
+        """Make the bucket if it is absent; update its settings if they differ.
+
+        A process that may not make buckets waits for a master: its calls raise Unavailable.
+        """
+        if not self._bus.makes_buckets:
+            return
         config = api.StreamConfig(
             name=self.stream,
             subjects=[f"{self._prefix}>"],
@@ -80,7 +86,9 @@ class KvBucket:
             max_age=self._ttl_s,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._ttl_s else None,
-            allow_rollup_hdrs=True,
+            # A writer of one key could empty the bucket. NATS allows it all the same where entries
+            # expire with a marker.
+            allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,
             discard=api.DiscardPolicy.NEW,
@@ -149,6 +157,8 @@ class KvBucket:
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
         """Push the last values to `inbox`; returns the consumer's name and how many values wait."""
         config = api.ConsumerConfig(
+            # Part of the request's subject, with the filter: NATS can permit one filter alone.
+            name=secrets.token_hex(12),
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
             ack_policy=api.AckPolicy.NONE,

@@ -18,13 +18,13 @@ import structlog
 
 from pdmesh.core.control.leadership import Leadership
 from pdmesh.errors import Unavailable
+from pdmesh.net.nats.buckets import LEADER
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry, WrongRevision
 from pdmesh.net.tasks import end, together
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-leader"
 _TICKS_PER_LEASE: Final = 12
 
 
@@ -44,7 +44,7 @@ class LeaderElection:
         lease_s: float,
         on_change: Callable[[bool, int], None],
     ) -> None:
-        self._bucket = KvBucket(bus, BUCKET, ttl_s=lease_s)
+        self._bucket = KvBucket(bus, LEADER, ttl_s=lease_s)
         self._role = role
         self._name = json.dumps(
             {"instanceId": candidate_id, "incarnation": str(incarnation)}

@@ -17,6 +17,7 @@ import structlog
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from pdmesh.errors import Unavailable
+from pdmesh.net.nats.buckets import INSTANCES
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry, WrongRevision
 from pdmesh.net.registry import RecordChanged
@@ -25,7 +26,6 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-instances"
 _MARGIN_S: Final = 0.5  # an owner needs this time to notice that the server is back
 _RETRY_S: Final = 0.25
 _TICK_S: Final = 0.1
@@ -37,7 +37,7 @@ class NatsRegistry:
     def __init__(self, bus: NatsBus, lease_s: float) -> None:
         self._bus = bus
         self._lease_s = lease_s
-        self._bucket = KvBucket(bus, BUCKET, ttl_s=lease_s)
+        self._bucket = KvBucket(bus, INSTANCES, ttl_s=lease_s)
 
     async def register(self, record: InstanceRecord) -> NatsLease:
         """Take the id, even from an earlier incarnation. Waits for the store if it is away."""

@@ -11,13 +11,13 @@ import structlog
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from pdmesh.errors import VersionConflict
+from pdmesh.net.nats.buckets import USAGE
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, WrongRevision
 from pdmesh.v1.admin_service_pb2 import UsageBook
 
 log = structlog.get_logger(__name__)
 
-BUCKET: Final = "pdmesh-usage"
 _KEY: Final = "book"
 
 
@@ -51,4 +51,4 @@ class UsageStore:
 
 
 def usage_store(bus: NatsBus) -> UsageStore:
-    return UsageStore(KvBucket(bus, BUCKET))
+    return UsageStore(KvBucket(bus, USAGE))

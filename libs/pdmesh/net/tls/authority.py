@@ -92,6 +92,7 @@ class Authority:
         alternatives = [
             x509.UniformResourceIdentifier(identity.uri),
             x509.DNSName(identity.dns_name),
+            x509.DNSName(identity.role_dns_name),
             *map(_general_name, dict.fromkeys(names)),
         ]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

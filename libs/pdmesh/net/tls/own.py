@@ -7,30 +7,42 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pdmesh.core.identity import ProcessIdentity
     from pdmesh.net.tls.folder import CertificateFolder
 
 
 class _Own:
     folder: CertificateFolder | None = None
+    has_nats_roles = False
 
 
-def use_certificates(folder: CertificateFolder | None) -> None:
+def use_certificates(folder: CertificateFolder | None, *, nats_roles: bool = False) -> None:
     """Set what servers and connections of this process use from now on; None: no TLS.
 
-    Call it before the first of them is made.
+    `nats_roles`: NATS knows processes by their certificates, and tells roles apart. Call it before
+    the first of them is made.
     """
-    _Own.folder = folder
+    _Own.folder, _Own.has_nats_roles = folder, nats_roles and folder is not None
 
 
 def own_certificates() -> CertificateFolder | None:
     return _Own.folder
 
 
+def role_at_nats() -> ProcessIdentity | None:
+    """Who this process is at NATS; None: NATS does not tell roles apart."""
+    folder = _Own.folder
+    return folder.identity if folder is not None and _Own.has_nats_roles else None
+
+
 @contextlib.contextmanager
-def using_certificates(folder: CertificateFolder | None) -> Iterator[None]:
+def using_certificates(
+    folder: CertificateFolder | None, *, nats_roles: bool = False
+) -> Iterator[None]:
     """As `use_certificates`, for as long as the block runs."""
-    before, _Own.folder = _Own.folder, folder
+    before = _Own.folder, _Own.has_nats_roles
+    use_certificates(folder, nats_roles=nats_roles)
     try:
         yield
     finally:
-        _Own.folder = before
+        _Own.folder, _Own.has_nats_roles = before

@@ -29,7 +29,8 @@ def test_a_certificate_has_the_process_its_names_and_its_addresses(tmp_path: Pat
     found = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
     san = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert san.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://pdmesh/decode/d-0"]
-    assert san.get_values_for_type(x509.DNSName) == ["d-0.decode.pdmesh", "node-3.example.org"]
+    names = ["d-0.decode.pdmesh", "decode.pdmesh", "node-3.example.org"]
+    assert san.get_values_for_type(x509.DNSName) == names
     addresses = san.get_values_for_type(x509.IPAddress)
     assert [str(address) for address in addresses] == ["10.0.0.5", "::1"]
 

@@ -1,0 +1,50 @@
+"""`pdmesh access`: who may do what at NATS and Redis, as files for servers of one's own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pdmesh.access.nats_accounts import Holder, nats_accounts
+from pdmesh.access.redis_acl import redis_acl
+from pdmesh.access.roles import NATS_ROLES
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.core.identity import ProcessIdentity
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        text = _accounts(options) if options.action == "nats" else _users(options)
+    except ValueError as exc:
+        raise CommandFailed(str(exc), 2) from exc
+    print(text, end="")
+    return 0
+
+
+def _accounts(options: argparse.Namespace) -> str:
+    named = options.holders or sorted(NATS_ROLES)
+    return nats_accounts([_holder(each, options.trust_domain) for each in named])
+
+
+def _holder(text: str, trust_domain: str) -> Holder:
+    """Raises ValueError."""
+    if "/" not in text:
+        # It must be a role's name, and the trust domain one of certificates.
+        ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}/any")
+        return Holder(text, trust_domain=trust_domain)
+    return Holder.of(ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}"))
+
+
+def _users(options: argparse.Namespace) -> str:
+    """Raises ValueError."""
+    return redis_acl({role: _password(role, Path(file)) for role, file in options.passwords})
+
+
+def _password(role: str, file: Path) -> str:
+    """Raises ValueError."""
+    try:
+        return file.read_text().strip()
+    except OSError as exc:
+        raise ValueError(f"{role}: {file}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"{role}: {file} is not text") from exc

@@ -1,0 +1,53 @@
+"""Makes every bucket, for roles that may not: at the start, and after one was wiped (F21)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import structlog
+
+from pdmesh.errors import Unavailable
+from pdmesh.net.nats.buckets import ALL_BUCKETS, LEASED
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import KvBucket
+
+log = structlog.get_logger(__name__)
+
+_LOOK_EVERY_S: Final = 5.0
+_RETRY_S: Final = 0.25
+
+
+class BucketKeeper:
+    """One in each master. `lease_s` is that of the registry and of the election."""
+
+    def __init__(self, bus: NatsBus, lease_s: float) -> None:
+        self._bus = bus
+        self._buckets = [
+            KvBucket(bus, name, ttl_s=lease_s if name in LEASED else 0.0) for name in ALL_BUCKETS
+        ]
+
+    async def run(self) -> None:
+        """Runs until cancelled. Where roles are not told apart, it has nothing to do."""
+        restored = asyncio.Event()
+        forget = self._bus.on_restored(restored.set)
+        try:
+            while True:
+                restored.clear()
+                is_done = not self._bus.has_roles or await self._make_all()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_EVERY_S if is_done else _RETRY_S):
+                        await restored.wait()
+        finally:
+            forget()
+
+    async def _make_all(self) -> bool:
+        """Return whether all of them are there now."""
+        for bucket in self._buckets:
+            try:
+                await bucket.ensure()
+            except Unavailable as exc:
+                log.debug("buckets.unavailable", error=exc.message)
+                return False
+        return True
