@@ -20,7 +20,7 @@ DONE   := $(VENV)/.done
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
-        kv-faults compose-test check format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
+        kv-faults compose-test check audit format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -98,6 +98,8 @@ check: $(DONE)/dev proto-check ## check format, lint, types, imports, rooms and 
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	$(BIN)/python -m tools.rooms && $(BIN)/python -m tools.docs_check
 	$(BIN)/python -m tools.request_states --check docs/request-states.md
+audit: $(DONE)/dev ## check dependencies (vulnerabilities, licences), code and files (secrets); write bills of materials in .cache/audit
+	@requirements/audit.sh $(abspath $(VENV)) $(abspath .cache/audit)
 format: $(DONE)/dev ## format, and fix what ruff can fix
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
@@ -127,13 +129,10 @@ proto-check: proto ## fail if the generated code is not what proto/ says
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
 docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code
-	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
 	@$(BIN)/python -m tools.chart_schema deploy/helm/pdmesh/values.schema.json
-	@$(BIN)/python -m tools.coverage_doc
-	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
-	@$(BIN)/python -m tools.cli_doc docs/cli.md
-	@$(BIN)/python -m pdmesh.cli.app access nats > deploy/helm/pdmesh/files/nats-accounts.conf
-	@$(BIN)/python -m tools.request_states docs/request-states.md
+	@$(BIN)/python -m pdmesh.cli.app access nats > deploy/helm/pdmesh/files/nats-accounts.conf && $(BIN)/python -m tools.coverage_doc
+	@for each in configuration_doc:configuration telemetry_doc:telemetry cli_doc:cli request_states:request-states; do \
+	  $(BIN)/python -m tools.$${each%:*} docs/$${each#*:}.md || exit; done
 
 coverage-results: $(DONE)/dev ## add the results of tests that make ran with RESULTS=FOLDER; commit the changes
 	@$(BIN)/python -m tools.coverage_doc $(RESULTS)

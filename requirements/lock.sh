@@ -10,6 +10,6 @@ compile "$1" --allow-unsafe base.in -o base.txt
 compile "$1" --allow-unsafe dev.in -o dev.txt
 compile "$1" --no-allow-unsafe --unsafe-package torch --unsafe-package triton --unsafe-package torchvision \
     --unsafe-package torchaudio --unsafe-package torchcodec vllm.in -o vllm.txt
-for each in clients litellm aiperf instructor site; do # environments of their own, .cache/clients/NAME and .cache/site
+for each in clients litellm aiperf instructor site audit; do # environments of their own, .cache/clients/NAME and .cache/NAME
     compile "$1" --allow-unsafe "$each.in" -o "$each.txt"
 done

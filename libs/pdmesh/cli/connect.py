@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.config import BadSetting, is_set, url_problem, without_password
-from pdmesh.errors import BadCertificates
+from pdmesh.client.client import reach_nats
+from pdmesh.config import BadSetting, is_set
+from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.launcher import state
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
@@ -23,8 +23,6 @@ from pdmesh.net.tls.own import use_certificates
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder
-
-_CONNECT_S: Final = 3.0
 
 
 def be_quiet() -> None:
@@ -48,18 +46,14 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
             raise no_mesh(options.state_dir)
         url, tls_dir = mesh.nats_url, tls_dir or mesh.tls_dir
         has_roles = mesh.nats_roles
-    if problem := url_problem(url):
-        raise CommandFailed(f"--nats-url or PDMESH_NATS_URL: {problem}")
     be_quiet()
     use_certificates(_certificates(tls_dir), nats_roles=has_roles)
     try:
-        async with asyncio.timeout(_CONNECT_S):
-            bus = await NatsBus.connect(url, "pdmesh-cli")
-    except TimeoutError:
-        at = without_password(url)
-        raise CommandFailed(
-            f"NATS does not answer at {at}, or rejects this user and password"
-        ) from None
+        bus = await reach_nats(url, "pdmesh-cli")
+    except InvalidRequest as exc:
+        raise CommandFailed(f"--nats-url or PDMESH_NATS_URL: {exc.message}") from exc
+    except Unavailable as exc:
+        raise CommandFailed(exc.message) from exc
     try:
         yield bus
     finally:

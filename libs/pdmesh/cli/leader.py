@@ -6,14 +6,19 @@ import argparse
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.texts import text_of
+from pdmesh.client.admin_calls import AdminCalls
 from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
-async def ask_leader(options: argparse.Namespace, invoke: Invoke[T]) -> T:
-    """Call the leading master. Raises MeshError if it refuses, or if no master leads."""
+def leader_of(options: argparse.Namespace) -> AdminCalls:
+    """The calls of the leading master; each connects by itself. Raises CommandFailed."""
     token = _token(options)
-    async with connected(options) as bus:
-        return await call_leader(bus, token, invoke)
+
+    async def ask(invoke: Invoke[T], /) -> T:
+        async with connected(options) as bus:
+            return await call_leader(bus, token, invoke)
+
+    return AdminCalls(ask)
 
 
 def _token(options: argparse.Namespace) -> str:

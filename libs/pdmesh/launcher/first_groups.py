@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pdmesh.net.grpc.admin_client import call_leader
-from pdmesh.net.nats.bus import NatsBus
-from pdmesh.v1.admin_service_pb2 import ApplyDesiredRequest
+from pdmesh.client.client import Client
 
 _LEADER_S: Final = 20.0
 
@@ -18,23 +17,12 @@ async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_
 
     `environment` is that of the masters, which has their admin token.
     """
-    request = _request(file)
-    bus = await NatsBus.connect(nats_url, "pdmesh-up")
-    try:
-        await call_leader(
-            bus,
-            _admin_token(environment),
-            lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
-            within_s=_LEADER_S,
-            mesh_token=mesh_token,
-        )
-    finally:
-        await bus.close()
-
-
-def _request(file: Path) -> ApplyDesiredRequest:
-    text = file.read_text()
-    return ApplyDesiredRequest(text=text, author="pdmesh up", reason="the mesh was started")
+    token = _admin_token(environment)
+    text = await asyncio.to_thread(file.read_text)
+    async with Client.connect(
+        nats_url, admin_token=token, mesh_token=mesh_token, within_s=_LEADER_S
+    ) as client:
+        await client.apply(text, author="pdmesh up", reason="the mesh was started")
 
 
 def _admin_token(environment: Mapping[str, str]) -> str:

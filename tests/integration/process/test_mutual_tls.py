@@ -139,6 +139,22 @@ async def test_commands_on_this_machine_use_a_certificate_of_their_own(mesh: Mes
     assert len([row for row in rows if row["num_running"] is not None]) == 4
 
 
+async def test_doctor_looks_at_the_certificate_of_every_port(mesh: Mesh) -> None:
+    await inner_records(mesh)
+    command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(mesh.state_dir)]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*command, "doctor", "-o", "json"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    found = [each for each in json.loads(done.stdout) if each["subject"] == "certificates"]
+    assert [each["grade"] for each in found] == ["ok", "ok"], found
+    assert "operator/local" in found[0]["text"]
+    assert "7 ports show the right ones" in found[1]["text"]  # six processes, and NATS
+
+
 async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: Mesh) -> None:
     """The name that a caller gives is no proof; `pdmesh up` applied the groups."""
     command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(mesh.state_dir)]

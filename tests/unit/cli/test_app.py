@@ -30,6 +30,8 @@ from pdmesh.cli.commands.look import events
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import default_state_dir
 from pdmesh.cli.view.table import table
+from pdmesh.client import client
+from pdmesh.client.events import KINDS
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import state
 from pdmesh.net.bus import Message
@@ -244,7 +246,7 @@ def test_a_closed_output_pipe_is_not_reported_as_a_lost_gateway(
 def test_a_mesh_without_its_nats_is_still_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(client, "_CONNECT_S", 0.2)
     monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
     mesh = state.MeshState(
         1, "ready", "sim", "sim", "http://x", "x:1", "nats://127.0.0.1:1", "unix:///x",
@@ -266,7 +268,7 @@ def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
     """The command once said "mesh: ready", with exit code 0, if the other NATS answered, and listed
     the processes of the local mesh.
     """
-    monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(client, "_CONNECT_S", 0.2)
     monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
     mesh = state.MeshState(
         1, "ready", "sim", "sim", "http://x", "x:1", "nats://here:1", "unix:///x"
@@ -413,7 +415,7 @@ def test_every_event_of_the_catalogue_can_be_shown() -> None:
 
     builders = [f for n, f in vars(subjects).items() if callable(f) and not n.startswith("_")]
     kinds = {tuple(builder("x").split(".")[2:4]) for builder in builders}
-    assert kinds == set(events.KINDS)
+    assert kinds == set(KINDS)
 
 
 class Leader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,13 +91,13 @@ def test_a_leader_that_dies_in_the_meantime_does_not_end_the_wait(
         look(SERVING),
     ]
 
-    async def ask(options: object, invoke: object) -> ListGroupStatesResponse:
+    async def groups() -> ListGroupStatesResponse:
         found = looks.pop(0)
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(command, "ask_leader", ask)
+    monkeypatch.setattr(command, "leader_of", lambda _: SimpleNamespace(groups=groups))
     monkeypatch.setattr(command, "_PAUSE_S", 0.0)
     assert asyncio.run(command.wait(Namespace(timeout=60.0), 7)).is_done
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
@@ -110,10 +111,10 @@ def test_a_leader_that_dies_in_the_meantime_does_not_end_the_wait(
 def test_a_rollout_that_never_ends_is_given_up_with_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def ask(options: object, invoke: object) -> ListGroupStatesResponse:
+    async def groups() -> ListGroupStatesResponse:
         return look(CHANGING)
 
-    monkeypatch.setattr(command, "ask_leader", ask)
+    monkeypatch.setattr(command, "leader_of", lambda _: SimpleNamespace(groups=groups))
     with pytest.raises(CommandFailed, match=r"not rolled out after 0\.2 s: 0 of 1 groups"):
         asyncio.run(command.wait(Namespace(timeout=0.2), 7))
 

@@ -116,7 +116,7 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
 
 def test_every_package_that_is_installed_has_a_hash() -> None:
     """This includes packages of the environments that `make fuzz` and the images have."""
-    for name in ("base", "dev", "vllm", "torch", "model", "fuzz", "chart"):
+    for name in ("base", "dev", "vllm", "torch", "model", "fuzz", "chart", "audit"):
         text = (_ROOT / f"requirements/{name}.txt").read_text()
         pinned = [
             line for line in text.splitlines() if line and not line.startswith(("#", " ", "-"))
@@ -124,9 +124,10 @@ def test_every_package_that_is_installed_has_a_hash() -> None:
         assert pinned
         assert all(line.endswith("\\") for line in pinned), name
     assert f"--hash={HASH}" in (_ROOT / "requirements/torch.txt").read_text()
+    scripts = [f"requirements/{name}.sh" for name in ("install", "chart", "site", "audit")]
     installs = [
         (file, line)
-        for file in ("Makefile", "Dockerfile", "requirements/install.sh", "requirements/chart.sh")
+        for file in ("Makefile", "Dockerfile", *scripts)
         for line in (_ROOT / file).read_text().splitlines()
         if re.search(r"pip install --|\binstall --", line) and '"$@"' not in line
     ]

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Final
 
-from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.leader import leader_of
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -21,37 +21,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _add(options: argparse.Namespace) -> int:
-    request = pb.AddAdapterRequest(name=options.adapter, model=options.model, path=options.path)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.AddAdapter(request, metadata=metadata, timeout=_ADD_S),
-    )
+    calls = leader_of(options)
+    response = await calls.add_adapter(options.adapter, options.path, options.model)
     show(options, response, lambda: _added_text(response))
     return 0
 
 
 async def _list(options: argparse.Namespace) -> int:
-    request = pb.ListAdaptersRequest()
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListAdapters(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).adapters()
     show(options, response, lambda: adapters_text(response))
     return 0
 
 
 async def _remove(options: argparse.Namespace) -> int:
-    request = pb.RemoveAdapterRequest(name=options.adapter)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.RemoveAdapter(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).remove_adapter(options.adapter)
     removed = f"{options.adapter} is removed; keep its files until its running requests have ended"
     show(options, response, lambda: removed)
     return 0
 
 
-_ADD_S: Final = 90.0  # how long adding may take: instances read all files
 _ACTIONS: Final[Mapping[str, Command]] = {"add": _add, "list": _list, "remove": _remove}
 
 

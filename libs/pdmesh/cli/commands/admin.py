@@ -15,7 +15,7 @@ from typing import Final
 from pdmesh.cli.commands.rollout import done_text, wait
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
-from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.leader import leader_of
 from pdmesh.cli.texts import text_of
 from pdmesh.cli.view.counts import counts, rank_text, ready_counts
 from pdmesh.cli.view.output import show
@@ -46,12 +46,7 @@ async def _groups(options: argparse.Namespace) -> int:
         return await _file(options)
     if options.usage:
         return await _usage(options)
-    states = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListGroupStates(
-            pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
-        ),
-    )
+    states = await leader_of(options).groups()
     how = hint(options.state_dir, "apply FILE")
     show(options, states, lambda: groups_text(states, how))
     return 0
@@ -59,54 +54,38 @@ async def _groups(options: argparse.Namespace) -> int:
 
 async def _file(options: argparse.Namespace) -> int:
     """Print the file of one version and nothing else, so that it can be edited and applied."""
-    request = pb.GetDesiredRequest(version=options.text)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s),
-    )
-    if not response.HasField("desired"):
+    desired = await leader_of(options).desired(options.text)
+    if desired is None:
         raise CommandFailed(
             "no desired state has been applied yet; apply one with: "
             f"{hint(options.state_dir, 'apply FILE')}"
         )
-    print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
+    print(desired.text, end="" if desired.text.endswith("\n") else "\n")
     return 0
 
 
 async def _usage(options: argparse.Namespace) -> int:
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.GetUsage(pb.GetUsageRequest(), metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).usage()
     show(options, response.book, lambda: usage_text(response.book))
     return 0
 
 
 async def _diff(options: argparse.Namespace) -> int:
     """Return exit code 1 if something differs, and 2 after an error, as diff(1) does."""
-    request = pb.DiffDesiredRequest(text=text_of(options.file))
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).diff(text_of(options.file))
     show(options, response, lambda: _changes_text(response.changes, f"version {response.version}"))
     return 1 if response.changes else 0
 
 
 async def _apply(options: argparse.Namespace) -> int:
     text = text_of(options.file)
-    request = pb.ApplyDesiredRequest(
-        text=text,
+    response = await leader_of(options).apply(
+        text,
         author=_user(),
         reason=options.reason,
+        expected_version=options.expect_version,
         allow_empty=options.allow_empty,
         canary_share=options.canary,
-    )
-    if options.expect_version is not None:
-        request.expected_version = options.expect_version
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
     )
     show(options, response, lambda: _applied_text(response, hint(options.state_dir, "groups")))
     if missing := await _missing_instances(options, text):
@@ -122,11 +101,7 @@ async def _until_rolled_out(options: argparse.Namespace, version: int) -> None:
 
 
 async def _history(options: argparse.Namespace) -> int:
-    request = pb.ListDesiredVersionsRequest(limit=options.limit)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListDesiredVersions(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).history(options.limit)
     show(options, response, lambda: history_text(response.versions))
     return 0
 
@@ -137,11 +112,7 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:
         return ""
-    request = pb.ListGroupStatesRequest()
-    states = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListGroupStates(request, metadata=metadata, timeout=s),
-    )
+    states = await leader_of(options).groups()
     there = len(states.blank_instance_ids) + sum(len(g.members) for g in states.groups)
     if wanted <= there:
         return ""
@@ -152,15 +123,8 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
 
 
 async def _rollback(options: argparse.Namespace) -> int:
-    request = pb.RollbackDesiredRequest(
-        version=options.version,
-        author=_user(),
-        reason=options.reason,
-        allow_empty=options.allow_empty,
-    )
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
+    response = await leader_of(options).rollback(
+        options.version, author=_user(), reason=options.reason, allow_empty=options.allow_empty
     )
     show(options, response, lambda: _restored_text(response))
     if options.wait:
@@ -169,11 +133,7 @@ async def _rollback(options: argparse.Namespace) -> int:
 
 
 async def _promote(options: argparse.Namespace) -> int:
-    request = pb.PromoteUpgradeRequest(scenario=options.scenario)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).promote(options.scenario)
     follow = hint(options.state_dir, "groups")
     show(
         options,
@@ -186,14 +146,10 @@ async def _promote(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
+def _cordon(*, at_once: bool) -> Command:
     async def cordon(options: argparse.Namespace) -> int:
-        request = pb.CordonInstanceRequest(
-            instance_id=options.instance, mode=mode, reason=options.reason
-        )
-        response = await ask_leader(
-            options,
-            lambda stub, metadata, s: stub.CordonInstance(request, metadata=metadata, timeout=s),
+        response = await leader_of(options).cordon(
+            options.instance, reason=options.reason, at_once=at_once
         )
         how = hint(options.state_dir, f"uncordon {options.instance}")
         out = f"{options.instance} is being taken out of service; put it back with: {how}"
@@ -204,11 +160,7 @@ def _cordon(mode: pb.LeaveMode.ValueType) -> Command:
 
 
 async def _uncordon(options: argparse.Namespace) -> int:
-    request = pb.UncordonInstanceRequest(instance_id=options.instance)
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.UncordonInstance(request, metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).uncordon(options.instance)
     show(options, response, lambda: _put_back_text(options.instance, response.fault))
     return 0
 
@@ -220,8 +172,8 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "rollback": _rollback,
     "history": _history,
     "promote": _promote,
-    "drain": _cordon(pb.LEAVE_MODE_DRAIN),
-    "cordon": _cordon(pb.LEAVE_MODE_AT_ONCE),
+    "drain": _cordon(at_once=False),
+    "cordon": _cordon(at_once=True),
     "uncordon": _uncordon,
 }
 

@@ -23,7 +23,7 @@ from pdmesh.cli.commands.chat import (
     url_of_mesh,
 )
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.leader import leader_of
 from pdmesh.cli.texts import text_of
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
@@ -53,27 +53,19 @@ async def _add(options: argparse.Namespace) -> int:
         ttl_s=options.ttl,
         reason=options.reason,
     )
-    response = await ask_leader(
-        options, lambda stub, metadata, s: stub.AddPin(request, metadata=metadata, timeout=s)
-    )
+    response = await leader_of(options).add_pin(request)
     show(options, response, lambda: _added_text(response.pin))
     return 0
 
 
 async def _list(options: argparse.Namespace) -> int:
-    response = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListPins(pb.ListPinsRequest(), metadata=metadata, timeout=s),
-    )
+    response = await leader_of(options).pins()
     show(options, response, lambda: pins_text(response))
     return 0
 
 
 async def _remove(options: argparse.Namespace) -> int:
-    request = pb.RemovePinRequest(pin_id=options.pin)
-    response = await ask_leader(
-        options, lambda stub, metadata, s: stub.RemovePin(request, metadata=metadata, timeout=s)
-    )
+    response = await leader_of(options).remove_pin(options.pin)
     show(options, response, lambda: f"{options.pin} is no longer pinned")
     return 0
 

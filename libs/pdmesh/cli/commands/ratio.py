@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterable
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.leader import leader_of
 from pdmesh.cli.view.output import as_data, show
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -29,12 +29,7 @@ async def _ratio(options: argparse.Namespace) -> int:
 
 
 async def _decisions(options: argparse.Namespace) -> list[pb.RatioDecision]:
-    states = await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListGroupStates(
-            pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
-        ),
-    )
+    states = await leader_of(options).groups()
     return [d for d in states.decisions if options.scenario in ("", d.scenario)]
 
 
@@ -55,10 +50,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
         if not options.group:
             raise CommandFailed("choose a group: --group NAME (pdmesh groups lists them)", code=2)
         request.moves.add(group_id=options.group, kind=move[0], role=move[1])
-    response = await ask_leader(
-        options, lambda stub, metadata, s: stub.PlanMoves(request, metadata=metadata, timeout=s)
-    )
-    return list(response.decisions)
+    return list((await leader_of(options).plan_moves(request)).decisions)
 
 
 def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:

@@ -7,12 +7,11 @@ import asyncio
 from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.leader import leader_of
 from pdmesh.cli.rollout import Rollout, rollout_of
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.errors import Unavailable
-from pdmesh.v1 import admin_service_pb2 as pb
 
 _PAUSE_S: Final = 1.0  # between two looks
 
@@ -23,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _status(options: argparse.Namespace) -> None:
-    version = options.version or (await _states(options)).version
+    version = options.version or (await leader_of(options).groups()).version
     if not version:
         raise CommandFailed("no desired state has been applied yet")
     seen = await wait(options, version)
@@ -56,14 +55,6 @@ def done_text(version: int, seen: Rollout) -> str:
 
 async def _look(options: argparse.Namespace, version: int) -> Rollout:
     try:
-        return rollout_of(await _states(options), version)
+        return rollout_of(await leader_of(options).groups(), version)
     except Unavailable as exc:  # a mesh whose leader dies has another one soon
         return Rollout(False, exc.message)
-
-
-async def _states(options: argparse.Namespace) -> pb.ListGroupStatesResponse:
-    request = pb.ListGroupStatesRequest()
-    return await ask_leader(
-        options,
-        lambda stub, metadata, s: stub.ListGroupStates(request, metadata=metadata, timeout=s),
-    )

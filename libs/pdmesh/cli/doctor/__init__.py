@@ -1,1 +1,2 @@
-"""What `pdmesh doctor` examines, one module for each place: the machine, the settings, the mesh."""
+"""What `pdmesh doctor` examines, one module for each place: the machine, the settings, the
+mesh, the certificates."""

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pdmesh.core.identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
@@ -33,6 +34,10 @@ KEY: Final = "tls.key"
 AUTHORITIES: Final = "ca.crt"
 _FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
 
+_USAGES: Final = {
+    ExtendedKeyUsageOID.SERVER_AUTH: "server auth",
+    ExtendedKeyUsageOID.CLIENT_AUTH: "client auth",
+}
 _RETRY: Final = timedelta(seconds=10)
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
@@ -128,6 +133,7 @@ def read(folder: Path, now: datetime) -> Certificates:
             f"{root.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
         )
     identity = _identity(folder / CERTIFICATE, own)
+    _check_usage(folder / CERTIFICATE, own)
     expires_at = min(each.not_valid_after_utc for each in (*certificates, root))
     return Certificates(chain, key, authorities, identity, expires_at)
 
@@ -151,6 +157,21 @@ def _check_time(path: Path, own: x509.Certificate, now: datetime) -> None:
         raise BadCertificates(f"{path} expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if now < own.not_valid_before_utc:
         raise BadCertificates(f"{path} is valid from {own.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
+
+
+def _check_usage(path: Path, own: x509.Certificate) -> None:
+    """A process is a server and a client with one certificate; TLS would refuse it later, to the
+    other side.
+    """
+    try:
+        usages = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return  # any use
+    if ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
+        return
+    for usage, name in _USAGES.items():
+        if usage not in usages:
+            raise BadCertificates(f"{path} lacks the extended key usage {name!r}")
 
 
 def _check_key(path: Path, pem: bytes, own: x509.Certificate) -> None:

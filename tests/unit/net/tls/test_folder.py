@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import structlog
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pdmesh.errors import BadCertificates
 from pdmesh.net.tls.folder import CertificateFolder
@@ -54,6 +58,26 @@ def _nameless(authority: TestAuthority, folder: Path) -> None:
     shutil.copy(authority.root / "ca.key", folder / "tls.key")
 
 
+def _client_only(authority: TestAuthority, folder: Path) -> None:
+    """As an issuer makes it that was asked for a client's certificate."""
+    issued = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(issued.subject)
+        .issuer_name(issued.issuer)
+        .public_key(issued.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(issued.not_valid_before_utc)
+        .not_valid_after(issued.not_valid_after_utc)
+    )
+    for each in issued.extensions:
+        is_usage = isinstance(each.value, x509.ExtendedKeyUsage)
+        value = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]) if is_usage else each.value
+        builder = builder.add_extension(value, each.critical)
+    made = builder.sign(authority.authority.key, hashes.SHA256())
+    (folder / "tls.crt").write_bytes(made.public_bytes(Encoding.PEM))
+
+
 BAD: dict[str, tuple[Callable[[TestAuthority, Path], None], str]] = {
     "no certificate": (lambda _, f: (f / "tls.crt").unlink(), r"tls\.crt: No such file"),
     "no key": (lambda _, f: (f / "tls.key").unlink(), r"tls\.key: No such file"),
@@ -64,6 +88,7 @@ BAD: dict[str, tuple[Callable[[TestAuthority, Path], None], str]] = {
     "expired": (_expired, r"tls\.crt expired at 20\d\d-"),
     "a stranger's": (_strange, r"tls\.crt was issued by .*theirs.*not in ca\.crt"),
     "another's key": (_other_key, r"tls\.key is not the key of tls\.crt"),
+    "no server's": (_client_only, r"tls\.crt lacks the extended key usage 'server auth'"),
     "no name": (_nameless, r"tls\.crt names no process"),
 }  # fmt: skip
 

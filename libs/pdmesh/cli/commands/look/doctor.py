@@ -8,10 +8,11 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pdmesh.cli.commands.look import status
 from pdmesh.cli.connect import connected
+from pdmesh.cli.doctor.certificates import examine_ports, own_certificate, ports_of
 from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade, ok, problem
 from pdmesh.cli.doctor.machine import examine_machine
 from pdmesh.cli.doctor.mesh import of_clocks, of_health, of_leader, of_services, of_versions
@@ -29,6 +30,9 @@ from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
 
 _PORTS: Final = (("PDMESH_HTTP_PORT", "8000"), ("PDMESH_GRPC_PORT", "8001"))
 _LEASE_S: Final = 3.0  # each process sends three heartbeats in this time
@@ -58,7 +62,10 @@ async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
         found.append(_of_groups(options))
     if has_mesh:
         line.say("examining the mesh")
-        found += [each async for each in _mesh(options)]
+        tls_dir = os.environ.get("PDMESH_TLS_DIR", "") or (mesh.tls_dir if mesh else "")
+        own, about = await asyncio.to_thread(own_certificate, tls_dir)
+        found += about
+        found += [each async for each in _mesh(options, own)]
     else:
         found.append(ok("mesh", _NO_MESH))
     line.end()
@@ -79,7 +86,11 @@ def _of_groups(options: argparse.Namespace) -> Diagnosis:
     return ok("groups", f"{options.groups} names {len(groups)} groups")
 
 
-async def _mesh(options: argparse.Namespace) -> AsyncIterator[Diagnosis]:
+async def _mesh(
+    options: argparse.Namespace, own: CertificateFolder | None
+) -> AsyncIterator[Diagnosis]:
+    mesh = state.read(options.state_dir)
+    nats_url = options.nats_url or (mesh.nats_url if mesh is not None else "")
     try:
         seen = await status.collect(options)
         if seen.problem:
@@ -92,7 +103,13 @@ async def _mesh(options: argparse.Namespace) -> AsyncIterator[Diagnosis]:
             ahead_s = await _ahead_s(bus)
     except (CommandFailed, MeshError) as exc:
         yield problem("mesh", getattr(exc, "message", str(exc)), "is it up? pdmesh status")
+        if own is not None:  # a certificate may be the cause
+            for each in await examine_ports(own, ports_of((), own.identity, nats_url)):
+                yield each
         return
+    if own is not None:
+        for each in await examine_ports(own, ports_of(records.values(), own.identity, nats_url)):
+            yield each
     yield of_leader(seen.leader_epoch)
     for group in (
         of_services(record.service for record in records.values()),

@@ -10,37 +10,12 @@ from typing import Any, Final
 
 import yaml
 from google.protobuf import json_format
-from google.protobuf.message import Message as ProtoMessage
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.core.suggestion import suggestion
+from pdmesh.client.events import PERIODIC, decoded, kind_of, patterns
 from pdmesh.errors import InvalidRequest
-from pdmesh.events.v1 import events_pb2
-from pdmesh.net import subjects
 from pdmesh.net.bus import Message
-from pdmesh.net.events import decode_event
-
-# The types of events, by the third and fourth token of their subjects.
-KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
-    ("health", "instance"): events_pb2.InstanceHealth,
-    ("health", "changed"): events_pb2.HealthChanged,
-    ("health", "node"): events_pb2.NodeReported,
-    ("health", "fault"): events_pb2.FaultReport,
-    ("load", "instance"): events_pb2.InstanceLoad,
-    ("kv", "blocks"): events_pb2.KvBlocks,
-    ("group", "changed"): events_pb2.GroupChanged,
-    ("kv", "pin"): events_pb2.PinChanged,
-    ("group", "step"): events_pb2.GroupStep,
-    ("group", "upgrade"): events_pb2.UpgradeStep,
-    ("request", "finished"): events_pb2.RequestFinished,
-    ("error", "reported"): events_pb2.ErrorReported,
-    ("control", "leader"): events_pb2.LeaderChanged,
-}
-
-
-# Sent all the time, whether something happens or not.
-_PERIODIC: Final = frozenset({("health", "instance"), ("health", "node"), ("load", "instance")})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,16 +24,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _follow(options: argparse.Namespace) -> None:
-    patterns = _patterns(options)
+    followed = _patterns(options)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     show = _FORMS[options.output]
-    is_hidden = _PERIODIC if not (options.periodic or options.pattern) else frozenset()
+    is_hidden = PERIODIC if not (options.periodic or options.pattern) else frozenset()
     broken: list[BrokenPipeError] = []
 
     async def on_event(message: Message) -> None:
-        if _kind_of(message) in is_hidden:
+        if kind_of(message.subject) in is_hidden:
             return
         try:
             print(show(message), flush=True)
@@ -67,7 +42,7 @@ async def _follow(options: argparse.Namespace) -> None:
             stopping.set()
 
     async with connected(options) as bus:
-        for pattern in patterns:
+        for pattern in followed:
             await bus.subscribe(pattern, on_event, on_gap=lambda: print("... events were lost"))
         await stopping.wait()
     if broken:
@@ -76,16 +51,12 @@ async def _follow(options: argparse.Namespace) -> None:
 
 def _patterns(options: argparse.Namespace) -> list[str]:
     """The NATS subjects to follow. Raises CommandFailed."""
-    known = sorted({domain for domain, _ in KINDS})
-    for domain in options.domain:
-        if domain not in known:
-            hint = suggestion(domain, known) or f"; there are {', '.join(known)}"
-            raise CommandFailed(f"--domain: there is no {domain}{hint}", code=2)
-    if options.domain:
-        return [
-            subjects.ALL.replace(">", f"{domain}.>") for domain in dict.fromkeys(options.domain)
-        ]
-    return [options.pattern or subjects.ALL]
+    if options.pattern and not options.domain:
+        return [options.pattern]
+    try:
+        return patterns(options.domain)
+    except InvalidRequest as exc:
+        raise CommandFailed(f"--domain: {exc.message}", code=2) from exc
 
 
 def as_json(message: Message) -> str:
@@ -113,18 +84,13 @@ def as_line(message: Message) -> str:
 
 def _decoded(message: Message) -> Any:
     """The event as JSON data. An unknown event is decoded as far as possible."""
-    kind = KINDS.get(_kind_of(message))  # type: ignore[arg-type]  # any length
-    if kind is None:
-        return {"undecoded_bytes": len(message.data)}
     try:
-        return json_format.MessageToDict(decode_event(message, kind))
+        event = decoded(message)
     except InvalidRequest as exc:
         return {"malformed": exc.message}
-
-
-def _kind_of(message: Message) -> tuple[str, ...]:
-    """Domain and message of its subject."""
-    return tuple(message.subject.split(".")[2:4])
+    if event is None:
+        return {"undecoded_bytes": len(message.data)}
+    return json_format.MessageToDict(event)
 
 
 def _fields(event: Any) -> str:

@@ -14,37 +14,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-import grpc
-
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.view.counts import counts, rank_text, ready_counts
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
+from pdmesh.client.admin_calls import AdminCalls, AskLeader
+from pdmesh.client.look import INSTANCE_SERVICES, look
 from pdmesh.config import without_password
 from pdmesh.core.groups.unpaired import ReadyInstance, unpaired
 from pdmesh.core.model import Role as CoreRole
 from pdmesh.errors import MeshError
 from pdmesh.launcher import state
-from pdmesh.net.grpc import rpc
-from pdmesh.net.grpc.admin_client import call_leader
+from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.nats.registry import NatsRegistry
-from pdmesh.v1.admin_service_pb2 import ListGroupStatesRequest
+from pdmesh.v1.admin_service_pb2 import ListGroupStatesResponse
 from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, Role
-from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
-from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
-from pdmesh.v1.scheduler_service_pb2 import (
-    Health,
-    InstanceState,
-    ListGroupsRequest,
-    ListGroupsResponse,
-)
-from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pdmesh.v1.instance_service_pb2 import GetStatusResponse
+from pdmesh.v1.scheduler_service_pb2 import Health, InstanceState
 
 _ASK_S: Final = 1.0
-_LEASE_S: Final = 3.0
-_INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
 _PAIRED: Final = {Role.ROLE_PREFILL: CoreRole.PREFILL, Role.ROLE_DECODE: CoreRole.DECODE}
 
 
@@ -122,18 +111,24 @@ async def collect(options: argparse.Namespace) -> Status:
 
 async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) -> Status:
     async with connected(options) as bus:
-        view = await NatsRegistry(bus, _LEASE_S).watch()
-        try:
-            records = dict(view.records)
-        finally:
-            await view.close()
-        shown = await _ask_for_groups(bus)
-    groups, answers = await asyncio.gather(_ask_master(records), _ask_instances(records))
-    states = _states(groups)
-    rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
-    epoch = groups.epoch if groups else None
-    warnings = unpaired(_ready(records.values()))
-    return Status(_shown(mesh) if mesh else None, "", epoch, rows, shown, warnings)
+        seen = await look(bus, AdminCalls(_ask(bus)))
+    rows = [
+        _row(record, seen.states.get(record.instance_id), seen.answers)
+        for _, record in sorted(seen.records.items())
+    ]
+    warnings = unpaired(_ready(seen.records.values()))
+    shown = _shown(mesh) if mesh else None
+    return Status(shown, "", seen.epoch, rows, _group_rows(seen.groups), warnings)
+
+
+def _ask(bus: NatsBus) -> AskLeader:
+    """Without the right admin token, $PDMESH_ADMIN_TOKEN, groups are not shown."""
+    token = os.environ.get("PDMESH_ADMIN_TOKEN", "")
+
+    async def ask(invoke: Invoke[T], /) -> T:
+        return await call_leader(bus, token, invoke, within_s=_ASK_S)
+
+    return ask
 
 
 def _ready(records: Iterable[InstanceRecord]) -> dict[str, list[ReadyInstance]]:
@@ -160,21 +155,8 @@ def _shown(mesh: state.MeshState) -> dict[str, Any]:
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
 
-async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
-    """The groups, or none if the caller may not see them.
-
-    If the masters have an admin token, the caller's $PDMESH_ADMIN_TOKEN must be the same.
-    """
-    try:
-        states = await call_leader(
-            bus,
-            os.environ.get("PDMESH_ADMIN_TOKEN", ""),
-            lambda stub, metadata, s: stub.ListGroupStates(
-                ListGroupStatesRequest(), metadata=metadata, timeout=s
-            ),
-            within_s=_ASK_S,
-        )
-    except MeshError:
+def _group_rows(states: ListGroupStatesResponse | None) -> list[GroupRow]:
+    if states is None:
         return []
     return [
         GroupRow(
@@ -194,40 +176,6 @@ async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
     ]
 
 
-async def _ask_master(records: Mapping[str, InstanceRecord]) -> ListGroupsResponse | None:
-    for record in records.values():
-        if record.service != "master-scheduler" or not record.grpc_address:
-            continue
-        async with rpc.channel_to(record) as channel:
-            try:
-                return await SchedulerServiceStub(channel).ListGroups(
-                    ListGroupsRequest(), timeout=_ASK_S
-                )
-            except grpc.aio.AioRpcError:
-                continue
-    return None
-
-
-async def _ask_instances(records: Mapping[str, InstanceRecord]) -> dict[str, GetStatusResponse]:
-    instances = [r for r in records.values() if r.service in _INSTANCE_SERVICES and r.grpc_address]
-    answers = await asyncio.gather(*(_ask_instance(r) for r in instances))
-    return {r.instance_id: a for r, a in zip(instances, answers, strict=True) if a is not None}
-
-
-async def _ask_instance(record: InstanceRecord) -> GetStatusResponse | None:
-    async with rpc.channel_to(record) as channel:
-        try:
-            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=_ASK_S)
-        except grpc.aio.AioRpcError:
-            return None
-
-
-def _states(groups: ListGroupsResponse | None) -> dict[str, InstanceState]:
-    if groups is None:
-        return {}
-    return {i.record.instance_id: i for group in groups.groups for i in group.instances}
-
-
 def _row(
     record: InstanceRecord,
     known: InstanceState | None,
@@ -241,7 +189,7 @@ def _row(
         pid=record.pid,
         region=record.region,
     )
-    if record.service in _INSTANCE_SERVICES:
+    if record.service in INSTANCE_SERVICES:
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.domain = rank_text(record.domain)

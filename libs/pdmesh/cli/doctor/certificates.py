@@ -1,0 +1,147 @@
+"""Examines certificates: that of the commands, and those that the mesh's ports show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
+from pdmesh.core.identity import OPERATOR, ProcessIdentity
+from pdmesh.errors import BadCertificates
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
+
+_SUBJECT: Final = "certificates"
+_SOON: Final = timedelta(days=1)  # as the alert PdmeshCertificateEnds
+_HANDSHAKE_S: Final = 5.0
+# OpenSSL's codes; the others are about the issuer.
+_NOT_YET, _EXPIRED, _WRONG_USE, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 26, 62, 64
+_RENEW: Final = "see why nothing renews it (cert-manager, or pdmesh certs by hand)"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port over TLS, and the name that its certificate must have: a DNS name or an address."""
+
+    name: str  # of the process
+    host: str
+    number: int
+    must_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a port showed: when its certificate ends, or why it is not accepted."""
+
+    port: Port
+    ends_at: datetime | None
+    code: int = 0  # OpenSSL's, of a certificate that is not accepted
+    why: str = ""
+
+
+def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagnosis]]:
+    """The commands' certificate, None if there is none to use, and what is wrong with it."""
+    from pdmesh.net.tls.folder import CertificateFolder
+
+    if not tls_dir:
+        return None, []
+    try:
+        folder = CertificateFolder(Path(tls_dir))
+    except BadCertificates as exc:
+        remedy = f"make another: pdmesh certs {OPERATOR}/NAME, or correct PDMESH_TLS_DIR"
+        return None, [problem(_SUBJECT, exc.message, remedy)]
+    return folder, [of_own(folder.identity, folder.latest().expires_at, datetime.now(UTC))]
+
+
+def of_own(identity: ProcessIdentity, ends_at: datetime, now: datetime) -> Diagnosis:
+    if identity.role != OPERATOR:
+        text = f"the commands' certificate is for {identity}, whom masters refuse"
+        return problem(_SUBJECT, text, f"set PDMESH_TLS_DIR to one of {OPERATOR}/NAME")
+    return _of_end(f"the commands' certificate, {identity},", ends_at, now)
+
+
+def ports_of(
+    records: Iterable[InstanceRecord], own: ProcessIdentity, nats_url: str
+) -> Iterator[Port]:
+    """The ports between processes that are over TLS; gateways' ports are for clients."""
+    nats = urlsplit(nats_url)
+    if nats.scheme == "tls" and nats.hostname:
+        yield Port("nats", nats.hostname, nats.port or 4222, nats.hostname)
+    for record in records:
+        host, _, number = record.grpc_address.rpartition(":")
+        if number.isdecimal() and record.service != "gateway":
+            peer = replace(own, role=record.service, instance_id=record.instance_id)
+            yield Port(record.instance_id, host.strip("[]"), int(number), peer.dns_name)
+
+
+async def examine_ports(folder: CertificateFolder, ports: Iterable[Port]) -> list[Diagnosis]:
+    shown = await asyncio.gather(*(look_at(port, folder) for port in ports))
+    return list(of_ports(shown, datetime.now(UTC)))
+
+
+async def look_at(port: Port, folder: CertificateFolder) -> Shown:
+    """One handshake. A port that does not answer is found elsewhere: `ends_at` is None."""
+    from pdmesh.net.tls.contexts import client_context
+
+    try:
+        context = client_context(folder)
+        context.set_alpn_protocols(["h2"])
+        async with asyncio.timeout(_HANDSHAKE_S):
+            _, writer = await asyncio.open_connection(
+                port.host, port.number, ssl=context, server_hostname=port.must_name
+            )
+    except ssl.SSLCertVerificationError as exc:
+        return Shown(port, None, exc.verify_code, exc.verify_message)
+    except (OSError, TimeoutError):
+        return Shown(port, None)
+    try:
+        certificate = writer.get_extra_info("peercert")
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    seconds = ssl.cert_time_to_seconds(certificate["notAfter"])
+    return Shown(port, datetime.fromtimestamp(seconds, UTC))
+
+
+def of_ports(shown: Iterable[Shown], now: datetime) -> Iterator[Diagnosis]:
+    """A line for each port with something wrong, and one for all others."""
+    fine: list[datetime] = []
+    for each in shown:
+        if each.code:
+            yield problem(_SUBJECT, f"{each.port.name} shows {each.why}", _remedy(each))
+        elif each.ends_at is not None:
+            found = _of_end(f"that of {each.port.name}", each.ends_at, now)
+            if found.remedy:
+                yield found
+            else:
+                fine.append(each.ends_at)
+    if fine:
+        ends = f"the first ends on {min(fine):%Y-%m-%d}"
+        yield ok(_SUBJECT, f"{len(fine)} ports show the right ones; {ends}")
+
+
+def _remedy(shown: Shown) -> str:
+    if shown.code == _EXPIRED:
+        return _RENEW
+    if shown.code == _NOT_YET:
+        return "compare the clocks of both machines"
+    if shown.code == _WRONG_USE:
+        return "its certificate needs the extended key usages server auth and client auth"
+    if shown.code in {_WRONG_NAME, _WRONG_ADDRESS}:
+        return f"its certificate must name {shown.port.must_name}: make one for this process"
+    return "put the authority that issued it into ca.crt here, or let ours issue it"
+
+
+def _of_end(whose: str, ends_at: datetime, now: datetime) -> Diagnosis:
+    text = f"{whose} ends on {ends_at:%Y-%m-%d %H:%M} UTC"
+    return ok(_SUBJECT, text) if ends_at - now > _SOON else warning(_SUBJECT, text, _RENEW)

@@ -1,0 +1,147 @@
+"""Every call of AdminService as a typed method; requests and answers are those of the proto.
+
+A refusal is a MeshError: InvalidRequest for a bad value, NotAllowed without the admin token,
+Unavailable if no master leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from pdmesh.net.grpc.admin_client import Invoke, Metadata, T
+from pdmesh.v1 import admin_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from grpc.aio import UnaryUnaryMultiCallable
+
+    from pdmesh.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
+
+_ADAPTER_S: Final = 90.0  # how long adding an adapter may take: instances read all files
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class AskLeader(Protocol):
+    """Makes one call at the leading master."""
+
+    def __call__(self, invoke: Invoke[T], /) -> Awaitable[T]: ...
+
+
+class AdminCalls:
+    def __init__(self, ask: AskLeader) -> None:
+        self._ask = ask
+
+    # The desired state.
+
+    async def desired(self, version: int = 0) -> pb.DesiredVersion | None:
+        """A version, or the current one; None: none was ever applied."""
+        request = pb.GetDesiredRequest(version=version)
+        answer = await self._call(lambda stub: stub.GetDesired, request)
+        return answer.desired if answer.HasField("desired") else None
+
+    async def history(self, limit: int = 0) -> pb.ListDesiredVersionsResponse:
+        """The versions that are kept, without their texts, the current one first; 0: all."""
+        request = pb.ListDesiredVersionsRequest(limit=limit)
+        return await self._call(lambda stub: stub.ListDesiredVersions, request)
+
+    async def diff(self, text: str) -> pb.DiffDesiredResponse:
+        """What applying the text would change. Changes nothing."""
+        return await self._call(lambda stub: stub.DiffDesired, pb.DiffDesiredRequest(text=text))
+
+    async def apply(
+        self,
+        text: str,
+        *,
+        author: str,
+        reason: str = "",
+        expected_version: int | None = None,
+        allow_empty: bool = False,
+        canary_share: float = 0.0,
+    ) -> pb.ApplyDesiredResponse:
+        """Make the text the desired state; refused if `expected_version` is no longer current."""
+        request = pb.ApplyDesiredRequest(
+            text=text,
+            author=author,
+            reason=reason,
+            expected_version=expected_version,
+            allow_empty=allow_empty,
+            canary_share=canary_share,
+        )
+        return await self._call(lambda stub: stub.ApplyDesired, request)
+
+    async def rollback(
+        self, version: int = 0, *, author: str, reason: str = "", allow_empty: bool = False
+    ) -> pb.RollbackDesiredResponse:
+        """Make an earlier version the desired state again; 0: the one before the current."""
+        request = pb.RollbackDesiredRequest(
+            version=version, author=author, reason=reason, allow_empty=allow_empty
+        )
+        return await self._call(lambda stub: stub.RollbackDesired, request)
+
+    async def promote(self, scenario: str = "") -> pb.PromoteUpgradeResponse:
+        """Give a canary's revision to all groups of its scenario."""
+        request = pb.PromoteUpgradeRequest(scenario=scenario)
+        return await self._call(lambda stub: stub.PromoteUpgrade, request)
+
+    # Groups and instances.
+
+    async def groups(self) -> pb.ListGroupStatesResponse:
+        return await self._call(lambda stub: stub.ListGroupStates, pb.ListGroupStatesRequest())
+
+    async def usage(self) -> pb.GetUsageResponse:
+        return await self._call(lambda stub: stub.GetUsage, pb.GetUsageRequest())
+
+    async def plan_moves(self, request: pb.PlanMovesRequest) -> pb.PlanMovesResponse:
+        return await self._call(lambda stub: stub.PlanMoves, request)
+
+    async def cordon(
+        self, instance_id: str, *, reason: str = "", at_once: bool = True
+    ) -> pb.CordonInstanceResponse:
+        """Take an instance out of service. `at_once`: its requests move to others; otherwise it is
+        drained: it finishes what it does.
+        """
+        mode = pb.LEAVE_MODE_AT_ONCE if at_once else pb.LEAVE_MODE_DRAIN
+        request = pb.CordonInstanceRequest(instance_id=instance_id, mode=mode, reason=reason)
+        return await self._call(lambda stub: stub.CordonInstance, request)
+
+    async def uncordon(self, instance_id: str) -> pb.UncordonInstanceResponse:
+        request = pb.UncordonInstanceRequest(instance_id=instance_id)
+        return await self._call(lambda stub: stub.UncordonInstance, request)
+
+    # Pinned prefixes and LoRA adapters.
+
+    async def add_pin(self, request: pb.AddPinRequest) -> pb.AddPinResponse:
+        return await self._call(lambda stub: stub.AddPin, request)
+
+    async def pins(self) -> pb.ListPinsResponse:
+        return await self._call(lambda stub: stub.ListPins, pb.ListPinsRequest())
+
+    async def remove_pin(self, pin_id: str) -> pb.RemovePinResponse:
+        return await self._call(lambda stub: stub.RemovePin, pb.RemovePinRequest(pin_id=pin_id))
+
+    async def add_adapter(self, name: str, path: str, model: str = "") -> pb.AddAdapterResponse:
+        """`path`: absolute, as instances see it. `model`: as clients name it; empty: the only
+        one there is.
+        """
+        request = pb.AddAdapterRequest(name=name, model=model, path=path)
+        return await self._call(lambda stub: stub.AddAdapter, request, _ADAPTER_S)
+
+    async def adapters(self) -> pb.ListAdaptersResponse:
+        return await self._call(lambda stub: stub.ListAdapters, pb.ListAdaptersRequest())
+
+    async def remove_adapter(self, name: str) -> pb.RemoveAdapterResponse:
+        request = pb.RemoveAdapterRequest(name=name)
+        return await self._call(lambda stub: stub.RemoveAdapter, request)
+
+    async def _call(
+        self,
+        method: Callable[[AdminServiceAsyncStub], UnaryUnaryMultiCallable[Request, Answer]],
+        request: Request,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        async def invoke(stub: AdminServiceAsyncStub, metadata: Metadata, usual_s: float) -> Answer:
+            return await method(stub)(request, metadata=metadata, timeout=timeout_s or usual_s)
+
+        return await self._ask(invoke)

@@ -1,0 +1,91 @@
+"""Finds the metadata of pinned packages: in the environments here, else with pip.
+
+pip may need the network. What it found is kept in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+
+from tools.audit.licences import Metadata
+from tools.audit.pinned import Pin, normalized, without_namesakes
+
+
+def metadata_of(
+    pins: Iterable[Pin], environments: Iterable[Path], kept: Path
+) -> dict[Pin, Metadata]:
+    """Of each package that can be found; `kept` is the file of earlier answers."""
+    here = _installed(environments) | _read(kept)
+    missing = [pin for pin in pins if (pin.name, pin.version) not in here]
+    asked: dict[tuple[str, str], Metadata] = {}
+    for each in without_namesakes(missing):
+        asked |= _ask_pip(each, kept.parent)
+    if asked:
+        _write(kept, _read(kept) | asked)
+    here |= asked
+    return {pin: here[pin.name, pin.version] for pin in pins if (pin.name, pin.version) in here}
+
+
+def _installed(environments: Iterable[Path]) -> dict[tuple[str, str], Metadata]:
+    folders = [str(f) for venv in environments for f in venv.glob("lib/python3*/site-packages")]
+    return {
+        (normalized(each.name), each.version): _metadata(each)
+        for each in distributions(path=folders)
+    }
+
+
+def _metadata(found: Distribution) -> Metadata:
+    about = found.metadata
+    classifiers = [c for c in about.get_all("Classifier") or [] if c.startswith("License ::")]
+    return Metadata(
+        _one(about.get_all("License-Expression")),
+        _one(about.get_all("License")),
+        tuple(classifiers),
+    )
+
+
+def _one(values: list[str] | None) -> str:
+    return values[0] if values else ""
+
+
+def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[tuple[str, str], Metadata]:
+    """Resolve without installing; nothing if one of the packages cannot be had."""
+    wanted, report = folder / "wanted.txt", folder / "report.json"
+    wanted.write_text("\n".join(pin.requirement() for pin in pins) + "\n")
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "--dry-run", "--ignore-installed", "--no-deps", "--require-hashes", "--report", str(report),
+        "-r", str(wanted),
+    ]  # fmt: skip
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return {}
+    return dict(_reported(each["metadata"]) for each in json.loads(report.read_text())["install"])
+
+
+def _reported(about: Mapping[str, Any]) -> tuple[tuple[str, str], Metadata]:
+    classifiers = [c for c in about.get("classifier", ()) if c.startswith("License ::")]
+    found = Metadata(
+        about.get("license_expression", ""), about.get("license", ""), tuple(classifiers)
+    )
+    return (normalized(about["name"]), about["version"]), found
+
+
+def _read(kept: Path) -> dict[tuple[str, str], Metadata]:
+    if not kept.exists():
+        return {}
+    return {
+        (name, version): Metadata(said["expression"], said["licence"], tuple(said["classifiers"]))
+        for name, version, said in json.loads(kept.read_text())
+    }
+
+
+def _write(kept: Path, found: Mapping[tuple[str, str], Metadata]) -> None:
+    rows = [(name, version, asdict(said)) for (name, version), said in sorted(found.items())]
+    kept.write_text(json.dumps(rows, indent=1))
