@@ -231,7 +231,8 @@ class Settings(ServiceSettings):
     chunk_interval_ms: float = Field(
         2.0,
         ge=0,
-        description="Shortest interval between writes to a stream, except its first and last token",
+        description="Shortest interval between writes to a stream, except its first and last "
+        "token; a busy gateway makes it longer, up to 20 ms",
     )
     write_timeout_s: float = Field(
         30.0, gt=0, description="Disconnect a client that reads nothing for this long"
