@@ -231,8 +231,7 @@ class Settings(ServiceSettings):
     chunk_interval_ms: float = Field(
         2.0,
         ge=0,
-        description="Shortest interval between writes to a stream, except its first and last "
-        "token; a busy gateway makes it longer, up to 20 ms",
+        description="Shortest interval between writes to a stream, except its first and last token",
     )
     write_timeout_s: float = Field(
         30.0, gt=0, description="Disconnect a client that reads nothing for this long"

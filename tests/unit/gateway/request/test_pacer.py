@@ -91,36 +91,3 @@ async def test_one_timer_wakes_all_waiting_writers() -> None:
     done.clear()
     pacer.later(done.set)
     await asyncio.wait_for(done.wait(), 60.0)
-
-
-async def interval_after_a_turn(writing_s: float) -> float:
-    """Of a pacer that begins with 2 ms, after all its writers together took so long."""
-    now = 0.0
-    pacer = Pacer(0.002, clock=lambda: now)
-    have_written = asyncio.Event()
-
-    async def write() -> None:
-        nonlocal now
-        await woken.wait()
-        now += writing_s
-        have_written.set()
-
-    woken = asyncio.Event()
-    writer = asyncio.create_task(write())
-    pacer.later(woken.set)
-    await asyncio.wait_for(have_written.wait(), 60.0)
-    await writer
-    await asyncio.sleep(0)
-    return pacer.interval_s
-
-
-async def test_a_busy_gateway_gives_writers_a_quarter_of_its_time() -> None:
-    assert await interval_after_a_turn(0.004) == 0.016
-
-
-async def test_an_idle_gateway_keeps_the_shortest_interval() -> None:
-    assert await interval_after_a_turn(0.0001) == 0.002
-
-
-async def test_no_interval_grows_beyond_what_people_see() -> None:
-    assert await interval_after_a_turn(3.0) == 0.02
