@@ -47,6 +47,10 @@ BENCHES = {
     "cost": Bench(
         "gateway.cost", "the gateway's CPU of this tree and of another revision, in turn"
     ),
+    "mesh-cost": Bench(
+        "gateway.mesh_cost",
+        "the CPU of each process of a mesh, of this tree and of another revision, in turn",
+    ),
     "instructions": Bench(
         "gateway.instructions",
         "the gateway's instructions, of this tree and of another revision (needs Valgrind)",

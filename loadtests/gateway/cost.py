@@ -41,7 +41,8 @@ async def main():
     settings = json.loads(sys.argv[1])
     env = {k: {f"PDMESH_{k.upper()}_{n}": v for n, v in settings.items()} for k in ("prefill", "decode")}
     spec = MeshSpec(
-        engine="sim", http_port=0, grpc_port=0, service_env=env, start_timeout_s=float(sys.argv[2])
+        engine="sim", http_port=0, grpc_port=0, service_env=env, start_timeout_s=float(sys.argv[2]),
+        num_gateways=int(sys.argv[3])
     )
     with tempfile.TemporaryDirectory(prefix="pdmesh-cost-") as directory:
         async with Mesh(spec, Path(directory)) as mesh:
@@ -63,10 +64,11 @@ class GatewayCost:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A running mesh. `pids`: those of its gateways, by name."""
+    """A running mesh. `pids`: those of its gateways, by name; `all_pids`: of all processes."""
 
     url: str
     pids: Mapping[str, int]
+    all_pids: Mapping[str, int]
 
     def cost(self, window_s: float) -> GatewayCost:
         per_request, _ = self._cpu_us(window_s, 1, is_streamed=False)
@@ -125,7 +127,13 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running(
-    tree: Path, first_path: str = "", env: Mapping[str, str] | None = None, start_s: float = 180.0
+    tree: Path,
+    first_path: str = "",
+    env: Mapping[str, str] | None = None,
+    start_s: float = 180.0,
+    *,
+    num_gateways: int = 1,
+    python: str = sys.executable,
 ) -> Iterator[Tree]:
     """A mesh of the tree, until the block ends. Its processes import from `first_path` first."""
     paths = [first_path, str(tree / "libs"), str(tree)]
@@ -135,8 +143,9 @@ def running(
         "PYTHONDONTWRITEBYTECODE": "1",
         **(env or {}),
     }
+    settings = json.dumps(instance_settings("sim"))
     process = subprocess.Popen(
-        [sys.executable, "-c", _MESH, json.dumps(instance_settings("sim")), str(start_s)],
+        [python, "-c", _MESH, settings, str(start_s), str(num_gateways)],
         cwd=tree,
         env=environment,
         stdin=subprocess.PIPE,
@@ -152,7 +161,7 @@ def running(
         found = json.loads(line)
         pids: Mapping[str, int] = found["pids"]
         gateways = {name: pid for name, pid in pids.items() if name.startswith("gateway")}
-        yield Tree(found["url"], gateways)
+        yield Tree(found["url"], gateways, pids)
     finally:
         process.stdin.close()
         process.wait(60)

@@ -1,0 +1,134 @@
+"""The CPU of every process of a mesh per request, of this tree and of another revision, in turn.
+
+Both meshes run all the time, as two gateways, a prefill and a decode on sim. Each round asks both
+the cases of `make bench-peers`, in alternating order, so that other load on the machine affects
+both alike. CPU time depends less on other load than throughput does, though not little: a busy
+neighbour on the same core halves the speed of both. Only ratios within a round are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from loadtests.gateway.cost import Tree, checked_out, ratios, running
+from loadtests.harness.generator import ROOT
+from loadtests.harness.processes import ProcessSet, cpu_between
+from loadtests.harness.results import Spread, write
+from loadtests.peers.__main__ import ask
+from loadtests.peers.cases import CASES, WARM_UP, Case
+
+_NUM_GATEWAYS: Final = 2
+_WARM_UP_S: Final = 2.0
+ABOUT: Final = (
+    "Milliseconds of CPU per request, medians over the rounds; the last column is new / old of "
+    "each round, with median (lowest..highest). Ratios are of meshes that run side by side."
+)
+# Of a mesh: its processes by what they are.
+KINDS: Final = ("gateway", "prefill", "decode", "master", "nats", "rest")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One case at one mesh. `cpu_ms` is per request, by kind of process."""
+
+    requests_per_s: float
+    cpu_ms: Mapping[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.cpu_ms.values())
+
+
+def kind_of(process: str) -> str:
+    return next((kind for kind in KINDS if process.startswith(kind)), "rest")
+
+
+def window(tree: Tree, case: Case, seconds: float) -> Window:
+    """Raises Unavailable if the mesh does not answer."""
+    port = urlsplit(tree.url).port
+    assert port is not None
+    processes = ProcessSet(tree.all_pids)
+    before = processes.costs()
+    load = ask(port, case, seconds)
+    cpu_ms = dict.fromkeys(KINDS, 0.0)
+    for name, cpu_s in cpu_between(before, processes.costs()).items():
+        cpu_ms[kind_of(name)] += 1e3 * cpu_s / max(1, load.num_ok)
+    return Window(load.requests_per_s, cpu_ms)
+
+
+Sides = dict[str, list[Window]]  # by case
+
+
+def table(revision: str, old: Sides, new: Sides) -> str:
+    lines = [
+        f"| case | CPU of | {revision}, ms | this tree, ms | new / old |",
+        "|---|---|---|---|---|",
+    ]
+    for name, before in old.items():
+        after = new[name]
+        for kind in ("all", *KINDS):
+            pair = [
+                [w.total_ms if kind == "all" else w.cpu_ms[kind] for w in side]
+                for side in (before, after)
+            ]
+            lines.append(_row(name, kind, *pair))
+        rates = [[w.requests_per_s for w in side] for side in (before, after)]
+        cells = [Spread.of(each).text(",.0f") for each in rates]
+        told = ratios(*rates).text(".2f")
+        lines.append(f"| {name} | *requests/s* | {cells[0]} | {cells[1]} | {told} |")
+    return "\n".join(lines)
+
+
+def _row(case: str, kind: str, before: Sequence[float], after: Sequence[float]) -> str:
+    cells = [Spread.of(side).median for side in (before, after)]
+    told = ratios(list(before), list(after)).text(".2f") if all(before) else ""
+    return f"| {case} | {kind} | {cells[0]:.3f} | {cells[1]:.3f} | {told} |"
+
+
+@contextlib.contextmanager
+def both(revision: str, python: str) -> Iterator[tuple[Tree, Tree]]:
+    """A mesh of the revision, run by `python`, and one of this tree."""
+    with (
+        checked_out(revision) as tree,
+        running(tree, num_gateways=_NUM_GATEWAYS, python=python) as before,
+        running(ROOT, num_gateways=_NUM_GATEWAYS) as now,
+    ):
+        yield before, now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench NAME=mesh-cost ARGS=", description=__doc__)
+    parser.add_argument("--old", default="HEAD~1", help="the revision to compare this tree with")
+    parser.add_argument("--old-python", default=sys.executable, help="the interpreter that runs it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each case")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
+    options = parser.parse_args()
+    cases = CASES[: options.cases]
+    old: Sides = {case.name: [] for case in cases}
+    new: Sides = {case.name: [] for case in cases}
+    with both(options.old, options.old_python) as (before, now):
+        for tree in (before, now):
+            window(tree, WARM_UP, _WARM_UP_S)
+        for number in range(options.rounds):
+            order = [(before, old), (now, new)]
+            for case in cases:
+                for tree, found in order if number % 2 == 0 else order[::-1]:
+                    found[case.name].append(window(tree, case, options.seconds))
+            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    text = table(options.old, old, new)
+    print(text)
+    if options.out is not None:
+        write(options.out, "loadtests.gateway.mesh_cost", "CPU of a mesh", ABOUT, text)
+
+
+if __name__ == "__main__":
+    main()
