@@ -56,6 +56,7 @@ def tls_dir(mesh: Mesh) -> Path:
 def connect(mesh: Mesh, **changed: Any) -> AbstractAsyncContextManager[Client]:
     options: dict[str, Any] = {
         "admin_token": TOKEN, "mesh_token": mesh.token, "tls_dir": tls_dir(mesh),
+        "nats_roles": True,
         "within_s": CALL_S,
     } | changed  # fmt: skip
     return Client.connect(mesh.nats_url, **options)
@@ -161,6 +162,7 @@ async def test_the_example_of_the_docs_runs(mesh: Mesh) -> None:
             "PDMESH_ADMIN_TOKEN": TOKEN,
             "PDMESH_MESH_TOKEN": mesh.token,
             "PDMESH_TLS_DIR": str(tls_dir(mesh)),
+            "PDMESH_NATS_ROLES": "true",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,
