@@ -19,6 +19,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
+from pdmesh.core.tenancy.entry import NAME
 from pdmesh.launcher.state import make_private
 
 _DAY_S: Final = 86400
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add(options: argparse.Namespace, path: Path) -> int:
-    if not api_keys.NAME.fullmatch(options.tenant):
+    if not NAME.fullmatch(options.tenant):
         raise CommandFailed("a tenant's name is lower-case letters, digits and -, at most 63", 2)
     expires_at = None
     if options.expires_days is not None:
