@@ -40,7 +40,7 @@ class OidcProvider:
         self.issuer = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, skew_s: int = 0) -> None:
+    def start(self, skew_s: int = 0, *, names_key: bool = True) -> None:
         """`skew_s`: how far its clock is ahead. Return once it answers."""
         self._skew.write_text(str(skew_s))
         path = os.pathsep.join([str(_CLOCK), *filter(None, sys.path)])
@@ -50,10 +50,11 @@ class OidcProvider:
             for part in ("--user-claims", json.dumps({"sub": sub, **claims}))
         ]
         command = [
-            sys.executable, "-m", "oidc_provider_mock", "--port", str(self.port),
+            sys.executable, "-m", "tests.fakes.oidc_server", "--port", str(self.port),
             "--token-max-age", str(self._max_age_s), *users,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": path, "SKEW_FILE": str(self._skew)}
+        environment["OIDC_NAMELESS"] = "" if names_key else "1"
         with (self._folder / "provider.log").open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         until = time.monotonic() + _START_S

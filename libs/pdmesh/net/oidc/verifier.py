@@ -32,6 +32,7 @@ _MAX_TOKEN_CHARS: Final = 8192
 _MAX_KNOWN: Final = 4096  # tokens that need no second look at their signature
 _WAIT_S: Final = 2.0  # of a token for a fetch of its key
 _RETRY_MS: Final = 1000
+_WRONG_SIGNATURE: Final = "WRONG_SIGNATURE"
 
 _fetches = metrics.counter(
     names.OIDC_FETCHES, "Fetches of an OpenID provider's keys, by outcome: ok, failed"
@@ -146,7 +147,12 @@ class TokenVerifier:
                 f"the token {named}, which the identity provider does not have",
                 reason="UNKNOWN_KEY",
             )
-        claims = self._decoded(token, key)
+        try:
+            claims = self._decoded(token, key)
+        except InvalidToken as exc:
+            if key_id is None and exc.reason == _WRONG_SIGNATURE:
+                return exc  # it may be of a key that is new
+            raise
         self._known[digest] = claims
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
@@ -204,5 +210,5 @@ def _refusal(exc: jwt.PyJWTError, rules: TokenRules) -> InvalidToken:
             return InvalidToken(text, reason="WRONG_ALGORITHM")
         case jwt.InvalidSignatureError():
             text = "the token's signature is not of the key that it names"
-            return InvalidToken(text, reason="WRONG_SIGNATURE")
+            return InvalidToken(text, reason=_WRONG_SIGNATURE)
     return InvalidToken("the token is not as RFC 7519 says")
