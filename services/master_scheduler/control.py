@@ -18,7 +18,9 @@ from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
+from pdmesh.services.master_scheduler.admin.audit import AuditTrail
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
+from pdmesh.services.master_scheduler.admin.door import AdminDoor
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
@@ -58,7 +60,9 @@ class Control:
         adapters = Adapters(adapter_board(bus), link.view, leadership)
         self.loops = ControlLoops(groups, plans, upgrades, usage, pins, adapters)
         self.upgrade_feed = UpgradeFeed(fleet, bus, upgrades.tell)
-        self.servicer = AdminServicer(access, self.loops, leadership)
+        servicer = AdminServicer(access.page_url, self.loops, leadership)
+        audit = AuditTrail(link.publisher, settings.instance_id)
+        self.door = AdminDoor(servicer, access, audit)
 
     async def highest_epoch(self) -> int:
         """See `highest_stored`."""

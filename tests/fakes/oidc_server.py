@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from oidc_provider_mock import _app as provider
-from oidc_provider_mock.__main__ import run
+from oidc_provider_mock import _app as provider  # type: ignore[import-untyped]
+from oidc_provider_mock.__main__ import run  # type: ignore[import-untyped]
 
 _config = provider.OpenIDCode.get_jwt_config
 
@@ -18,5 +18,5 @@ def _with_key_id(self: Any, grant: Any, client: Any = None) -> dict[str, Any]:
 
 
 if not os.environ.get("OIDC_NAMELESS"):
-    provider.OpenIDCode.get_jwt_config = _with_key_id  # type: ignore[method-assign]
+    provider.OpenIDCode.get_jwt_config = _with_key_id
 run()

@@ -9,13 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from pdmesh.core.identity import OPERATOR, ProcessIdentity, folder_of
+from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
 from pdmesh.net.tls.folder import CertificateFolder
 
 _NATS: Final = ProcessIdentity("nats", "nats")
-_COMMANDS: Final = ProcessIdentity(OPERATOR, "local")
+_COMMANDS: Final = ProcessIdentity(str(AdminRole.ADMIN), "local")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _RENEWED_AFTER: Final = timedelta(days=CERTIFICATE_DAYS * 2 / 3)
 

@@ -94,7 +94,10 @@ async def door(folder: Path, provider: OidcProvider, **settings: Any) -> AsyncIt
 
 
 async def test_a_token_is_its_tenant_with_the_limits_of_its_claims(tmp_path: Path) -> None:
-    users = {"ann": ACME, "bob": {"tenant": "keyed", "limits": {"max_concurrent": 1}}}
+    users: dict[str, Any] = {
+        "ann": ACME,
+        "bob": {"tenant": "keyed", "limits": {"max_concurrent": 1}},
+    }
     with oidc_provider(tmp_path, **users) as provider:
         async with door(tmp_path, provider) as at:
             tokens = {user: await asyncio.to_thread(provider.token, user) for user in users}
