@@ -14,7 +14,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -73,6 +73,33 @@ def _check(file: KeyFile, path: Path) -> None:
             raise BadKeyFile(f"{path}: key {key.key_id} has no SHA-256 of 64 hex digits")
         if key.role is not None and key.role not in ROLES:
             raise BadKeyFile(f"{path}: key {key.key_id}: the role is one of {', '.join(ROLES)}")
+
+
+def difference(before: KeyFile, after: KeyFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tenants and keys that differ, before and after, by name and id, without hashes."""
+    told = _told(before), _told(after)
+    kinds = ("tenants", "keys")
+    one, other = (
+        {
+            kind: {
+                name: value for name, value in mine[kind].items() if yours[kind].get(name) != value
+            }
+            for kind in kinds
+        }
+        for mine, yours in (told, told[::-1])
+    )
+    return one, other
+
+
+def _told(file: KeyFile) -> dict[str, dict[str, Any]]:
+    keys = {
+        key.key_id: {"tenant": key.tenant, "role": key.role, "expires_at": key.expires_at}
+        for key in file.keys
+    }
+    return {
+        "tenants": {n: msgspec.structs.asdict(t) for n, t in file.tenants.items()},
+        "keys": keys,
+    }
 
 
 def save(path: Path, file: KeyFile) -> None:

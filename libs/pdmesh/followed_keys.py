@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from pdmesh import api_keys
-from pdmesh.api_keys import Keyring
+from pdmesh.api_keys import KeyFile, Keyring
 
 log = structlog.get_logger(__name__)
 
 _RELOAD_S: Final = 1.0
+
+# Called with the file before and after a change.
+OnKeysChanged = Callable[[KeyFile, KeyFile], Awaitable[None]]
 
 
 class FollowedKeys:
@@ -24,14 +27,16 @@ class FollowedKeys:
         """Raises BadKeyFile."""
         self._path = path
         self._stamp = _stamp(path)
-        self.keyring = Keyring(api_keys.load(path))
+        self._file = api_keys.load(path)
+        self.keyring = Keyring(self._file)
 
-    async def run(self, on_change: Callable[[], None] = lambda: None) -> None:
+    async def run(self, on_change: OnKeysChanged) -> None:
         """Runs until cancelled."""
         while True:
             await asyncio.sleep(_RELOAD_S)
+            before = self._file
             if await self.reload():
-                on_change()
+                await on_change(before, self._file)
 
     async def reload(self) -> bool:
         """Whether there are new keys."""
@@ -44,7 +49,8 @@ class FollowedKeys:
         except api_keys.BadKeyFile as exc:
             log.error("keys.unreadable", reason=str(exc))
             return False
-        self.keyring = keyring = Keyring(file)
+        self._file, self.keyring = file, Keyring(file)
+        keyring = self.keyring
         log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
         return True
 

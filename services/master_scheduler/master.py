@@ -169,7 +169,7 @@ class Master:
         loops = self._control.loops.run()
         for loop in (
             self._heed_stored_epochs(),
-            self._access.run(),
+            self._access.run(self._control.keys_changed),
             *(f.run() for f in feeds),
             *loops,
         ):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile
 from pdmesh.core.tenancy.limits import (
     ANYONE,
     Charge,
@@ -203,7 +204,7 @@ class KeyedAccess:
             works.append(self._ledgers.run())
         await together(*works)
 
-    def _forget_tenants(self) -> None:
+    async def _forget_tenants(self, before: KeyFile, after: KeyFile) -> None:
         self._tenants.forget_but(frozenset(self._known()))
 
     async def close(self) -> None:

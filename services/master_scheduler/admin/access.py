@@ -20,7 +20,7 @@ from pdmesh import api_keys
 from pdmesh.core.access.claims import ClaimNames, role_of, who_of
 from pdmesh.core.access.roles import ROLES, AdminRole
 from pdmesh.errors import NotAllowed
-from pdmesh.followed_keys import FollowedKeys
+from pdmesh.followed_keys import FollowedKeys, OnKeysChanged
 from pdmesh.net.grpc.peers import caller_of
 from pdmesh.net.loopback import is_loopback_number
 from pdmesh.net.oidc.verifier import TokenVerifier
@@ -78,7 +78,7 @@ class AdminAccess:
     def has_token(self) -> bool:
         return bool(self._token)
 
-    async def run(self, on_keys_changed: Callable[[], None] = lambda: None) -> None:
+    async def run(self, on_keys_changed: OnKeysChanged) -> None:
         """Follow the key file and the provider's keys. Runs until cancelled."""
         works = []
         if self._sources.keys is not None:

@@ -68,6 +68,9 @@ def verifier() -> TokenVerifier:
     return TokenVerifier(rules, lambda: json.loads(json.dumps(jwks)), KeyRefresh(300.0, 10.0))
 
 
+async def _ignore(*_: KeyFile) -> None: ...
+
+
 def token(**claims: Any) -> str:
     whole = {"iss": ISSUER, "aud": AUDIENCE, "exp": time.time() + 60, "sub": "ann", **claims}
     return jwt.encode(whole, KEY, "ES256", {"kid": "k"})
@@ -118,7 +121,7 @@ async def test_a_token_has_the_role_of_its_claim() -> None:
     access = AdminAccess("", sources=OperatorSources(None, verifier(), names))
     with pytest.raises(Unavailable):
         await caller(access, bearer(token()))
-    running = asyncio.create_task(access.run())
+    running = asyncio.create_task(access.run(_ignore))
     try:
         for roles, role in (
             (["pdmesh-admin"], AdminRole.ADMIN), ("pdmesh-viewer", AdminRole.VIEWER), ([], None),

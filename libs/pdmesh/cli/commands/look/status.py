@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import grpc
 
+from pdmesh.cli.arguments.options import own_token
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.view.counts import counts, ready_counts
@@ -162,12 +162,12 @@ def _shown(mesh: state.MeshState) -> dict[str, Any]:
 async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
     """The groups, or none if the caller may not see them.
 
-    If the masters have an admin token, the caller's $PDMESH_ADMIN_TOKEN must be the same.
+    If the masters ask for a token, it is in $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN.
     """
     try:
         states = await call_leader(
             bus,
-            os.environ.get("PDMESH_ADMIN_TOKEN", ""),
+            own_token("PDMESH_ADMIN_TOKEN"),
             lambda stub, metadata, s: stub.ListGroupStates(
                 ListGroupStatesRequest(), metadata=metadata, timeout=s
             ),
