@@ -133,14 +133,13 @@ class AdminServicer:
         self, request: pb.PromoteUpgradeRequest, caller: AdminCaller
     ) -> Changed:
         self._enter()
-        shares = {s: u.canary_share for s, u in self._view.upgrades.items() if u.canary_share}
         promoted = await self._upgrades.promote(request.scenario)
         if not promoted:
             which = f"scenario {request.scenario}" if request.scenario else "any scenario"
             raise InvalidRequest(f"there is no canary of {which}", field="scenario")
-        before = {"canary_shares": {s: shares[s] for s in promoted if s in shares}}
+        before, after = {"canary_shares": promoted}, {"promoted": list(promoted)}
         answer = pb.PromoteUpgradeResponse(scenarios=promoted)
-        return Changed(answer, ",".join(promoted), before, {"promoted": promoted})
+        return Changed(answer, ",".join(promoted), before, after)
 
     async def PlanMoves(  # noqa: N802
         self, request: pb.PlanMovesRequest, caller: AdminCaller

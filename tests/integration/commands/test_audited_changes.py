@@ -273,11 +273,11 @@ async def _check_changes(at: Site, tokens: dict[str, str], folder: Path) -> None
     assert (event.before["tenant"], not event.after) == ("ops", True)
 
     write_adapter(folder / "lora", 1)
-    added = pb.AddAdapterRequest(name="My.Lora", path=str(folder / "lora"))
+    added = pb.AddAdapterRequest(name="My_Lora", path=str(folder / "lora"))
     event = await at.changed(admin, added)
-    assert (event.about, not event.before) == ("My.Lora", True)
+    assert (event.about, not event.before) == ("My_Lora", True)
     digest = event.after["digest"]
-    event = await at.changed(admin, pb.RemoveAdapterRequest(name="My.Lora"))
+    event = await at.changed(admin, pb.RemoveAdapterRequest(name="My_Lora"))
     assert (event.before["digest"], not event.after) == (digest, True)
 
     move = pb.PendingMove(group_id="chat-0", kind="add", role="decode")
