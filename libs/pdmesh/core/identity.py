@@ -55,7 +55,7 @@ def folder_of(root: Path, identity: ProcessIdentity) -> Path:
     return root / identity.role / identity.instance_id
 
 
-_OPERATORS: Final = frozenset(ROLES)
+OPERATORS: Final = frozenset(ROLES)
 _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
@@ -63,14 +63,14 @@ _EVERYONE: Final = None
 # own.
 _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
-    "/pdmesh.v1.InstanceService/GetStatus": _OPERATORS,
+    "/pdmesh.v1.InstanceService/GetStatus": OPERATORS,
     "/pdmesh.v1.InstanceService/GetKvSnapshot": frozenset({"master-scheduler", "kv-cache-index"}),
     "/pdmesh.v1.InstanceService/GetModelText": frozenset({"gateway"}),
     "/pdmesh.v1.InstanceService/InspectAdapter": frozenset({"master-scheduler"}),
     "/pdmesh.v1.SchedulerService/Plan": frozenset({"gateway"}),
     "/pdmesh.v1.SchedulerService/PlanStream": frozenset({"gateway"}),
-    "/pdmesh.v1.SchedulerService/ListGroups": _OPERATORS,
-    "/pdmesh.v1.AdminService": _OPERATORS,
+    "/pdmesh.v1.SchedulerService/ListGroups": OPERATORS,
+    "/pdmesh.v1.AdminService": OPERATORS,
     "/pdmesh.v1.KvIndexService/Match": _INSTANCES,
     "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
     "/pdmesh.v1.InferenceService": _EVERYONE,

@@ -50,7 +50,7 @@ class OidcProvider:
             for part in ("--user-claims", json.dumps({"sub": sub, **claims}))
         ]
         command = [
-            sys.executable, "-m", "tests.fakes.oidc_server", "--port", str(self.port),
+            sys.executable, "-m", "tests.fakes.oidc.server", "--port", str(self.port),
             "--token-max-age", str(self._max_age_s), *users,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": path, "SKEW_FILE": str(self._skew)}

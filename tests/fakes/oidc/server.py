@@ -1,4 +1,4 @@
-"""`python -m tests.fakes.oidc_server`: oidc-provider-mock, whose tokens name their key, as those of
+"""`python -m tests.fakes.oidc.server`: oidc-provider-mock, whose tokens name their key, as those of
 most providers do. With OIDC_NAMELESS they name none, as it does by itself.
 """
 
