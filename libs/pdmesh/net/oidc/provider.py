@@ -66,6 +66,7 @@ class KeySource:
             with self._opener(url).open(request, timeout=_TIMEOUT_S) as answer:
                 return json.loads(_read(answer))
         except urllib.error.HTTPError as exc:
+            exc.close()
             raise ProviderFailed(f"{url}: answered {exc.code}") from exc
         except urllib.error.URLError as exc:
             raise ProviderFailed(f"{url}: {exc.reason}") from exc
