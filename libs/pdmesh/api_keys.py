@@ -12,35 +12,24 @@ import hmac
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.tenancy.limits import Tenant, TenantLimits
+from pdmesh.core.access.roles import ROLES, AdminRole
+from pdmesh.core.tenancy.entry import NAME, TenantEntry
+from pdmesh.core.tenancy.limits import Tenant
 
 _PREFIX: Final = "pdm"
 _MAX_TOKEN_CHARS: Final = 128
 _NO_HASH: Final = bytes(32)
-NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 class BadKeyFile(Exception):
     """One line: which file, and what is wrong with it."""
-
-
-class TenantEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Null: no limit."""
-
-    requests_per_s: float | None = None
-    tokens_per_min: float | None = None
-    max_concurrent: int | None = None
-    tokens_per_day: int | None = None
-    weight: int = 1
-    priority: int = 1
-    models: list[str] = []
-    is_disabled: bool = False
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -51,6 +40,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     sha256: str  # of the secret, hex
     created_at: int
     expires_at: int | None = None
+    role: str | None = None  # of an operator: viewer, operator or admin
 
 
 class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,17 +64,42 @@ def _check(file: KeyFile, path: Path) -> None:
     for name, tenant in file.tenants.items():
         if not NAME.fullmatch(name):
             raise BadKeyFile(f"{path}: {name!r} is not a tenant name ([a-z0-9-], at most 63)")
-        limits = (
-            tenant.requests_per_s, tenant.tokens_per_min, tenant.max_concurrent,
-            tenant.tokens_per_day, tenant.weight,
-        )  # fmt: skip
-        if any(limit is not None and not limit > 0 for limit in limits) or tenant.priority < 0:
+        if not tenant.has_valid_limits():
             raise BadKeyFile(f"{path}: the limits of tenant {name} are not positive numbers")
     for key in file.keys:
         if key.tenant not in file.tenants:
             raise BadKeyFile(f"{path}: key {key.key_id} belongs to an unknown tenant, {key.tenant}")
         if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
             raise BadKeyFile(f"{path}: key {key.key_id} has no SHA-256 of 64 hex digits")
+        if key.role is not None and key.role not in ROLES:
+            raise BadKeyFile(f"{path}: key {key.key_id}: the role is one of {', '.join(ROLES)}")
+
+
+def difference(before: KeyFile, after: KeyFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tenants and keys that differ, before and after, by name and id, without hashes."""
+    told = _told(before), _told(after)
+    kinds = ("tenants", "keys")
+    one, other = (
+        {
+            kind: {
+                name: value for name, value in mine[kind].items() if yours[kind].get(name) != value
+            }
+            for kind in kinds
+        }
+        for mine, yours in (told, told[::-1])
+    )
+    return one, other
+
+
+def _told(file: KeyFile) -> dict[str, dict[str, Any]]:
+    keys = {
+        key.key_id: {"tenant": key.tenant, "role": key.role, "expires_at": key.expires_at}
+        for key in file.keys
+    }
+    return {
+        "tenants": {n: msgspec.structs.asdict(t) for n, t in file.tenants.items()},
+        "keys": keys,
+    }
 
 
 def save(path: Path, file: KeyFile) -> None:
@@ -92,11 +107,17 @@ def save(path: Path, file: KeyFile) -> None:
     write_atomically(path, msgspec.json.format(msgspec.json.encode(file)).decode() + "\n")
 
 
-def issue(file: KeyFile, tenant: str, expires_at: int | None = None) -> str:
-    """A new key for `tenant`, which is added if needed. The key can be seen only now."""
+def issue(
+    file: KeyFile, tenant: str, expires_at: int | None = None, role: AdminRole | None = None
+) -> str:
+    """A new key for `tenant`, which is added if needed. The key can be seen only now.
+
+    `role`: that of an operator, who may call the admin API with this key.
+    """
     file.tenants.setdefault(tenant, TenantEntry())
     key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
     entry = KeyEntry(key_id, tenant, _sha256(secret).hex(), int(time.time()), expires_at)
+    entry.role = None if role is None else str(role)
     file.keys.append(entry)
     return f"{_PREFIX}_{key_id}_{secret}"
 
@@ -112,40 +133,49 @@ def _sha256(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class KeyHolder:
+    """Whose key it is. `role`: that of an operator; None: it is for clients only."""
+
+    key_id: str
+    tenant: Tenant
+    role: AdminRole | None
+
+
+def is_key(token: str) -> bool:
+    """Whether it looks like a key, valid or not."""
+    return token.startswith(f"{_PREFIX}_")
+
+
 class Keyring:
     """The keys of a file, ready for use."""
 
     def __init__(self, file: KeyFile) -> None:
-        self.tenants = {name: _tenant(name, entry) for name, entry in file.tenants.items()}
+        self.tenants = {name: entry.tenant(name) for name, entry in file.tenants.items()}
         self._keys = {
-            key.key_id: (bytes.fromhex(key.sha256), self.tenants[key.tenant], key.expires_at)
+            key.key_id: (bytes.fromhex(key.sha256), self._holder(key), key.expires_at)
             for key in file.keys
         }
+
+    def _holder(self, key: KeyEntry) -> KeyHolder:
+        role = None if key.role is None else ROLES[key.role]
+        return KeyHolder(key.key_id, self.tenants[key.tenant], role)
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, token: str, now: float) -> Tenant | None:
-        """The key's tenant; None: unknown or expired. `now`: seconds since 1970."""
+    def holder(self, token: str, now: float) -> KeyHolder | None:
+        """Whose key it is; None: unknown or expired. `now`: seconds since 1970."""
         parts = token.split("_", 2)
         if len(token) > _MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != _PREFIX:
             return None
-        expected, tenant, expires_at = self._keys.get(parts[1], (_NO_HASH, None, None))
+        expected, holder, expires_at = self._keys.get(parts[1], (_NO_HASH, None, None))
         is_equal = hmac.compare_digest(_sha256(parts[2]), expected)
         if not is_equal or (expires_at is not None and now >= expires_at):
             return None
-        return tenant
+        return holder
 
-
-def _tenant(name: str, entry: TenantEntry) -> Tenant:
-    limits = TenantLimits(
-        entry.requests_per_s, entry.tokens_per_min, entry.max_concurrent, entry.tokens_per_day
-    )
-    return Tenant(
-        name,
-        limits,
-        weight=entry.weight,
-        priority=entry.priority,
-        models=frozenset(entry.models),
-        is_disabled=entry.is_disabled,
-    )
+    def find(self, token: str, now: float) -> Tenant | None:
+        """The key's tenant; None: unknown or expired. `now`: seconds since 1970."""
+        holder = self.holder(token, now)
+        return None if holder is None else holder.tenant

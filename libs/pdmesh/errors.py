@@ -136,6 +136,12 @@ class VersionConflict(MeshError):
     grpc_code, http_status, default_reason = "ABORTED", 409, "VERSION_CONFLICT"
 
 
+class InvalidToken(MeshError):
+    """The caller's bearer token is not valid now; the message says in what."""
+
+    grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_TOKEN"
+
+
 class NotAllowed(MeshError):
     """The caller may not do this, or has not shown that it may."""
 

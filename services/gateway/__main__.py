@@ -18,6 +18,7 @@ from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import access_control
+from pdmesh.services.gateway.access.client_tokens import client_tokens
 from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket
 from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.path_proof import PathProof
@@ -38,6 +39,7 @@ async def serve(settings: Settings, app: App) -> None:
     access = access_control(
         settings.host,
         settings.keys_file,
+        client_tokens(settings),
         allow_anonymous=settings.allow_anonymous,
     )
     tokenizers = await _tokenizers(settings)

@@ -8,12 +8,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from pdmesh.config import JsonObject, ServerUrl, ServiceSettings, settings_config, shared
+from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
+from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer
 
@@ -52,7 +53,7 @@ class ScenarioRuleSettings(JsonObject):
     operation: Literal["", "chat", "text_completion"] = ""
 
 
-class Settings(ServiceSettings):
+class Settings(OidcSettings):
     model_config = settings_config("PDMESH_GATEWAY_")
 
     host: str = shared("127.0.0.1", description="Address of the ports for clients, HTTP and gRPC")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from pdmesh.api_keys import BadKeyFile
 from pdmesh.config import read_secret
-from pdmesh.lifecycle import App, run
+from pdmesh.followed_keys import FollowedKeys
+from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.services.master_scheduler.admin.access import AdminAccess, OperatorSources
 from pdmesh.services.master_scheduler.master import SERVICE, Master
 from pdmesh.services.master_scheduler.settings import Settings
 
@@ -19,10 +22,13 @@ async def serve(settings: Settings, app: App) -> None:
         settings.admin_token_file,
         "an admin token",
     )
+    sources = _sources(settings)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
-    master = Master(settings, app, bus, registry, view, admin_token)
+    page_url = lambda: f"http://{app.ops_address}/"  # noqa: E731
+    access = AdminAccess(admin_token, page_url, sources)
+    master = Master(settings, app, bus, registry, view, access)
     await app.unless_stopping(master.start())
     app.add_readiness("view", lambda: True)  # it stays ready while NATS is away, with its last view
     stopping = asyncio.ensure_future(app.stopping.wait())
@@ -36,6 +42,15 @@ async def serve(settings: Settings, app: App) -> None:
     await bus.close()
     if failed:
         await failing
+
+
+def _sources(settings: Settings) -> OperatorSources:
+    """Raises StartupError."""
+    try:
+        keys = None if settings.keys_file is None else FollowedKeys(settings.keys_file)
+    except BadKeyFile as exc:
+        raise StartupError(str(exc)) from exc
+    return OperatorSources(keys, settings.token_verifier(), settings.claim_names)
 
 
 def main() -> None:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from google.protobuf.empty_pb2 import Empty
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
@@ -16,9 +20,11 @@ from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import adapter_board, out_of_service_board, pin_board
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.access import AdminAccess, AdminCaller
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
+from pdmesh.services.master_scheduler.admin.audit import AuditTrail, Changed
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
+from pdmesh.services.master_scheduler.admin.door import AdminDoor
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
@@ -58,7 +64,16 @@ class Control:
         adapters = Adapters(adapter_board(bus), link.view, leadership)
         self.loops = ControlLoops(groups, plans, upgrades, usage, pins, adapters)
         self.upgrade_feed = UpgradeFeed(fleet, bus, upgrades.tell)
-        self.servicer = AdminServicer(access, self.loops, leadership)
+        servicer = AdminServicer(access.page_url, self.loops, leadership)
+        self._leadership = leadership
+        self._audit = AuditTrail(link.publisher, settings.instance_id)
+        self.door = AdminDoor(servicer, access, self._audit)
+
+    async def keys_changed(self, before: KeyFile, after: KeyFile) -> None:
+        """The key file has changed. Every master reads it, and the leader tells of it."""
+        if self._leadership()[0]:
+            changed = Changed(Empty(), "key-file", *api_keys.difference(before, after))
+            await self._audit.tell(AdminCaller("file", "key_file", None), "KeyFile", changed)
 
     async def highest_epoch(self) -> int:
         """See `highest_stored`."""

@@ -82,10 +82,7 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 
 
 class Master:
-    """Start it once its bus and view exist; everything runs on the loop until `stop`.
-
-    An empty `admin_token` means that none is set.
-    """
+    """Start it once its bus and view exist; everything runs on the loop until `stop`."""
 
     def __init__(
         self,
@@ -94,9 +91,10 @@ class Master:
         bus: NatsBus,
         registry: NatsRegistry,
         view: RegistryView,
-        admin_token: str = "",
+        access: AdminAccess,
     ) -> None:
         self._settings, self._app, self._view = settings, app, view
+        self._access = access
         self._publisher = EventPublisher(bus, app.instance_id, app.incarnation)
         self.index = PrefixIndex(max_blocks=settings.max_blocks)
         self.fleet = Fleet(chats=ChatAffinity(settings.chat_ttl_s, settings.max_chats))
@@ -118,7 +116,7 @@ class Master:
         self._fleet_feed = FleetFeed(self.fleet, bus, view, boards, self._announcer.wake)
         self._control = Control(
             settings,
-            AdminAccess(admin_token, lambda: f"http://{app.ops_address}/"),
+            access,
             MeshLink(bus, view, self._publisher),
             placement,
             self.index,
@@ -127,8 +125,8 @@ class Master:
         is_secure = settings.tls_dir is not None and not settings.insecure_network
         app.add_routes(
             page_routes(
-                self._control.servicer,
-                has_token=bool(admin_token),
+                self._control.door,
+                has_token=access.has_token,
                 only_host=settings.inner_host if is_secure else None,
             )
         )
@@ -176,13 +174,18 @@ class Master:
             self._control.upgrade_feed,
         )
         loops = self._control.loops.run()
-        for loop in (self._heed_stored_epochs(), *(f.run() for f in feeds), *loops):
+        for loop in (
+            self._heed_stored_epochs(),
+            self._access.run(self._control.keys_changed),
+            *(f.run() for f in feeds),
+            *loops,
+        ):
             self._tasks.add(asyncio.ensure_future(loop))
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-        rpc.add_service(self._server, admin, self._control.servicer)
+        rpc.add_service(self._server, admin, self._control.door)
         settings = self._settings
         self.port = rpc.listen(self._server, join(settings.inner_host, settings.grpc_port))
         await self._server.start()

@@ -7,10 +7,11 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from pdmesh.config import ServiceSettings, settings_config, shared
+from pdmesh.config import settings_config, shared
+from pdmesh.net.oidc.settings import OidcSettings
 
 
-class Settings(ServiceSettings):
+class Settings(OidcSettings):
     model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
 
     region: str = shared("", description="Region of this master")
@@ -89,6 +90,10 @@ class Settings(ServiceSettings):
     )
     admin_token_file: Path | None = shared(
         None, description="File with the admin token, instead of admin_token"
+    )
+    keys_file: Path | None = Field(
+        None,
+        description="File of API keys (pdmesh keys); those with a role may call the admin API",
     )
     hash_secret: SecretStr = shared(
         SecretStr("pdmesh-development"),

@@ -1,8 +1,9 @@
 """What each role may do at NATS and Redis, as data. What is not here, nobody may do.
 
-A role is a service's name as certificates have it (`core.identity`); `operator` stands for tools,
-which only read. A process writes its own record, and speaks only about itself, as far as the
-subject of an event names the process: the subject of a node agent's report names its machine.
+A role is a service's name as certificates have it (`core.identity`). People's roles (viewer,
+operator, admin) only read here: people change the mesh through the master. A process writes its own
+record, and speaks only about itself, as far as the subject of an event names the process: the
+subject of a node agent's report names its machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.identity import OPERATOR
+from pdmesh.core.access.roles import ROLES, AdminRole
 from pdmesh.kv.index import redis_keys
 from pdmesh.net import subjects
 from pdmesh.net.nats import buckets
@@ -82,7 +83,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         reads=(buckets.INSTANCES, buckets.TENANTS),
     ),
     "master-scheduler": NatsAccess(
-        tells_of_itself=(subjects.health_instance, subjects.leader_changed),
+        tells_of_itself=(subjects.health_instance, subjects.leader_changed, subjects.admin_changed),
         tells=(
             subjects.kv_pin(),
             subjects.group_changed(),
@@ -134,10 +135,13 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
     "prefill": _INSTANCE,
     "decode": _INSTANCE,
     "instance": _INSTANCE,
-    OPERATOR: NatsAccess(
-        hears=(subjects.ALL,),
-        follows=tuple(map(whole, buckets.ALL_BUCKETS)),
-        has_record=False,
+    **dict.fromkeys(
+        ROLES,
+        NatsAccess(
+            hears=(subjects.ALL,),
+            follows=tuple(map(whole, buckets.ALL_BUCKETS)),
+            has_record=False,
+        ),
     ),
 }
 
@@ -170,7 +174,7 @@ REDIS_ROLES: Final[Mapping[str, RedisAccess]] = {
         ),
     ),
     # Kept responses hold text, so tools do not see them.
-    OPERATOR: RedisAccess(
+    str(AdminRole.OPERATOR): RedisAccess(
         _INDEX, (*_CONNECTION, "get", "smembers", "scard", "hgetall"), only_reads=True
     ),
 }

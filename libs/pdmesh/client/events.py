@@ -32,6 +32,7 @@ KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("request", "finished"): events_pb2.RequestFinished,
     ("error", "reported"): events_pb2.ErrorReported,
     ("control", "leader"): events_pb2.LeaderChanged,
+    ("control", "audit"): events_pb2.AdminChange,
 }
 # Sent all the time, whether something happens or not.
 PERIODIC: Final = frozenset({("health", "instance"), ("health", "node"), ("load", "instance")})

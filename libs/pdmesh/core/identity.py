@@ -1,9 +1,10 @@
 """Who a process of the mesh is, as its certificate says, and which roles may call a method.
 
 A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`. The role is the
-name of the service, `operator` for people's tools. A process that calls another checks a DNS name
-made of the same three parts: TLS libraries compare only DNS names, and the address of a process may
-change. A method that is not listed here may be called by nobody.
+name of the service. People's tools have the role of the person: `viewer`, `operator` or `admin`. A
+process that calls another checks a DNS name made of the same three parts: TLS libraries compare
+only DNS names, and the address of a process may change. A method that is not listed here may be
+called by nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-OPERATOR: Final = "operator"
+from pdmesh.core.access.roles import ROLES
+
 TRUST_DOMAIN: Final = "pdmesh"  # by default
 
 _LABEL: Final = r"[a-z0-9-]+"
@@ -58,6 +60,7 @@ def folder_of(root: Path, identity: ProcessIdentity) -> Path:
     return root / identity.role / identity.instance_id
 
 
+OPERATORS: Final = frozenset(ROLES)
 _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
@@ -65,14 +68,14 @@ _EVERYONE: Final = None
 # own.
 _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
-    "/pdmesh.v1.InstanceService/GetStatus": frozenset({OPERATOR}),
+    "/pdmesh.v1.InstanceService/GetStatus": OPERATORS,
     "/pdmesh.v1.InstanceService/GetKvSnapshot": frozenset({"master-scheduler", "kv-cache-index"}),
     "/pdmesh.v1.InstanceService/GetModelText": frozenset({"gateway"}),
     "/pdmesh.v1.InstanceService/InspectAdapter": frozenset({"master-scheduler"}),
     "/pdmesh.v1.SchedulerService/Plan": frozenset({"gateway"}),
     "/pdmesh.v1.SchedulerService/PlanStream": frozenset({"gateway"}),
-    "/pdmesh.v1.SchedulerService/ListGroups": frozenset({OPERATOR}),
-    "/pdmesh.v1.AdminService": frozenset({OPERATOR}),
+    "/pdmesh.v1.SchedulerService/ListGroups": OPERATORS,
+    "/pdmesh.v1.AdminService": OPERATORS,
     "/pdmesh.v1.KvIndexService/Match": _INSTANCES,
     "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
     "/pdmesh.v1.InferenceService": _EVERYONE,

@@ -13,13 +13,14 @@ from typing import Final
 from pdmesh.access.nats_accounts import Holder, nats_accounts
 from pdmesh.access.roles import NATS_ROLES
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.identity import OPERATOR, ProcessIdentity, folder_of
+from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
 from pdmesh.net.tls.folder import CERTIFICATE, CertificateFolder
 
 _NATS: Final = ProcessIdentity("nats", "nats")
-_COMMANDS: Final = ProcessIdentity(OPERATOR, "local")
+_COMMANDS: Final = ProcessIdentity(str(AdminRole.ADMIN), "local")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _RENEWED_AFTER: Final = timedelta(days=CERTIFICATE_DAYS * 2 / 3)
 

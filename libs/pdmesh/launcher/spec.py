@@ -253,6 +253,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         **_tls_settings(service, name, wiring),
         **({"REDIS_URL": wiring.redis_urls[service]} if service in wiring.redis_urls else {}),
         **({"REGION": region} if region else {}),
+        **(_keys(spec) if service in ("gateway", "master-scheduler") else {}),
         **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
         **(_instance_settings(kind, spec, wiring) if _TIERS[service] is StopOrder.INSTANCE else {}),
     }
@@ -299,11 +300,13 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     }
 
 
+def _keys(spec: MeshSpec) -> dict[str, str]:
+    return {"KEYS_FILE": str(spec.keys_file.absolute())} if spec.keys_file else {}
+
+
 def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     ports = wiring.ports[region]
-    keys = {"KEYS_FILE": str(spec.keys_file.absolute())} if spec.keys_file else {}
     return {
-        **keys,
         **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
         **({"TOOL_PARSER": spec.tool_parser} if spec.tool_parser else {}),
         **({"REASONING_PARSER": spec.reasoning_parser} if spec.reasoning_parser else {}),

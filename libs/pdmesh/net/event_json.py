@@ -1,7 +1,7 @@
 """protobuf's JSON mapping for event messages, about five times faster than `json_format`.
 
 A gateway writes one such event per request. It covers what our events use: numbers, strings, bytes,
-enums, messages, repeated fields, and Timestamp. A test compares it with
+enums, messages, repeated fields, Timestamp and Struct. A test compares it with
 `json_format.MessageToDict`.
 """
 
@@ -14,7 +14,9 @@ from typing import Any, Final
 
 import orjson
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 _WIDE: Final = {  # JSON numbers are doubles, so 64 bits travel as text
@@ -31,6 +33,8 @@ def to_json(message: Message) -> bytes:
 def _to_dict(message: Message) -> Any:
     if isinstance(message, Timestamp):
         return message.ToJsonString()
+    if isinstance(message, Struct):
+        return MessageToDict(message)
     converters = _converters(message.DESCRIPTOR)
     found: dict[str, Any] = {}
     for field, value in message.ListFields():

@@ -59,6 +59,10 @@ def leader_changed(leader_id: str = "*") -> str:
     return _subject("control", "leader", leader_id)
 
 
+def admin_changed(master_id: str = "*") -> str:
+    return _subject("control", "audit", master_id)
+
+
 def node_reported(node_id: str = "*") -> str:
     return _subject("health", "node", node_id)
 

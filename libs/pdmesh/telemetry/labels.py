@@ -34,6 +34,7 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     names.GATEWAY_ENCODED_PROMPTS: (names.ATTR_OUTCOME,),
     names.GATEWAY_REFUSED: (names.ATTR_TENANT, names.ATTR_REASON),
     names.TENANT_TOKENS: (names.ATTR_TENANT,),
+    names.OIDC_FETCHES: (names.ATTR_OUTCOME,),
     names.GATEWAY_RESPONSES_KEPT: ("outcome",),
     names.GATEWAY_RESPONSES_LOOKUPS: ("outcome",),
     # Instances.

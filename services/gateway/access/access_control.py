@@ -1,8 +1,8 @@
 """Decides which clients may call and how much they may use, for both HTTP and gRPC.
 
-It checks API keys and tenants' limits. Each call gets its permit before its body is read, so that a
-refusal costs next to nothing. The permit ends with the answer. Without a key file, all clients are
-one tenant, which has no limits.
+It checks API keys, tokens and tenants' limits. Each call gets its permit before its body is read,
+so that a refusal costs next to nothing. The permit ends with the answer. Without a key file and an
+OpenID provider, all clients are one tenant, which has no limits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
+from collections import ChainMap
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-import structlog
-
 from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile
 from pdmesh.core.tenancy.limits import (
     ANYONE,
     Charge,
@@ -27,15 +27,15 @@ from pdmesh.core.tenancy.limits import (
 )
 from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.errors import MeshError, Overloaded
+from pdmesh.followed_keys import FollowedKeys
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.loopback import is_loopback
 from pdmesh.net.tasks import together
+from pdmesh.services.gateway.access.client_tokens import ClientTokens
+from pdmesh.services.gateway.access.errors import NoApiKey, PermissionDenied, Unauthenticated
 from pdmesh.services.gateway.access.tenant_ledgers import LedgerBucket, TenantLedgers
 from pdmesh.telemetry import metrics, names
 
-log = structlog.get_logger(__name__)
-
-_RELOAD_S: Final = 1.0
 _DAY_S: Final = 86400
 _BEARER: Final = "bearer "
 
@@ -50,18 +50,6 @@ _MESSAGES: Final = {
     Limit.CONCURRENCY: "too many open requests for this API key's tenant",
     Limit.QUOTA: "this API key's tenant has used up its daily tokens",
 }
-
-
-class Unauthenticated(MeshError):
-    grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_API_KEY"
-
-
-class NoApiKey(Unauthenticated):
-    pass
-
-
-class PermissionDenied(MeshError):
-    grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "PERMISSION_DENIED"
 
 
 class RateLimited(Overloaded):
@@ -102,15 +90,15 @@ ANYONES_PERMIT: Final = _Anyone()
 
 
 class AccessControl(Protocol):
-    def check(self, authorization: str) -> None:
-        """Check the key of a call of which nothing has been read yet.
+    async def check(self, authorization: str) -> None:
+        """Check the key or token of a call of which nothing has been read yet.
 
-        This check does not count as a request. Raises Unauthenticated or PermissionDenied.
+        This check does not count as a request. Raises the errors of `enter` but RateLimited.
         """
         ...
 
     async def enter(self, authorization: str) -> Permit:
-        """Raises Unauthenticated, PermissionDenied or RateLimited.
+        """Raises Unauthenticated, InvalidToken, Unavailable, PermissionDenied or RateLimited.
 
         `authorization`: the value of the HTTP header or of the gRPC metadata.
         """
@@ -133,7 +121,7 @@ class AccessControl(Protocol):
 
 
 class OpenAccess:
-    def check(self, authorization: str) -> None: ...
+    async def check(self, authorization: str) -> None: ...
 
     async def enter(self, authorization: str) -> Permit:
         return ANYONES_PERMIT
@@ -149,63 +137,79 @@ class OpenAccess:
 
 
 class KeyedAccess:
-    """Reads the key file again when it changes. If it cannot be read, the last keys stay valid.
+    """Admits callers with an API key of the file, or a token of the OpenID provider.
 
     A gateway on its own grants the whole of each limit. A gateway that has called `join` grants
     only the parts that it holds.
     """
 
-    def __init__(self, keys_file: Path) -> None:
-        """Raises BadKeyFile."""
-        self._keys_file = keys_file
-        self._stamp = _stamp(keys_file)
-        self._keyring = api_keys.Keyring(api_keys.load(keys_file))
+    def __init__(self, keys_file: Path | None, tokens: ClientTokens | None = None) -> None:
+        """None: no keys, or no tokens. Raises BadKeyFile."""
+        self._keys = None if keys_file is None else FollowedKeys(keys_file)
+        self._client_tokens = tokens
         self._tenants = Tenants()
         self._ledgers: TenantLedgers | None = None
 
     def join(self, bucket: LedgerBucket, me: str) -> None:
         self._tenants = Tenants(num_parts)
-        self._ledgers = TenantLedgers(bucket, me, self._tenants, lambda: self._keyring.tenants)
+        self._ledgers = TenantLedgers(bucket, me, self._tenants, self._known)
 
-    def check(self, authorization: str) -> None:
-        self._tenant_of(authorization)
+    async def check(self, authorization: str) -> None:
+        await self._tenant_of(authorization)
 
     async def enter(self, authorization: str) -> Permit:
-        tenant = self._tenant_of(authorization)
+        tenant = await self._tenant_of(authorization)
         while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
             if not await self.has_more(tenant, refused):
                 raise self._count(tenant.name, _rate_limited(refused))
         return _KeyedPermit(self, tenant)
 
-    def _tenant_of(self, authorization: str) -> Tenant:
+    async def _tenant_of(self, authorization: str) -> Tenant:
         token = authorization[len(_BEARER) :].strip()
         if authorization[: len(_BEARER)].lower() != _BEARER or not token:
             raise self._count("", NoApiKey("an API key is needed: Authorization: Bearer <key>"))
-        tenant = self._keyring.find(token, time.time())
+        tenant = None if self._keys is None else self._keys.keyring.find(token, time.time())
+        if tenant is None and self._client_tokens is not None and not api_keys.is_key(token):
+            try:
+                tenant = await self._client_tokens.tenant(token, self._in_file)
+            except MeshError as exc:
+                raise self._count("", exc) from None
         if tenant is None:
             raise self._count("", Unauthenticated("this API key is not valid"))
         if tenant.is_disabled:
             raise self._count(tenant.name, PermissionDenied("this API key's tenant is disabled"))
         return tenant
 
+    @property
+    def _in_file(self) -> Mapping[str, Tenant]:
+        return {} if self._keys is None else self._keys.keyring.tenants
+
+    def _known(self) -> Mapping[str, Tenant]:
+        """All tenants; those of the file have their limits from there."""
+        if self._client_tokens is None:
+            return self._in_file
+        return ChainMap(dict(self._in_file), dict(self._client_tokens.tenants))
+
     def share(self, gateways: Collection[str]) -> None:
         if self._ledgers is not None:
             self._ledgers.share(gateways)
 
     async def run(self) -> None:
-        works = [self._follow_keys()]
+        works = []
+        if self._keys is not None:
+            works.append(self._keys.run(self._forget_tenants))
+        if self._client_tokens is not None:
+            works.append(self._client_tokens.run())
         if self._ledgers is not None:
             works.append(self._ledgers.run())
         await together(*works)
 
+    async def _forget_tenants(self, before: KeyFile, after: KeyFile) -> None:
+        self._tenants.forget_but(frozenset(self._known()))
+
     async def close(self) -> None:
         if self._ledgers is not None:
             await self._ledgers.close()
-
-    async def _follow_keys(self) -> None:
-        while True:
-            await asyncio.sleep(_RELOAD_S)
-            await self._reload()
 
     # --- permits ---------------------------------------------------------------------------------
 
@@ -234,22 +238,6 @@ class KeyedAccess:
     def _count(self, tenant: str, error: MeshError) -> MeshError:
         _refused.add(1, {names.ATTR_TENANT: tenant, names.ATTR_REASON: error.reason})
         return error
-
-    # --- files -----------------------------------------------------------------------------------
-
-    async def _reload(self) -> None:
-        stamp = _stamp(self._keys_file)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            file = await asyncio.to_thread(api_keys.load, self._keys_file)
-        except api_keys.BadKeyFile as exc:
-            log.error("keys.unreadable", reason=str(exc))
-            return
-        self._keyring = keyring = api_keys.Keyring(file)
-        self._tenants.forget_but(frozenset(keyring.tenants))
-        log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
 
 
 class _KeyedPermit:
@@ -321,29 +309,27 @@ def check_model(tenant: Tenant, model: str) -> None:
         raise PermissionDenied("this API key may not use this model", field="model")
 
 
-def access_control(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> AccessControl:
-    """An address that other machines can reach needs keys, or `allow_anonymous`.
+def access_control(
+    host: str,
+    keys_file: Path | None,
+    tokens: ClientTokens | None = None,
+    *,
+    allow_anonymous: bool,
+) -> AccessControl:
+    """An address that other machines can reach needs keys, tokens, or `allow_anonymous`.
 
     Raises StartupError with one line.
     """
-    if keys_file is not None:
+    if keys_file is not None or tokens is not None:
         try:
-            return KeyedAccess(keys_file)
+            return KeyedAccess(keys_file, tokens)
         except api_keys.BadKeyFile as exc:
             message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
             raise StartupError(message) from exc
     if not allow_anonymous and not is_loopback(host):
         raise StartupError(
             f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
-            "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted "
-            "network"
+            "(pdmesh keys add makes one) or PDMESH_OIDC_ISSUER, or "
+            "PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted network"
         )
     return OpenAccess()
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -241,9 +241,9 @@ class GrpcServer:
             ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         )
 
-        def admit(method: str, context: Context) -> None:
+        async def admit(method: str, context: Context) -> None:
             if not method.startswith(_HEALTH):
-                access.check(_metadata(context, "authorization"))
+                await access.check(_metadata(context, "authorization"))
 
         # Clients without a key get a bound of their own, apart from clients that have one.
         num_messages = max(2, bounds.max_incoming_bytes // bounds.max_bytes)

@@ -13,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl
 
-from pdmesh.errors import InvalidRequest, MeshError, Overloaded
+from pdmesh.errors import InvalidRequest, InvalidToken, MeshError, Overloaded
 from pdmesh.httpd.guard import CONNECTION
 from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
 from pdmesh.services.gateway.openai.unknown_fields import header_of
@@ -32,6 +32,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
+_QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6750, 3
 
 
 class Connection(Protocol):
@@ -167,7 +168,7 @@ class HttpExchange:
             seconds = max(1, math.ceil(error.retry_after_ms / 1000))
             headers.append((b"retry-after", str(seconds).encode()))
         if error.http_status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
+            headers.append((b"www-authenticate", _challenge(error)))
         if isinstance(error, WrongMethod):
             headers.append((b"allow", error.allowed.encode()))
         with contextlib.suppress(OSError):
@@ -209,3 +210,11 @@ class _Watched:
     def _leave(self) -> None:
         self._has_left = True
         self._task.cancel()
+
+
+def _challenge(error: MeshError) -> bytes:
+    """How to authenticate, and what is wrong with the token that was sent (RFC 6750, 3)."""
+    if not isinstance(error, InvalidToken):
+        return b"Bearer"
+    text = "".join(c if c in _QUOTABLE else "?" for c in error.message)
+    return f'Bearer error="invalid_token", error_description="{text}"'.encode()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final, TypeVar
 
-import grpc
 import structlog
+from google.protobuf.message import Message
 
 from pdmesh.core.groups.adjustments import CannotMove
 from pdmesh.core.groups.desired import (
@@ -24,9 +24,9 @@ from pdmesh.core.suggestion import suggestion
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
-from pdmesh.net.grpc.peers import caller_of
 from pdmesh.net.nats.desired_store import VERSIONS_KEPT
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.access import AdminCaller
+from pdmesh.services.master_scheduler.admin.audit import Changed, of_versions, state_of
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
 from pdmesh.services.master_scheduler.groups.group_state import group_states
@@ -38,19 +38,23 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 log = structlog.get_logger(__name__)
 
 _MAX_WORDS: Final = 1024  # bytes of an author or reason
-Context = grpc.aio.ServicerContext[Any, Any]
+A = TypeVar("A", bound=Message)
 
 
 class AdminServicer:
-    """`leadership` returns (whether this process leads, its epoch) now."""
+    """Its callers are checked by `AdminDoor`. A method that changes something returns Changed.
+
+    `page_url`: where operators find the page. `leadership` returns (whether this process leads, its
+    epoch) now.
+    """
 
     def __init__(
         self,
-        access: AdminAccess,
+        page_url: Callable[[], str],
         loops: ControlLoops,
         leadership: Callable[[], tuple[bool, int]],
     ) -> None:
-        self._access, self._leadership = access, leadership
+        self._page_url, self._leadership = page_url, leadership
         self._groups, self._view = loops.groups, loops.groups.view
         self._upgrades, self._plans, self._pins = loops.upgrades, loops.plans, loops.pins
         self._adapters = loops.adapters
@@ -58,27 +62,27 @@ class AdminServicer:
         self._texts = TextWorker()
 
     async def GetDesired(  # noqa: N802
-        self, request: pb.GetDesiredRequest, context: Context
+        self, request: pb.GetDesiredRequest, caller: AdminCaller
     ) -> pb.GetDesiredResponse:
-        self._enter(context)
+        self._enter()
         found = await self._view.desired.version(request.version)
         if found is None and request.version:
             raise InvalidRequest(f"there is no version {request.version}", field="version")
         return pb.GetDesiredResponse(desired=found)
 
     async def ListDesiredVersions(  # noqa: N802
-        self, request: pb.ListDesiredVersionsRequest, context: Context
+        self, request: pb.ListDesiredVersionsRequest, caller: AdminCaller
     ) -> pb.ListDesiredVersionsResponse:
-        self._enter(context)
+        self._enter()
         versions = await self._view.desired.versions(request.limit or VERSIONS_KEPT)
         for version in versions:
             version.ClearField("text")
         return pb.ListDesiredVersionsResponse(versions=versions)
 
     async def DiffDesired(  # noqa: N802
-        self, request: pb.DiffDesiredRequest, context: Context
+        self, request: pb.DiffDesiredRequest, caller: AdminCaller
     ) -> pb.DiffDesiredResponse:
-        self._enter(context)
+        self._enter()
         after = await self._texts.run(partial(read, request.text))
         current = await self._view.desired.version()
         compared = await self._texts.run(partial(_compared, current, after))
@@ -87,24 +91,25 @@ class AdminServicer:
         )
 
     async def ApplyDesired(  # noqa: N802
-        self, request: pb.ApplyDesiredRequest, context: Context
-    ) -> pb.ApplyDesiredResponse:
-        self._enter(context)
+        self, request: pb.ApplyDesiredRequest, caller: AdminCaller
+    ) -> pb.ApplyDesiredResponse | Changed:
+        self._enter()
         expected = request.expected_version if request.HasField("expected_version") else None
-        version, changes = await self._apply(
+        applied = await self._apply(
             request.text,
             expected,
-            _author(request.author, context),
+            _author(request.author, caller),
             request.reason,
             allow_empty=request.allow_empty,
             canary_share=request.canary_share,
         )
-        return pb.ApplyDesiredResponse(version=version, changes=changes)
+        answer = pb.ApplyDesiredResponse(version=applied.version, changes=applied.changes)
+        return applied.told(answer, request.author, request.reason)
 
     async def RollbackDesired(  # noqa: N802
-        self, request: pb.RollbackDesiredRequest, context: Context
-    ) -> pb.RollbackDesiredResponse:
-        self._enter(context)
+        self, request: pb.RollbackDesiredRequest, caller: AdminCaller
+    ) -> pb.RollbackDesiredResponse | Changed:
+        self._enter()
         current = await self._view.desired.version()
         number = request.version or (current.version - 1 if current else 0)
         old = await self._view.desired.version(number) if number > 0 else None
@@ -112,35 +117,41 @@ class AdminServicer:
             which = f"version {number}" if number > 0 else "earlier version"
             raise InvalidRequest(f"there is no {which} to restore", field="version")
         reason = request.reason or f"back to version {number}"
-        version, changes = await self._apply(
+        applied = await self._apply(
             old.text,
             current.version,
-            _author(request.author, context),
+            _author(request.author, caller),
             reason,
             allow_empty=request.allow_empty,
         )
-        return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
+        answer = pb.RollbackDesiredResponse(
+            version=applied.version, restored_version=number, changes=applied.changes
+        )
+        return applied.told(answer, request.author, reason)
 
     async def PromoteUpgrade(  # noqa: N802
-        self, request: pb.PromoteUpgradeRequest, context: Context
-    ) -> pb.PromoteUpgradeResponse:
-        self._enter(context)
+        self, request: pb.PromoteUpgradeRequest, caller: AdminCaller
+    ) -> Changed:
+        self._enter()
         promoted = await self._upgrades.promote(request.scenario)
         if not promoted:
             which = f"scenario {request.scenario}" if request.scenario else "any scenario"
             raise InvalidRequest(f"there is no canary of {which}", field="scenario")
-        log.info("admin.promoted", scenarios=promoted)
-        return pb.PromoteUpgradeResponse(scenarios=promoted)
+        before, after = {"canary_shares": promoted}, {"promoted": list(promoted)}
+        answer = pb.PromoteUpgradeResponse(scenarios=promoted)
+        return Changed(answer, ",".join(promoted), before, after)
 
     async def PlanMoves(  # noqa: N802
-        self, request: pb.PlanMovesRequest, context: Context
-    ) -> pb.PlanMovesResponse:
-        epoch = self._enter(context)
+        self, request: pb.PlanMovesRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
         scenario = request.scenario or DEFAULT_NAME
         if bool(request.moves) is request.HasField("profile"):
             raise InvalidRequest("give either moves or a profile", field="moves")
         reason = _words(request.reason, "reason") or "asked for by an operator"
         moves = moves_from(request, reason)
+        adjustments = self._view.desired.adjustments.groups
+        before = {"adjustments": [dict(state_of(each)) for each in adjustments]}
         try:
             if request.HasField("profile"):
                 profile = profile_from(request.profile)
@@ -150,13 +161,16 @@ class AdminServicer:
                 told = self._plans.ask(plan, epoch)
         except CannotMove as exc:
             raise InvalidRequest(str(exc), field="scenario") from exc
-        log.info("admin.planned", scenario=scenario, num_moves=len(moves), reason=reason)
-        return pb.PlanMovesResponse(decisions=told)
+        after = {
+            "asked": dict(state_of(request, "reason")),
+            "decisions": [dict(state_of(each)) for each in told],
+        }
+        return Changed(pb.PlanMovesResponse(decisions=told), scenario, before, after, reason)
 
     async def ListGroupStates(  # noqa: N802
-        self, request: pb.ListGroupStatesRequest, context: Context
+        self, request: pb.ListGroupStatesRequest, caller: AdminCaller
     ) -> pb.ListGroupStatesResponse:
-        epoch = self._enter(context)
+        epoch = self._enter()
         desired, observed = self._view.version, self._groups.observed
         response = pb.ListGroupStatesResponse(
             epoch=epoch,
@@ -166,7 +180,7 @@ class AdminServicer:
             paused=self._groups.paused,
             upgrades=map(state_to, self._upgrades.reports),
             decisions=self._plans.decisions,
-            page_url=self._access.page_url(),
+            page_url=self._page_url(),
         )
         if observed is not None and observed.epoch == epoch:
             response.seen_version = min(observed.version, self._upgrades.seen_version)
@@ -181,76 +195,83 @@ class AdminServicer:
         return response
 
     async def GetUsage(  # noqa: N802
-        self, request: pb.GetUsageRequest, context: Context
+        self, request: pb.GetUsageRequest, caller: AdminCaller
     ) -> pb.GetUsageResponse:
-        self._enter(context)
+        self._enter()
         return pb.GetUsageResponse(book=self._usage.message())
 
     async def CordonInstance(  # noqa: N802
-        self, request: pb.CordonInstanceRequest, context: Context
-    ) -> pb.CordonInstanceResponse:
-        epoch = self._enter(context)
+        self, request: pb.CordonInstanceRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
         _check_mode(request.mode)
         self._check_can_leave(request.instance_id, request.mode)
         reason = _words(request.reason, "reason") or "asked for by an operator"
         entry = pb.OutOfService(instance_id=request.instance_id, mode=request.mode, reason=reason)
+        before = state_of(self._view.out_of_service.of(request.instance_id))
         await self._view.out_of_service.take_out(entry, epoch)
-        log.info("admin.cordoned", instance_id=entry.instance_id, mode=entry.mode, reason=reason)
-        return pb.CordonInstanceResponse(out_of_service=entry)
+        answer = pb.CordonInstanceResponse(out_of_service=entry)
+        return Changed(answer, request.instance_id, before, state_of(entry), reason)
 
     async def UncordonInstance(  # noqa: N802
-        self, request: pb.UncordonInstanceRequest, context: Context
-    ) -> pb.UncordonInstanceResponse:
-        epoch = self._enter(context)
+        self, request: pb.UncordonInstanceRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
+        before = state_of(self._view.out_of_service.of(request.instance_id))
         fault = await self._view.out_of_service.put_back(request.instance_id, request.mode, epoch)
-        log.info("admin.uncordoned", instance_id=request.instance_id, fault=fault)
-        return pb.UncordonInstanceResponse(fault=fault)
+        after = {"fault": fault} if fault else {}
+        answer = pb.UncordonInstanceResponse(fault=fault)
+        return Changed(answer, request.instance_id, before, after)
 
     async def AddPin(  # noqa: N802
-        self, request: pb.AddPinRequest, context: Context
-    ) -> pb.AddPinResponse:
-        epoch = self._enter(context)
+        self, request: pb.AddPinRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
         for field in ("reason", "model", "tenant", "cache_salt", "scenario"):
             _words(getattr(request, field), field)
-        return pb.AddPinResponse(pin=await self._pins.add(request, epoch))
+        before = state_of(self._pins.known.get(request.pin_id), "blocks")
+        pin = await self._pins.add(request, epoch)
+        after = state_of(pin, "coverage")
+        return Changed(pb.AddPinResponse(pin=pin), pin.pin_id, before, after, request.reason)
 
     async def ListPins(  # noqa: N802
-        self, request: pb.ListPinsRequest, context: Context
+        self, request: pb.ListPinsRequest, caller: AdminCaller
     ) -> pb.ListPinsResponse:
-        self._enter(context)
+        self._enter()
         return pb.ListPinsResponse(pins=self._pins.states())
 
     async def RemovePin(  # noqa: N802
-        self, request: pb.RemovePinRequest, context: Context
-    ) -> pb.RemovePinResponse:
-        await self._pins.remove(request.pin_id, self._enter(context))
-        return pb.RemovePinResponse()
+        self, request: pb.RemovePinRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
+        before = state_of(self._pins.known.get(request.pin_id), "blocks")
+        await self._pins.remove(request.pin_id, epoch)
+        return Changed(pb.RemovePinResponse(), request.pin_id, before, {})
 
     async def AddAdapter(  # noqa: N802
-        self, request: pb.AddAdapterRequest, context: Context
-    ) -> pb.AddAdapterResponse:
-        return await self._adapters.add(request, self._enter(context))
+        self, request: pb.AddAdapterRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
+        before = state_of(self._adapters.known.get(request.name))
+        added = await self._adapters.add(request, epoch)
+        return Changed(added, request.name, before, state_of(added.adapter))
 
     async def ListAdapters(  # noqa: N802
-        self, request: pb.ListAdaptersRequest, context: Context
+        self, request: pb.ListAdaptersRequest, caller: AdminCaller
     ) -> pb.ListAdaptersResponse:
-        self._enter(context)
+        self._enter()
         return pb.ListAdaptersResponse(adapters=self._adapters.states())
 
     async def RemoveAdapter(  # noqa: N802
-        self, request: pb.RemoveAdapterRequest, context: Context
-    ) -> pb.RemoveAdapterResponse:
-        await self._adapters.remove(request.name, self._enter(context))
-        return pb.RemoveAdapterResponse()
+        self, request: pb.RemoveAdapterRequest, caller: AdminCaller
+    ) -> Changed:
+        epoch = self._enter()
+        before = state_of(self._adapters.known.get(request.name))
+        await self._adapters.remove(request.name, epoch)
+        return Changed(pb.RemoveAdapterResponse(), request.name, before, {})
 
-    def check_access(self, context: Context) -> None:
-        """Raises NotAllowed."""
-        metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
-        self._access.check(metadata, context.peer())
-
-    def _enter(self, context: Context) -> int:
-        """The epoch of our leadership; raises NotAllowed before the caller learns anything."""
-        self.check_access(context)
+    def _enter(self) -> int:
+        """The epoch of our leadership. Raises NotLeader."""
         is_leader, epoch = self._leadership()
         if not is_leader:
             leader = next((r for r in self._view.registry.records.values() if r.is_leader), None)
@@ -310,12 +331,12 @@ class AdminServicer:
         *,
         allow_empty: bool,
         canary_share: float = 0.0,
-    ) -> tuple[int, list[pb.DesiredChange]]:
+    ) -> _Applied:
         author, reason = _words(author, "author"), _words(reason, "reason")
         after = await self._texts.run(partial(read, text))
         current = await self._view.desired.version()
         if current is not None and current.text == text and expected in (None, current.version):
-            return current.version, []
+            return _Applied(current.version, current.version, [])
         compared = await self._texts.run(partial(_compared, current or self._view.version, after))
         changes = compared.changes
         is_emptied = not after.groups and compared.had_groups
@@ -336,13 +357,31 @@ class AdminServicer:
             reason=reason,
             canary_share=canary_share,
         )
-        log.info("admin.applied", version=applied.version, author=author, num_changes=len(changes))
-        return applied.version, changes
+        return _Applied(current.version if current else 0, applied.version, changes, canary_share)
 
 
 def _runs(desired: Desired) -> dict[str, Service]:
     """The service of each scenario."""
     return {g.scenario: desired.service_of(g) for g in desired.groups.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """The version before, the version now, and what differs."""
+
+    version_before: int
+    version: int
+    changes: list[pb.DesiredChange]
+    canary_share: float = 0.0
+
+    def told(self, answer: A, author: str, reason: str) -> A | Changed:
+        """With the change, unless nothing has changed."""
+        if self.version == self.version_before:
+            return answer
+        before, after = of_versions((self.version_before, self.version), self.changes)
+        if self.canary_share:
+            after = {**after, "canary_share": self.canary_share}
+        return Changed(answer, "desired", before, after, reason, author)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +416,9 @@ def _check_mode(mode: int) -> None:
         raise InvalidRequest(f"unknown mode {mode}", field="mode")
 
 
-def _author(said: str, context: Context) -> str:
-    """Who makes a change: as the caller says, and with mutual TLS, as its certificate says."""
-    caller = caller_of(context)
-    return said if caller is None else f"{said} ({caller})".strip()
+def _author(said: str, caller: AdminCaller) -> str:
+    """Who makes a change: as the caller says, and as its token, key or certificate shows."""
+    return f"{said} ({caller.name})".strip() if caller.name else said
 
 
 def _words(text: str, field: str) -> str:

@@ -135,8 +135,8 @@ class UpgradeLoop:
         await self._carry_out(self._controller.handle(look, self._clock()))
         self.seen_version = observed.version
 
-    async def promote(self, scenario: str) -> list[str]:
-        """Give a canary's revision to all groups; returns the scenarios that had a canary.
+    async def promote(self, scenario: str) -> dict[str, float]:
+        """Give a canary's revision to all groups; returns the share of each scenario that had one.
 
         An empty `scenario` means all scenarios.
         """
@@ -146,10 +146,11 @@ class UpgradeLoop:
                 for name, each in sorted(self._view.upgrades.items())
                 if each.canary_share and scenario in ("", name)
             ]
+            shares = {each.scenario: each.canary_share for each in chosen}
             now = self._clock()
             effects = [e for each in chosen for e in self._controller.handle(Promoted(each), now)]
             await self._carry_out(effects)
-        return [upgrade.scenario for upgrade in chosen]
+        return shares
 
     def tell(self, event: RequestAnswered | LegFailureReported) -> None:
         """An instance of a revision answered a request, or failed one."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh import api_keys
-from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.api_keys import KeyFile
 from pdmesh.atomic_file import write_atomically
+from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

@@ -32,6 +32,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.services.health_monitor.monitor import HealthMonitor
+from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.master import Master
 from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.v1.common_pb2 import (
@@ -67,7 +68,7 @@ class Running:
         registry = NatsRegistry(self.bus, LEASE_S)
         self.view = await registry.watch()
         settings = Settings(instance_id=name, lease_s=LEASE_S)
-        self.master = Master(settings, app, self.bus, registry, self.view)
+        self.master = Master(settings, app, self.bus, registry, self.view, AdminAccess(""))
         await self.master.start()
         self.channel = rpc.channel(f"127.0.0.1:{self.master.port}")
         self.stub = SchedulerServiceStub(self.channel)

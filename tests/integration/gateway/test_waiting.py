@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from pdmesh import api_keys
-from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.api_keys import KeyFile
+from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from pdmesh.services.gateway.request import frontend
 from pdmesh.telemetry import names

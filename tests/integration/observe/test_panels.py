@@ -24,7 +24,8 @@ import httpx
 import pytest
 
 from pdmesh import api_keys
-from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.api_keys import KeyFile
+from pdmesh.core.tenancy.entry import TenantEntry
 from tests.fakes.lora_adapters import write_adapter
 from tests.support.observe.prometheus import PrometheusServer, scraping
 from tests.support.observe.promql import plain

@@ -165,7 +165,7 @@ async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: M
         text=True,
         timeout=120,
     )
-    assert "pdmesh up (operator/local)" in done.stdout, done.stderr
+    assert "pdmesh up (admin/local)" in done.stdout, done.stderr
 
 
 async def test_the_operators_page_works_without_a_certificate(mesh: Mesh) -> None:

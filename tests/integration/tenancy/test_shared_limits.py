@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh import api_keys
-from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.api_keys import KeyFile
+from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.services.gateway.access.access_control import (
     KeyedAccess,

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from pdmesh import api_keys
-from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.api_keys import KeyFile
+from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 

@@ -16,7 +16,9 @@ from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.net.nats.usage_store import UsageStore
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
+from pdmesh.services.master_scheduler.admin.audit import AuditTrail
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
+from pdmesh.services.master_scheduler.admin.door import AdminDoor
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
@@ -78,7 +80,9 @@ class Site:
         registered = Board(bucket, pb.RegisteredAdapter)
         adapters = Adapters(registered, view, leads)
         loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins, adapters)
-        self.admin = AdminServicer(AdminAccess(""), loops, leads)
+        self.bus = MemoryBus()
+        audit = AuditTrail(EventPublisher(self.bus, "master", 1), "master")
+        self.admin: Any = AdminDoor(AdminServicer(str, loops, leads), AdminAccess(""), audit)
         opening = asyncio.create_task(self.view.open())
         await asyncio.sleep(0)
         self.reopen()

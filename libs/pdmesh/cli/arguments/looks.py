@@ -43,8 +43,9 @@ def add_chat(commands: Commands) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("PDMESH_API_KEY", ""),
-        help="the API key (default: $PDMESH_API_KEY)",
+        default=os.environ.get("PDMESH_API_KEY") or os.environ.get("PDMESH_TOKEN", ""),
+        help="the API key, or a token of the OpenID provider (default: $PDMESH_API_KEY, else "
+        "$PDMESH_TOKEN)",
     )
 
 

@@ -26,11 +26,16 @@ def with_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(
         state_dir=default_state_dir(),
         nats_url=os.environ.get("PDMESH_NATS_URL") or None,
-        admin_token=os.environ.get("PDMESH_ADMIN_TOKEN", ""),
+        admin_token=own_token("PDMESH_ADMIN_TOKEN"),
         admin_token_file=None,
         output="text",
         watch=False,
     )
+
+
+def own_token(shared_variable: str) -> str:
+    """The caller's own token from the environment, else the secret in this variable."""
+    return os.environ.get("PDMESH_TOKEN") or os.environ.get(shared_variable, "")
 
 
 def of_state() -> CommandParser:
@@ -125,6 +130,13 @@ def _add_token(parser: argparse.ArgumentParser) -> None:
         "--admin-token",
         default=argparse.SUPPRESS,
         help="the admin token (default: $PDMESH_ADMIN_TOKEN)",
+    )
+    add(
+        "--token",
+        dest="admin_token",
+        default=argparse.SUPPRESS,
+        help="your own token of the OpenID provider, or an API key with a role (default: "
+        "$PDMESH_TOKEN, which wins over $PDMESH_ADMIN_TOKEN)",
     )
     add(
         "--admin-token-file",

@@ -9,6 +9,7 @@ from pdmesh.cli import values
 from pdmesh.cli.arguments import options
 from pdmesh.cli.arguments.options import Commands
 from pdmesh.cli.parser import CommandParser
+from pdmesh.core.access.roles import ROLES
 from pdmesh.core.identity import TRUST_DOMAIN
 
 
@@ -44,8 +45,9 @@ def add_pins(commands: Commands) -> None:
     add.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
     add.add_argument(
         "--api-key",
-        default=os.environ.get("PDMESH_API_KEY", ""),
-        help="the API key (default: $PDMESH_API_KEY)",
+        default=os.environ.get("PDMESH_API_KEY") or os.environ.get("PDMESH_TOKEN", ""),
+        help="the API key, or a token of the OpenID provider (default: $PDMESH_API_KEY, else "
+        "$PDMESH_TOKEN)",
     )
     shown = actions.add_parser(
         "list", parents=[admin, options.of_watch()], help="show pins and their holders"
@@ -99,6 +101,11 @@ def add_keys(commands: Commands) -> None:
         type=values.positive,
         metavar="DAYS",
         help="days until the key expires (default: never)",
+    )
+    add.add_argument(
+        "--role",
+        choices=list(ROLES),
+        help="also an operator's key, for the admin API (default: for clients only)",
     )
     # The limits are those of the tenant, over all its keys.
     add.add_argument(
@@ -177,8 +184,8 @@ def add_certs(commands: Commands) -> None:
         "processes",
         nargs="+",
         metavar="ROLE/ID",
-        help="a process by its service and its name, e.g. prefill/prefill-0; operator/NAME for "
-        "people's commands",
+        help="a process by its service and its name, e.g. prefill/prefill-0; admin/NAME, "
+        "operator/NAME or viewer/NAME for people's commands",
     )
     parser.add_argument(
         "--name",

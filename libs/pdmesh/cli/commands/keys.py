@@ -19,6 +19,8 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
+from pdmesh.core.access.roles import ROLES
+from pdmesh.core.tenancy.entry import NAME
 from pdmesh.launcher.state import make_private
 
 _DAY_S: Final = 86400
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add(options: argparse.Namespace, path: Path) -> int:
-    if not api_keys.NAME.fullmatch(options.tenant):
+    if not NAME.fullmatch(options.tenant):
         raise CommandFailed("a tenant's name is lower-case letters, digits and -, at most 63", 2)
     expires_at = None
     if options.expires_days is not None:
@@ -52,7 +54,7 @@ def _add(options: argparse.Namespace, path: Path) -> int:
     if options.file is None:
         make_private(options.state_dir)  # the key file is often the first file in it
     with _changing(path) as file:
-        token = api_keys.issue(file, options.tenant, expires_at)
+        token = api_keys.issue(file, options.tenant, expires_at, ROLES.get(options.role))
         for limit in _LIMITS:
             if (value := getattr(options, limit)) is not None:
                 setattr(file.tenants[options.tenant], limit, value)
@@ -77,6 +79,7 @@ def _listed(file: api_keys.KeyFile) -> list[dict[str, Any]]:
         {
             "key_id": key.key_id,
             "tenant": key.tenant,
+            "role": key.role,
             "created_at": _time(key.created_at),
             "expires_at": None if key.expires_at is None else _time(key.expires_at),
             "is_disabled": file.tenants[key.tenant].is_disabled,
@@ -98,6 +101,7 @@ def _keys_text(file: api_keys.KeyFile) -> str:
             [
                 key.key_id,
                 key.tenant + (" (disabled)" if tenant.is_disabled else ""),
+                key.role or "-",
                 _date(key.created_at),
                 "never" if key.expires_at is None else _date(key.expires_at),
                 *("-" if limit is None else f"{limit:g}" for limit in limits),
@@ -105,7 +109,17 @@ def _keys_text(file: api_keys.KeyFile) -> str:
                 str(tenant.priority),
             ]
         )
-    header = ["KEY", "TENANT", "CREATED", "EXPIRES", "REQ/S", "TOKENS/MIN", "OPEN", "TOKENS/DAY"]
+    header = [
+        "KEY",
+        "TENANT",
+        "ROLE",
+        "CREATED",
+        "EXPIRES",
+        "REQ/S",
+        "TOKENS/MIN",
+        "OPEN",
+        "TOKENS/DAY",
+    ]
     return table([*header, "WEIGHT", "PRIORITY"], rows)
 
 

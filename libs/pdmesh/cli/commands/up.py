@@ -48,7 +48,12 @@ _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
 # The gateways' settings for access, besides the options about keys.
-_ACCESS_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
+_ACCESS_VARIABLES: Final = (
+    "PDMESH_GATEWAY_KEYS_FILE",
+    "PDMESH_GATEWAY_ALLOW_ANONYMOUS",
+    "PDMESH_OIDC_ISSUER",
+    "PDMESH_GATEWAY_OIDC_ISSUER",
+)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
-from pdmesh.core.identity import OPERATOR, ProcessIdentity
+from pdmesh.core.identity import OPERATORS, ProcessIdentity
 from pdmesh.errors import BadCertificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -57,15 +57,15 @@ def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagno
     try:
         folder = CertificateFolder(Path(tls_dir))
     except BadCertificates as exc:
-        remedy = f"make another: pdmesh certs {OPERATOR}/NAME, or correct PDMESH_TLS_DIR"
+        remedy = "make another: pdmesh certs operator/NAME, or correct PDMESH_TLS_DIR"
         return None, [problem(_SUBJECT, exc.message, remedy)]
     return folder, [of_own(folder.identity, folder.latest().expires_at, datetime.now(UTC))]
 
 
 def of_own(identity: ProcessIdentity, ends_at: datetime, now: datetime) -> Diagnosis:
-    if identity.role != OPERATOR:
+    if identity.role not in OPERATORS:
         text = f"the commands' certificate is for {identity}, whom masters refuse"
-        return problem(_SUBJECT, text, f"set PDMESH_TLS_DIR to one of {OPERATOR}/NAME")
+        return problem(_SUBJECT, text, "set PDMESH_TLS_DIR to one of operator/NAME")
     return _of_end(f"the commands' certificate, {identity},", ends_at, now)
 
 

@@ -22,7 +22,7 @@ _OTHERS: Final = frozenset(
     SHARED_PREFIX + name
     for name in (
         "API_KEY", "ADMIN_TOKEN", "DETACHED", "FAILPOINT", "GRPC_PORT", "HTTP_PORT", "NATS_PORT",
-        "NATS_SERVER", "VALKEY_SERVER", "VLLM_HOST_PID",
+        "NATS_SERVER", "TOKEN", "VALKEY_SERVER", "VLLM_HOST_PID",
     )
 )  # fmt: skip
 _NODE_AGENT: Final = f"{SHARED_PREFIX}NODE_AGENT_"

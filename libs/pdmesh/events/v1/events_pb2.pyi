@@ -8,6 +8,7 @@ Subjects are mesh.v1.<domain>.<message>.<id>; docs/events.md lists them.
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from pdmesh.v1 import common_pb2 as _common_pb2
@@ -871,3 +872,68 @@ class PinChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinChanged: _TypeAlias = PinChanged  # noqa: Y015
+
+@_typing.final
+class AdminChange(_message.Message):
+    """Somebody changed the mesh through the admin API. Published by the master that made the change. JSON."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    WHO_FIELD_NUMBER: _builtins.int
+    SHOWN_BY_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    ABOUT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    who: _builtins.str
+    """as was shown: a subject, tenant/key, role/name of a certificate, admin-token, local"""
+    shown_by: _builtins.str
+    """token, api_key, certificate, admin_token, local, key_file"""
+    role: _builtins.str
+    """viewer, operator, admin"""
+    author: _builtins.str
+    """as the caller says; no proof"""
+    address: _builtins.str
+    """of the caller"""
+    action: _builtins.str
+    """the method of AdminService; KeyFile: the file of keys and tenants' limits"""
+    about: _builtins.str
+    """an instance, pin, adapter or scenario; desired: the desired state"""
+    reason: _builtins.str
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    @_builtins.property
+    def before(self) -> _struct_pb2.Struct:
+        """empty: there was nothing"""
+
+    @_builtins.property
+    def after(self) -> _struct_pb2.Struct:
+        """empty: nothing is left"""
+
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        who: _builtins.str = ...,
+        shown_by: _builtins.str = ...,
+        role: _builtins.str = ...,
+        author: _builtins.str = ...,
+        address: _builtins.str = ...,
+        action: _builtins.str = ...,
+        about: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        before: _struct_pb2.Struct | None = ...,
+        after: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "action", b"action", "address", b"address", "after", b"after", "author", b"author", "before", b"before", "header", b"header", "reason", b"reason", "role", b"role", "shown_by", b"shown_by", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminChange: _TypeAlias = AdminChange  # noqa: Y015

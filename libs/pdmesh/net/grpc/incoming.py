@@ -86,7 +86,7 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
     def __init__(
         self,
         incoming: Callable[[str], Incoming],
-        admit: Callable[[str, Context], None],
+        admit: Callable[[str, Context], Awaitable[None]],
         refuse: Callable[[Context, Exception], Awaitable[Any]],
     ) -> None:
         self._incoming, self._admit, self._refuse = incoming, admit, refuse
@@ -102,7 +102,7 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
 
         async def call(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
             try:
-                self._admit(method, context)
+                await self._admit(method, context)
                 if handler.request_streaming:
                     answers = handler.stream_stream(self._all(incoming, messages), context)
                 else:

@@ -75,6 +75,8 @@ _MISNAMED: Final = "Hostname Verification Check failed"
 
 _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
+    "UNAUTHENTICATED": errors.InvalidToken,
+    "PERMISSION_DENIED": errors.NotAllowed,
     "NOT_FOUND": errors.ModelNotFound,
     "RESOURCE_EXHAUSTED": errors.Overloaded,
     "FAILED_PRECONDITION": errors.Draining,

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from pdmesh.errors import MeshError
-from pdmesh.services.gateway.access.access_control import NoApiKey
+from pdmesh.services.gateway.access.errors import NoApiKey
 from pdmesh.services.gateway.http.errors import ErrorFormat
 
 _encode: Final = msgspec.json.encode

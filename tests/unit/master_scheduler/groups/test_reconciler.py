@@ -308,4 +308,4 @@ async def test_without_a_token_only_callers_of_this_machine_are_served(site: Sit
 
     await site.start()
     with pytest.raises(NotAllowed):
-        await site.admin.ListGroupStates(pb.ListGroupStatesRequest(), Stranger())  # type: ignore[arg-type]
+        await site.admin.ListGroupStates(pb.ListGroupStatesRequest(), Stranger())

@@ -195,7 +195,7 @@ async def test_a_canary_that_is_being_rolled_back_is_not_promoted(
 
     monkeypatch.setattr(site.store, "keep_upgrades", keep_slowly)
     _, promoted = await asyncio.gather(site.upgrades.round(), site.upgrades.promote("default"))
-    assert promoted == []
+    assert promoted == {}
     assert "requests failed" in site.view.upgrades["default"].back
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from pdmesh.cli.arguments.options import own_token
 from pdmesh.cli.connect import connected
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.view.counts import counts, rank_text, ready_counts
@@ -122,8 +122,8 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _ask(bus: NatsBus) -> AskLeader:
-    """Without the right admin token, $PDMESH_ADMIN_TOKEN, groups are not shown."""
-    token = os.environ.get("PDMESH_ADMIN_TOKEN", "")
+    """Groups are shown to callers whose token, $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN, allows it."""
+    token = own_token("PDMESH_ADMIN_TOKEN")
 
     async def ask(invoke: Invoke[T], /) -> T:
         return await call_leader(bus, token, invoke, within_s=_ASK_S)

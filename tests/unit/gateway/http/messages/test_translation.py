@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.access.access_control import NoApiKey
+from pdmesh.services.gateway.access.errors import NoApiKey
 from pdmesh.services.gateway.http.messages.errors import error_body
 from pdmesh.services.gateway.http.messages.schema import parse_count_tokens, parse_messages
 from pdmesh.services.gateway.http.messages.translation import chat_of

@@ -1,0 +1,63 @@
+"""A key file that is read again when it changes. If it cannot be read, the last keys stay valid."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, Keyring
+
+log = structlog.get_logger(__name__)
+
+_RELOAD_S: Final = 1.0
+
+# Called with the file before and after a change.
+OnKeysChanged = Callable[[KeyFile, KeyFile], Awaitable[None]]
+
+
+class FollowedKeys:
+    """`keyring` has the keys of the file as it was read last."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadKeyFile."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._file = api_keys.load(path)
+        self.keyring = Keyring(self._file)
+
+    async def run(self, on_change: OnKeysChanged) -> None:
+        """Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            before = self._file
+            if await self.reload():
+                await on_change(before, self._file)
+
+    async def reload(self) -> bool:
+        """Whether there are new keys."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            file = await asyncio.to_thread(api_keys.load, self._path)
+        except api_keys.BadKeyFile as exc:
+            log.error("keys.unreadable", reason=str(exc))
+            return False
+        self._file, self.keyring = file, Keyring(file)
+        keyring = self.keyring
+        log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
+        return True
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

@@ -1,0 +1,102 @@
+"""Fetches the keys of an OpenID provider (OpenID Connect Discovery 4, RFC 7517)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from pdmesh.errors import shortened
+from pdmesh.net.loopback import is_loopback
+
+_DISCOVERY: Final = "/.well-known/openid-configuration"
+_TIMEOUT_S: Final = 5.0  # of each wait for the provider
+_WHOLE_S: Final = 10.0  # of a document
+_MAX_BYTES: Final = 1 << 20
+_CHUNK_BYTES: Final = 65_536
+
+
+class ProviderFailed(Exception):
+    """One line: which address, and what is wrong with it or its answer."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect could lead to an address that nobody has checked."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """`jwks_url`: empty: as the provider says. `ca_file`: None: the system's authorities."""
+
+    issuer: str
+    jwks_url: str = ""
+    ca_file: Path | None = None
+
+    def fetch(self) -> Any:
+        """The provider's JWK set, as JSON. It blocks. Raises ProviderFailed."""
+        return self._get(self.jwks_url or self._discovered())
+
+    def _discovered(self) -> str:
+        url = self.issuer.rstrip("/") + _DISCOVERY
+        found = self._get(url)
+        issuer = found.get("issuer") if isinstance(found, dict) else None
+        if issuer != self.issuer:
+            said = shortened(str(issuer))
+            raise ProviderFailed(f"{url}: its issuer is {said}, not {self.issuer}")
+        jwks_url = found.get("jwks_uri")
+        if not isinstance(jwks_url, str):
+            raise ProviderFailed(f"{url}: it has no jwks_uri")
+        if urlsplit(self.issuer).scheme == "https" and urlsplit(jwks_url).scheme != "https":
+            raise ProviderFailed(f"{url}: its jwks_uri does not begin with https://")
+        return jwks_url
+
+    def _get(self, url: str) -> Any:
+        request = urllib.request.Request(url, headers={"Accept": "application/json"})  # noqa: S310 - checked
+        try:
+            with self._opener(url).open(request, timeout=_TIMEOUT_S) as answer:
+                return json.loads(_read(answer))
+        except urllib.error.HTTPError as exc:
+            exc.close()
+            raise ProviderFailed(f"{url}: answered {exc.code}") from exc
+        except urllib.error.URLError as exc:
+            raise ProviderFailed(f"{url}: {exc.reason}") from exc
+        except (OSError, http.client.HTTPException) as exc:
+            raise ProviderFailed(f"{url}: {exc}") from exc
+        except ValueError as exc:  # of JSON, too
+            raise ProviderFailed(f"{url}: not the JSON that it should be: {exc}") from exc
+
+    def _opener(self, url: str) -> urllib.request.OpenerDirector:
+        """Proxies are the environment's, except to this machine."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("https", "http"):
+            raise ValueError("not an address of HTTP")
+        context = ssl.create_default_context(cafile=self.ca_file)
+        handlers: list[urllib.request.BaseHandler] = [
+            _NoRedirect(),
+            urllib.request.HTTPSHandler(context=context),
+        ]
+        if is_loopback(parts.hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        return urllib.request.build_opener(*handlers)
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """Raises ValueError if it is too long, OSError if it takes too long."""
+    until, found = time.monotonic() + _WHOLE_S, bytearray()
+    while chunk := answer.read1(_CHUNK_BYTES):
+        found += chunk
+        if len(found) > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
+        if time.monotonic() > until:
+            raise TimeoutError("the answer takes too long")
+    return bytes(found)

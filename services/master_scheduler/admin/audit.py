@@ -1,0 +1,111 @@
+"""Tells of each change that an operator makes: who, what, before and after, in the log and on NATS.
+
+The line in the log is written first. An event may be lost, as all events may be; the log's line is
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+
+from pdmesh.errors import MeshError, shortened
+from pdmesh.events.v1.events_pb2 import AdminChange
+from pdmesh.net import subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.services.master_scheduler.admin.access import AdminCaller
+from pdmesh.v1 import admin_service_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+_MAX_VALUES: Final = 100  # of the changes of one file; the versions have all of them
+_MAX_VALUE_BYTES: Final = 512
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The answer to a call that changed something, and what it changed.
+
+    `about`: the instance, pin, adapter, scenario, or `desired`. An empty state: there was, or is,
+    nothing.
+    """
+
+    answer: Message
+    about: str
+    before: State
+    after: State
+    reason: str = ""
+    author: str = ""
+
+
+class AuditTrail:
+    """`master_id`: of this master, which tells of the changes made through it."""
+
+    def __init__(self, publisher: EventPublisher, master_id: str) -> None:
+        self._publisher, self._master_id = publisher, master_id
+
+    async def tell(self, caller: AdminCaller, action: str, changed: Changed) -> None:
+        """`action`: the method that was called."""
+        event = AdminChange(
+            who=caller.who,
+            shown_by=caller.shown_by,
+            role=str(caller.role or ""),
+            author=changed.author,
+            address=caller.address,
+            action=action,
+            about=changed.about,
+            reason=changed.reason,
+            before=_struct(changed.before),
+            after=_struct(changed.after),
+        )
+        log.info(
+            "admin.changed",
+            who=event.who,
+            shown_by=event.shown_by,
+            role=event.role,
+            author=event.author,
+            address=event.address,
+            action=action,
+            about=event.about,
+            reason=event.reason,
+            before=dict(changed.before),
+            after=dict(changed.after),
+        )
+        try:
+            await self._publisher.publish(subjects.admin_changed(self._master_id), event)
+        except MeshError as exc:
+            log.warning("admin.change_not_told", action=action, reason=exc.reason)
+
+
+def state_of(message: Message | None, *left_out: str) -> State:
+    """A message as a state, without some of its fields; None: nothing."""
+    if message is None:
+        return {}
+    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
+def of_versions(
+    numbers: tuple[int, int], changes: Sequence[pb.DesiredChange]
+) -> tuple[State, State]:
+    """Two versions of the desired state, by what differs; at most a hundred values of it."""
+    told = changes[:_MAX_VALUES]
+    more = {"num_not_told": len(changes) - len(told)} if len(changes) > len(told) else {}
+    before = {c.path: shortened(c.before, _MAX_VALUE_BYTES) for c in told if c.before}
+    after = {c.path: shortened(c.after, _MAX_VALUE_BYTES) for c in told if c.after}
+    return (
+        {"version": numbers[0], "values": before, **more},
+        {"version": numbers[1], "values": after, **more},
+    )
+
+
+def _struct(state: State) -> Struct:
+    return ParseDict(dict(state), Struct())

@@ -1,0 +1,1 @@
+"""A real OpenID provider, as a process of its own."""

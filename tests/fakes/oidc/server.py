@@ -1,0 +1,22 @@
+"""`python -m tests.fakes.oidc.server`: oidc-provider-mock, whose tokens name their key, as those of
+most providers do. With OIDC_NAMELESS they name none, as it does by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from oidc_provider_mock import _app as provider  # type: ignore[import-untyped]
+from oidc_provider_mock.__main__ import run  # type: ignore[import-untyped]
+
+_config = provider.OpenIDCode.get_jwt_config
+
+
+def _with_key_id(self: Any, grant: Any, client: Any = None) -> dict[str, Any]:
+    return {**_config(self, grant, client), "kid": provider.storage.jwk.thumbprint()}
+
+
+if not os.environ.get("OIDC_NAMELESS"):
+    provider.OpenIDCode.get_jwt_config = _with_key_id
+run()

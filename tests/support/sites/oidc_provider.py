@@ -1,0 +1,116 @@
+"""A real OpenID provider in a process of its own (oidc-provider-mock, on Authlib), and clients that
+log in there as a browser does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+
+from pdmesh.embedded.ports import PortReservation
+
+AUDIENCE: Final = "pdmesh"
+_CLOCK: Final = Path(__file__).parents[2] / "fakes" / "skewed_clock"
+_BACK: Final = "http://127.0.0.1/back"
+_START_S: Final = 60.0
+
+
+class OidcProvider:
+    """Each start makes a new key. It listens on one port all the time.
+
+    `max_age_s`: until a token expires. `users`: the claims of each, by its subject.
+    """
+
+    def __init__(self, folder: Path, max_age_s: int = 3600, **users: dict[str, Any]) -> None:
+        self._folder, self._max_age_s, self._users = folder, max_age_s, users
+        self._skew = folder / "provider-skew"
+        self._reserved = PortReservation("127.0.0.1", 0)
+        self.port = self._reserved.port
+        self.issuer = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, skew_s: int = 0, *, names_key: bool = True) -> None:
+        """`skew_s`: how far its clock is ahead. Return once it answers."""
+        self._skew.write_text(str(skew_s))
+        path = os.pathsep.join([str(_CLOCK), *filter(None, sys.path)])
+        users = [
+            part
+            for sub, claims in self._users.items()
+            for part in ("--user-claims", json.dumps({"sub": sub, **claims}))
+        ]
+        command = [
+            sys.executable, "-m", "tests.fakes.oidc.server", "--port", str(self.port),
+            "--token-max-age", str(self._max_age_s), *users,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": path, "SKEW_FILE": str(self._skew)}
+        environment["OIDC_NAMELESS"] = "" if names_key else "1"
+        with (self._folder / "provider.log").open("ab") as log:
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.issuer}/jwks").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError((self._folder / "provider.log").read_text())
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.stop()
+        self._reserved.close()
+
+    def freeze(self) -> None:
+        """It takes connections, and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def token(self, user: str, audience: str = AUDIENCE) -> str:
+        """The ID token of a user who logs in, for this client."""
+        with httpx.Client(base_url=self.issuer, follow_redirects=False) as client:
+            asked = {
+                "response_type": "code", "client_id": audience, "redirect_uri": _BACK,
+                "scope": "openid email", "state": "s",
+            }  # fmt: skip
+            granted = client.post("/oauth2/authorize", params=asked, data={"sub": user})
+            (code,) = parse_qs(urlsplit(granted.headers["location"]).query)["code"]
+            form = {"grant_type": "authorization_code", "code": code, "redirect_uri": _BACK}
+            given = client.post("/oauth2/token", data=form, auth=(audience, "secret"))
+            return str(given.json()["id_token"])
+
+    def key(self) -> dict[str, Any]:
+        """The public key that it shows now."""
+        (found,) = httpx.get(f"{self.issuer}/jwks").json()["keys"]
+        assert isinstance(found, dict)
+        return found
+
+
+@contextlib.contextmanager
+def oidc_provider(
+    folder: Path, max_age_s: int = 3600, skew_s: int = 0, **users: dict[str, Any]
+) -> Iterator[OidcProvider]:
+    provider = OidcProvider(folder, max_age_s, **users)
+    provider.start(skew_s)
+    try:
+        yield provider
+    finally:
+        provider.close()
