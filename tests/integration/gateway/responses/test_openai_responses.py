@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -118,7 +118,8 @@ async def test_a_conversation_continues_from_the_previous_response(
     shown: list[Any] = [item async for item in items]
     assert [item.role for item in shown] == ["user", "assistant", "user", "assistant", "user"]
     assert [item.content[0].text for item in shown][::2] == ["three", "two", "one"]
-    for order, wanted in (("desc", shown), ("asc", shown[::-1])):
+    orders: list[tuple[Literal["asc", "desc"], list[Any]]] = [("desc", shown), ("asc", shown[::-1])]
+    for order, wanted in orders:
         pages = await client.responses.input_items.list(third.id, order=order, limit=2)
         assert (len(pages.data), pages.has_more) == (2, True)
         assert [item async for item in pages] == wanted, "three pages, one after the other"
