@@ -160,7 +160,7 @@ def test_calls_that_fail_through_their_client_wake_nobody() -> None:
     found = re.search(r'pdmesh_reason!~"([^"]+)"', rule["expr"])
     assert found
     ignored = {reason for reason in BY_REASON if re.fullmatch(found[1], reason)}
-    by_client = {400, 404, 429}
+    by_client = {400, 401, 404, 429}
     assert ignored == {r for r, error in BY_REASON.items() if error.http_status in by_client}
 
 

@@ -143,6 +143,7 @@ PACKAGES = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "jwt": "pyjwt",
     "nats": "nats-py",
     "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
