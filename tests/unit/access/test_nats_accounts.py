@@ -78,7 +78,7 @@ def test_every_event_and_every_bucket_is_somebodys() -> None:
 @pytest.mark.parametrize(
     ("holders", "problem"),
     [
-        ([Holder("admin", "ann")], "no role is called 'admin'"),
+        ([Holder("intern", "ann")], "no role is called 'intern'"),
         (
             [Holder("gateway"), Holder("gateway", "g")],
             "gateway: name single ids, or the role alone",

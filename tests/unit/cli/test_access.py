@@ -40,7 +40,7 @@ def test_passwords_of_redis_come_from_files(
     [
         (("nats", "gateway/*"), "spiffe://pdmesh/gateway/*"),
         (("nats", "Gateway"), "is not spiffe://TRUST-DOMAIN/ROLE/ID"),
-        (("nats", "admin"), "no role is called 'admin'"),
+        (("nats", "intern"), "no role is called 'intern'"),
         (("redis", "prefill=/dev/null"), "prefill does not use Redis"),
         (("redis", "gateway=/dev/null"), "gateway: the password is empty"),
         (("redis", "gateway=/nowhere"), "/nowhere: No such file"),

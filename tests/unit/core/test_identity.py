@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.identity import ProcessIdentity, callers_of, folder_of
+from pdmesh.core.identity import OPERATORS, ProcessIdentity, callers_of, folder_of
 from pdmesh.v1 import (
     admin_service_pb2,
     inference_service_pb2,
@@ -70,5 +70,5 @@ def test_the_gateways_port_alone_is_for_everyone() -> None:
 
 def test_only_operators_may_use_the_admin_api_and_only_gateways_plan() -> None:
     admin = {m for m in METHODS if m.startswith("/pdmesh.v1.AdminService/")}
-    assert {callers_of(m) for m in admin} == {frozenset({"operator"})}
+    assert {callers_of(m) for m in admin} == {OPERATORS}
     assert callers_of("/pdmesh.v1.SchedulerService/PlanStream") == {"gateway"}

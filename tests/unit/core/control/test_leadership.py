@@ -116,7 +116,7 @@ async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up
     """Its own renewal had outdated the revision that it knew, so giving up failed, and the standby
     waited for the whole lease.
     """
-    server: Any = SimpleNamespace(client=SimpleNamespace(jetstream=lambda **_: None))
+    server: Any = SimpleNamespace(jetstream=lambda _: None)
     election = LeaderElection(server, "master", "a", 1, 30.0, lambda *_: None)
     bucket = SlowBucket()
     bucket.come_back()
