@@ -42,8 +42,8 @@ WHOLE: Final = ">"
 # Events by `domain.message.about`.
 EVENTS: Final = {
     "gateway": "health.instance.{me} request.finished.{me}",
-    "master-scheduler": "health.instance.{me} control.leader.{me} kv.pin.* group.changed.* "
-    "group.step.* group.upgrade.*",
+    "master-scheduler": "health.instance.{me} control.leader.{me} control.audit.{me} kv.pin.* "
+    "group.changed.* group.step.* group.upgrade.*",
     "kv-cache-index": "health.instance.{me}",
     "health-monitor": "health.instance.{me} health.changed.* health.fault.*",
     "node-agent": "health.instance.{me} health.node.*",

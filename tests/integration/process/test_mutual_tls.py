@@ -151,7 +151,7 @@ async def test_doctor_looks_at_the_certificate_of_every_port(mesh: Mesh) -> None
     )
     found = [each for each in json.loads(done.stdout) if each["subject"] == "certificates"]
     assert [each["grade"] for each in found] == ["ok", "ok"], found
-    assert "operator/local" in found[0]["text"]
+    assert "admin/local" in found[0]["text"]
     assert "7 ports show the right ones" in found[1]["text"]  # six processes, and NATS
 
 
