@@ -29,9 +29,13 @@ class ClaimedTenants:
     def heed(self, tenant: Tenant, issued_at: float) -> Tenant:
         """The tenant as it counts, given what a token says that was issued at this time."""
         known = self._found.get(tenant.name)
-        if known is not None and (known[0] > issued_at or known[1] == tenant):
-            return known[1]
-        if known is None and len(self._found) >= self._most:
+        if known is not None:
+            if known[0] > issued_at:
+                return known[1]
+            if known[1] == tenant:
+                self._found[tenant.name] = (issued_at, tenant)
+                return tenant
+        elif len(self._found) >= self._most:
             del self._found[min(self._found, key=lambda name: self._found[name][0])]
         self._found[tenant.name] = (issued_at, tenant)
         self.tenants = {name: found for name, (_, found) in self._found.items()}
