@@ -54,31 +54,18 @@ class AuditTrail:
 
     async def tell(self, caller: AdminCaller, action: str, changed: Changed) -> None:
         """`action`: the method that was called."""
-        event = AdminChange(
-            who=caller.who,
-            shown_by=caller.shown_by,
-            role=str(caller.role or ""),
-            author=changed.author,
-            address=caller.address,
-            action=action,
-            about=changed.about,
-            reason=changed.reason,
-            before=_struct(changed.before),
-            after=_struct(changed.after),
-        )
-        log.info(
-            "admin.changed",
-            who=event.who,
-            shown_by=event.shown_by,
-            role=event.role,
-            author=event.author,
-            address=event.address,
-            action=action,
-            about=event.about,
-            reason=event.reason,
-            before=dict(changed.before),
-            after=dict(changed.after),
-        )
+        facts: dict[str, Any] = {
+            "who": caller.who,
+            "shown_by": caller.shown_by,
+            "role": str(caller.role or ""),
+            "author": changed.author,
+            "address": caller.address,
+            "action": action,
+            "about": changed.about,
+            "reason": changed.reason,
+        }
+        log.info("admin.changed", **facts, before=dict(changed.before), after=dict(changed.after))
+        event = AdminChange(**facts, before=_struct(changed.before), after=_struct(changed.after))
         try:
             await self._publisher.publish(subjects.admin_changed(self._master_id), event)
         except MeshError as exc:

@@ -7,18 +7,17 @@ faults stop, every domain is whole, and nothing is left over.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import rule
 
 from pdmesh.core.groups.controller import GiveAssignment
 from pdmesh.core.groups.desired import Desired, Group, Scenario, Service
 from pdmesh.core.model import Phase, Role, Stage
-from tests.fakes.group_world import World
+from tests.property.control.world_machine import WorldMachine
 
 NUM = 18  # enough for the old and the new members of any two states
 SINGLE = {"default": Scenario(allow_single=True)}
@@ -39,13 +38,11 @@ STATES = (
     _state("1", 1, 1, Group("default", 3, 2)),
     Desired(),
 )
-ids = st.sampled_from([f"i-{i}" for i in range(NUM)])
 
 
-class DomainMachine(RuleBasedStateMachine):
-    @initialize(state=st.sampled_from(STATES))
-    def begin(self, state: Desired) -> None:
-        self.world = World(state, num=NUM)
+class DomainMachine(WorldMachine):
+    NUM = NUM
+    STATES = STATES
 
     @rule(
         num_written=st.none() | st.integers(0, 5), seconds=st.sampled_from([0.5, 5.0, 25.0, 61.0])
@@ -96,58 +93,6 @@ class DomainMachine(RuleBasedStateMachine):
                 )
                 assert told == size, self.world.describe()
         assert all(len(own) == 1 for own in stages.values()), self.world.describe()
-
-    @rule()
-    def elect(self) -> None:
-        self.world.elect()
-
-    @rule(state=st.sampled_from(STATES))
-    def apply(self, state: Desired) -> None:
-        self.world.apply(state)
-
-    @rule()
-    def lose_assignments(self) -> None:
-        self.world.given.clear()
-
-    @rule(instance_id=ids)
-    def hear(self, instance_id: str) -> None:
-        self.world.hear(instance_id)
-
-    @rule(instance_id=ids, fails=st.sampled_from([False, False, False, True]))
-    def work(self, instance_id: str, fails: bool) -> None:
-        self.world.work(instance_id, fails=fails)
-
-    @rule(instance_id=ids)
-    def tell(self, instance_id: str) -> None:
-        self.world.tell(instance_id)
-
-    @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
-    def pass_time(self, seed: int, num: int) -> None:
-        """All instances work for a while, in some order, with rounds in between."""
-        order = random.Random(seed)
-        for _ in range(num):
-            self.round(None, 0.5)
-            for instance_id in order.sample(
-                sorted(self.world.processes), len(self.world.processes)
-            ):
-                for act in (self.world.hear, self.world.work, self.world.tell):
-                    if order.random() < 0.8:
-                        act(instance_id)
-
-    @rule(instance_id=ids)
-    def kill(self, instance_id: str) -> None:
-        if instance_id in self.world.processes:
-            self.world.kill(instance_id)
-
-    @rule(instance_id=ids)
-    def start(self, instance_id: str) -> None:
-        """Start an instance again, even if the record of its replaced predecessor still exists."""
-        self.world.start(instance_id)
-
-    @rule(instance_id=ids, is_on=st.booleans(), is_at_once=st.booleans())
-    def take_out(self, instance_id: str, is_on: bool, is_at_once: bool) -> None:
-        out = self.world.out_at_once if is_at_once else self.world.to_drain
-        (out.add if is_on else out.discard)(instance_id)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -8,14 +8,13 @@ matches the desired state, and nothing is left over.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment
 from pdmesh.core.groups.desired import (
@@ -29,7 +28,7 @@ from pdmesh.core.groups.join import partition_members
 from pdmesh.core.groups.round import Round
 from pdmesh.core.instance.lifecycle_events import Assigned
 from pdmesh.core.model import Assignment, Phase, Role, Stage
-from tests.fakes.group_world import World
+from tests.property.control.world_machine import WorldMachine
 
 NUM = 9
 SINGLE = {"default": Scenario(allow_single=True)}
@@ -54,13 +53,14 @@ STATES = (
     Desired(services=_service("2"), groups={"c": Group("default", 0, 0, fusion=2)}),
     Desired(),
 )  # fmt: skip
-ids = st.sampled_from([f"i-{i}" for i in range(NUM)])
 
 
-class GroupMachine(RuleBasedStateMachine):
-    @initialize(state=st.sampled_from(STATES))
-    def begin(self, state: Desired) -> None:
-        self.world = World(state, num=NUM)
+class GroupMachine(WorldMachine):
+    NUM = NUM
+    STATES = STATES
+
+    def __init__(self) -> None:
+        super().__init__()
         self.old_words: list[tuple[str, Assignment]] = []
 
     # --- the leader ------------------------------------------------------------------------------
@@ -79,54 +79,7 @@ class GroupMachine(RuleBasedStateMachine):
         ]
         del self.old_words[:-20]
 
-    @rule()
-    def elect(self) -> None:
-        self.world.elect()
-
-    @rule(state=st.sampled_from(STATES))
-    def apply(self, state: Desired) -> None:
-        self.world.apply(state)
-
-    @rule()
-    def lose_assignments(self) -> None:
-        self.world.given.clear()
-
     # --- instances -------------------------------------------------------------------------------
-
-    @rule(instance_id=ids)
-    def hear(self, instance_id: str) -> None:
-        self.world.hear(instance_id)
-
-    @rule(instance_id=ids, fails=st.sampled_from([False, False, False, True]))
-    def work(self, instance_id: str, fails: bool) -> None:
-        self.world.work(instance_id, fails=fails)
-
-    @rule(instance_id=ids)
-    def tell(self, instance_id: str) -> None:
-        self.world.tell(instance_id)
-
-    @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
-    def pass_time(self, seed: int, num: int) -> None:
-        """All instances work for a while, in some order, with rounds in between."""
-        order = random.Random(seed)
-        for _ in range(num):
-            self.round(None, 0.5)
-            for instance_id in order.sample(
-                sorted(self.world.processes), len(self.world.processes)
-            ):
-                for act in (self.world.hear, self.world.work, self.world.tell):
-                    if order.random() < 0.8:
-                        act(instance_id)
-
-    @rule(instance_id=ids)
-    def kill(self, instance_id: str) -> None:
-        if instance_id in self.world.processes:
-            self.world.kill(instance_id)
-
-    @rule(instance_id=ids)
-    def start(self, instance_id: str) -> None:
-        """Start an instance again, even if the record of its replaced predecessor still exists."""
-        self.world.start(instance_id)
 
     @rule(pick=st.integers(0, 19))
     def hear_late(self, pick: int) -> None:
@@ -135,11 +88,6 @@ class GroupMachine(RuleBasedStateMachine):
             instance_id, assignment = self.old_words[pick]
             if instance_id in self.world.processes:
                 self.world._feed(instance_id, Assigned(assignment))
-
-    @rule(instance_id=ids, is_on=st.booleans(), is_at_once=st.booleans())
-    def take_out(self, instance_id: str, is_on: bool, is_at_once: bool) -> None:
-        out = self.world.out_at_once if is_at_once else self.world.to_drain
-        (out.add if is_on else out.discard)(instance_id)
 
     # --- what must be true ------------------------------------------------------------------------
 

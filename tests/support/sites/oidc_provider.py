@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 
 from pdmesh.embedded.ports import PortReservation
+from tests.support.waiting import wait_until
 
 AUDIENCE: Final = "pdmesh"
 _CLOCK: Final = Path(__file__).parents[2] / "fakes" / "skewed_clock"
@@ -57,13 +57,12 @@ class OidcProvider:
         environment["OIDC_NAMELESS"] = "" if names_key else "1"
         with (self._folder / "provider.log").open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        until = time.monotonic() + _START_S
-        while time.monotonic() < until:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.issuer}/jwks").status_code == 200:
-                    return
-            time.sleep(0.05)
-        raise AssertionError((self._folder / "provider.log").read_text())
+        wait_until(self._answers, _START_S)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.issuer}/jwks").status_code == 200
+        return False
 
     def stop(self) -> None:
         if self._process is not None:
