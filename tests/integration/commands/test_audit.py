@@ -1,6 +1,6 @@
 """`make audit` with its real tools: pip-audit asks a database that this test plays, detect-secrets
-looks through a repository with a planted key, and the bill of materials is valid. Skipped until
-`make audit` has made the environment of its tools.
+looks through a repository with a planted key, and the bill of materials is valid. They run
+nightly, after `make audit` has made the environment of its tools.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ FLAW: Final = {
     ]
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="make audit installs the tools")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PYTHON.exists(), reason="make audit installs the tools"),
+]
 
 
 @contextmanager
