@@ -1,1 +1,1 @@
-"""Who may do what at NATS and Redis: one table, and the servers' files made from it (ADR 0044)."""
+"""What each role may do at NATS and Redis: one table, and files for the servers (ADR 0044)."""
