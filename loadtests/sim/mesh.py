@@ -73,7 +73,7 @@ from pdmesh.core.request.length_window import MAX_PASSED, LengthWindow
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
-from pdmesh.engine.laws import Law
+from pdmesh.core.sizing.law import Law
 from pdmesh.errors import NoInstance
 
 _HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here

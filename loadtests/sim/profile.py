@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.core.ratio.model import Profile
-from pdmesh.engine.laws import Law
+from pdmesh.core.sizing.law import Law
 
 
 def profile(

@@ -15,9 +15,10 @@ from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
+from pdmesh.core.sizing.law import Law
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
-from pdmesh.engine.laws import LAWS, Law
+from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.encoding.engine import SimEncoderConfig, SimEncoderEngine
 from pdmesh.engine.sim.engine import SimEngine

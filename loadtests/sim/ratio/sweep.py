@@ -14,7 +14,8 @@ from loadtests.sim.profile import profile
 from loadtests.traffic.workloads import Arrival
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.model import Profile, Split
-from pdmesh.engine.laws import SMOLLM2_CPU, Law
+from pdmesh.core.sizing.law import Law
+from pdmesh.engine.laws import SMOLLM2_CPU
 
 TOTAL: Final = 8
 PREFILL_SLOTS: Final = 2

@@ -8,7 +8,8 @@ import statistics
 import pytest
 
 from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit
-from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU, Law
+from pdmesh.core.sizing.law import Law
+from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU
 
 
 def learn(fit: PrefillFit, law: Law, count: int, seed: int = 1, noise: float = 0.0) -> list[float]:
