@@ -1,0 +1,216 @@
+"""Finds the smallest deployments that hold the goals: P/D, and fusion.
+
+The first token depends on the prefills alone, and the others on the decodes, so each pool is as
+small as its own goal allows. Fusion has both goals at once, and a chunk to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdmesh.core.sizing.deployment import (
+    FUSION_CHUNKS,
+    MAX_LINK,
+    PREFILL_CHUNK,
+    PREFILL_SLOTS,
+    Deployment,
+    PoolSize,
+    decode_times,
+    fused,
+    fused_of,
+    held_by,
+    link_busy,
+    most_running,
+    pair_of,
+    prefill_times,
+    slots_for,
+)
+from pdmesh.core.sizing.instance_kind import InstanceKind
+from pdmesh.core.sizing.traffic import Goals, Traffic
+
+MAX_BUSY: Final = 0.85  # as the ratio loop's limit: what survivors may carry
+MAX_COUNT: Final = 1024  # instances of a role
+_ALONE: Final = 1e-3  # of the rate: a deployment without a queue
+
+
+@dataclass(frozen=True, slots=True)
+class NotPossible:
+    """No number of instances holds the goals; `reason` says what is too slow, or too large."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for. `least`: instances of each role, for one may fail."""
+
+    traffic: Traffic
+    goals: Goals
+    kinds: tuple[InstanceKind, ...]
+    least: int = 2
+
+    def at(self, rate_per_s: float) -> Wanted:
+        return replace(self, traffic=self.traffic.at(rate_per_s))
+
+
+def smallest_pair(wanted: Wanted) -> Deployment | NotPossible:
+    """The P/D deployment with the fewest devices."""
+    prefills, why_not_p = _pools(wanted, _prefill_pool)
+    if not prefills:
+        return NotPossible(why_not_p)
+    prefill = replace(min(prefills, key=lambda p: (p.num_gpus, p.kind.tp)), slots=PREFILL_SLOTS)
+    decodes, why_not_d = _pools(wanted, lambda w, kind: _decode_pool(w, kind, prefill.kind))
+    if not decodes:
+        return NotPossible(why_not_d)
+    decode = min(decodes, key=lambda p: (p.num_gpus, p.kind.tp))
+    found = pair_of(prefill, decode, wanted.traffic, wanted.goals)
+    most = most_running(decode.kind, held_by(wanted.traffic))
+    decode = replace(decode, slots=slots_for(found.seen.batch, most))
+    return replace(found, pools=(prefill, decode))
+
+
+def smallest_fusion(wanted: Wanted) -> Deployment | NotPossible:
+    found, why_not = list[Deployment](), ""
+    for kind in wanted.kinds:
+        for chunk in FUSION_CHUNKS:
+            pool = _fusion_pool(wanted, kind, chunk)
+            if isinstance(pool, NotPossible):
+                why_not = why_not or pool.reason
+            else:
+                found.append(fused(pool, wanted.traffic, wanted.goals))
+    if not found:
+        return NotPossible(why_not)
+    goals = wanted.goals
+    best = min(
+        found,
+        key=lambda d: (
+            d.num_gpus,
+            max(d.seen.ttft_s / goals.ttft_s, d.seen.tpot_s / goals.tpot_s),
+        ),
+    )
+    (pool,) = best.pools
+    most = most_running(pool.kind, held_by(wanted.traffic))
+    return replace(best, pools=(replace(pool, slots=slots_for(best.seen.batch, most)),))
+
+
+Found = PoolSize | NotPossible
+
+
+def _pools(
+    wanted: Wanted, of_kind: Callable[[Wanted, InstanceKind], Found]
+) -> tuple[list[PoolSize], str]:
+    found = [of_kind(wanted, kind) for kind in wanted.kinds]
+    reasons = [each.reason for each in found if isinstance(each, NotPossible)]
+    return [each for each in found if isinstance(each, PoolSize)], reasons[-1] if reasons else ""
+
+
+def _prefill_pool(wanted: Wanted, kind: InstanceKind) -> Found:
+    traffic, goals = wanted.traffic, wanted.goals
+    longest = max(r.num_prompt for r in traffic.requests)
+    if longest > kind.kv_tokens:
+        return NotPossible(_too_long(longest, kind))
+    slow = prefill_times(PoolSize(kind, 1), traffic.at(traffic.rate_per_s * _ALONE))
+    if slow.exceeds(goals.ttft_s) > 1 - goals.share:
+        return NotPossible(_slow_prompt(slow.quantile_s(goals.share), goals, kind))
+
+    def is_enough(count: int) -> bool:
+        return _prefills_hold(PoolSize(kind, count), traffic, goals)
+
+    return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
+
+
+def _decode_pool(wanted: Wanted, kind: InstanceKind, sender: InstanceKind) -> Found:
+    traffic, goals = wanted.traffic, wanted.goals
+    if traffic.longest > kind.kv_tokens:
+        return NotPossible(_too_long(traffic.longest, kind))
+    alone = decode_times(PoolSize(kind, 1), sender, traffic.at(traffic.rate_per_s * _ALONE))
+    if alone.exceeds(goals.tpot_s) > 1 - goals.share:
+        return NotPossible(_slow_token(alone.quantile_s(goals.share), goals, kind))
+
+    def is_enough(count: int) -> bool:
+        return _decodes_hold(PoolSize(kind, count), sender, traffic, goals)
+
+    return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
+
+
+def _fusion_pool(wanted: Wanted, kind: InstanceKind, chunk: int) -> Found:
+    traffic, goals = wanted.traffic, wanted.goals
+    if traffic.longest > kind.kv_tokens:
+        return NotPossible(_too_long(traffic.longest, kind))
+    alone = fused(PoolSize(kind, 1, chunk), traffic.at(traffic.rate_per_s * _ALONE), goals).seen
+    if alone.ttft_s > goals.ttft_s:
+        return NotPossible(_slow_prompt(alone.ttft_s, goals, kind))
+    if alone.tpot_s > goals.tpot_s:
+        return NotPossible(_slow_token(alone.tpot_s, goals, kind))
+
+    def is_enough(count: int) -> bool:
+        return _fusion_holds(PoolSize(kind, count, chunk), traffic, goals)
+
+    return _fewest(kind, chunk, wanted.least, is_enough)
+
+
+def _prefills_hold(pool: PoolSize, traffic: Traffic, goals: Goals) -> bool:
+    times = prefill_times(pool, traffic)
+    has_room = times.busy <= MAX_BUSY and link_busy(pool.kind, pool.count, traffic) <= MAX_LINK
+    return has_room and times.exceeds(goals.ttft_s) <= 1 - goals.share
+
+
+def _decodes_hold(pool: PoolSize, sender: InstanceKind, traffic: Traffic, goals: Goals) -> bool:
+    times = decode_times(pool, sender, traffic)
+    has_room = times.batch <= MAX_BUSY * times.most
+    has_room = has_room and link_busy(pool.kind, pool.count, traffic) <= MAX_LINK
+    return has_room and times.exceeds(goals.tpot_s) <= 1 - goals.share
+
+
+def _fusion_holds(pool: PoolSize, traffic: Traffic, goals: Goals) -> bool:
+    first, following, mixed = fused_of(pool, traffic)
+    has_room = mixed <= MAX_BUSY and following.batch <= MAX_BUSY * following.most
+    late, slow = first.exceeds(goals.ttft_s), following.exceeds(goals.tpot_s)
+    return has_room and max(late, slow) <= 1 - goals.share
+
+
+def holds(deployment: Deployment, wanted: Wanted) -> bool:
+    """Whether the goals are kept, and no instance is too busy."""
+    traffic, goals = wanted.traffic, wanted.goals
+    if deployment.is_fusion:
+        return _fusion_holds(deployment.pools[0], traffic, goals)
+    prefill, decode = deployment.pools
+    has_first = _prefills_hold(prefill, traffic, goals)
+    return has_first and _decodes_hold(decode, prefill.kind, traffic, goals)
+
+
+def _fewest(kind: InstanceKind, chunk: int, least: int, is_enough: Callable[[int], bool]) -> Found:
+    """By doubling, then by halves: more instances never do worse."""
+    high = least
+    while not is_enough(high):
+        high *= 2
+        if high > MAX_COUNT:
+            return NotPossible(f"more than {MAX_COUNT} instances of {kind.tp} devices are needed")
+    low = max(least - 1, high // 2) if high > least else least - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return PoolSize(kind, high, chunk)
+
+
+def _too_long(tokens: int, kind: InstanceKind) -> str:
+    return (
+        f"the longest request of {tokens} tokens does not fit the KV of {kind.tp} devices,"
+        f" {kind.kv_tokens} tokens"
+    )
+
+
+def _slow_prompt(seconds: float, goals: Goals, kind: InstanceKind) -> str:
+    return (
+        f"without any queue, {goals.share:.0%} of the first tokens come within {seconds:.2f} s on"
+        f" {kind.tp} devices, not within {goals.ttft_s:g} s"
+    )
+
+
+def _slow_token(seconds: float, goals: Goals, kind: InstanceKind) -> str:
+    return (
+        f"without any other request, a token takes {1000 * seconds:.1f} ms on {kind.tp} devices,"
+        f" not {1000 * goals.tpot_s:g} ms"
+    )
