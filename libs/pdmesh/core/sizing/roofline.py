@@ -110,3 +110,25 @@ def law_of(shape: ModelShape, device: Accelerator, tp: int, share: Efficiency | 
         expert_share=shape.expert_share,
         reads_once=True,
     )
+
+
+def law_notes(shape: ModelShape, device: Accelerator, tp: int) -> tuple[str, ...]:
+    """How far the law may be off, and where it was fitted to another kind of engine."""
+    share, key = efficiency_of(shape, device)
+    told = [
+        f"laws are fitted to measured kernels of {' '.join(key)} models: 90 % of their prefills are"
+        f" within {share.prefill_off:.0%}, of their decode steps within {share.step_off:.0%}"
+    ]
+    if device.name != key[0]:
+        told.append(
+            f"{device.name} was not measured: it is given the shares of its peaks that {key[0]}"
+            " reaches"
+        )
+    if efficiency_key(shape, device)[1:] != key[1:]:
+        told.append("no model in these number formats was measured there")
+    if tp > 1 and device.link_bandwidth < _SLOW_LINK:
+        told.append(f"all-reduces over {device.name}'s link were not measured: prefer --tp 1")
+    return tuple(told)
+
+
+_SLOW_LINK = 100e9  # below it a link is PCIe

@@ -6,7 +6,7 @@ small as its own goal allows. Fusion has both goals at once, and a chunk to choo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -57,14 +57,23 @@ class Wanted:
 
 def smallest_pair(wanted: Wanted) -> Deployment | NotPossible:
     """The P/D deployment with the fewest devices."""
-    prefills, why_not_p = _pools(wanted, _prefill_pool)
-    if not prefills:
-        return NotPossible(why_not_p)
-    prefill = replace(min(prefills, key=lambda p: (p.num_gpus, p.kind.tp)), slots=PREFILL_SLOTS)
-    decodes, why_not_d = _pools(wanted, lambda w, kind: _decode_pool(w, kind, prefill.kind))
-    if not decodes:
-        return NotPossible(why_not_d)
-    decode = min(decodes, key=lambda p: (p.num_gpus, p.kind.tp))
+    pairs, why_not = list[tuple[PoolSize, PoolSize]](), ""
+    for kind in wanted.kinds:
+        prefill = _prefill_pool(wanted, kind)
+        if isinstance(prefill, NotPossible):
+            why_not = prefill.reason
+            continue
+        for other in wanted.kinds:
+            if not kind.cuts_heads and other.tp != kind.tp:
+                continue  # KV that cannot be cut by heads moves between equal ranks only
+            decode = _decode_pool(wanted, other, kind)
+            if isinstance(decode, NotPossible):
+                why_not = decode.reason
+            else:
+                pairs.append((replace(prefill, slots=PREFILL_SLOTS), decode))
+    if not pairs:
+        return NotPossible(why_not)
+    prefill, decode = min(pairs, key=lambda p: (sum(e.num_gpus for e in p), p[0].kind.tp))
     found = pair_of(prefill, decode, wanted.traffic, wanted.goals)
     most = most_running(decode.kind, held_by(wanted.traffic))
     decode = replace(decode, slots=slots_for(found.seen.batch, most))
@@ -96,14 +105,6 @@ def smallest_fusion(wanted: Wanted) -> Deployment | NotPossible:
 
 
 Found = PoolSize | NotPossible
-
-
-def _pools(
-    wanted: Wanted, of_kind: Callable[[Wanted, InstanceKind], Found]
-) -> tuple[list[PoolSize], str]:
-    found = [of_kind(wanted, kind) for kind in wanted.kinds]
-    reasons = [each.reason for each in found if isinstance(each, NotPossible)]
-    return [each for each in found if isinstance(each, PoolSize)], reasons[-1] if reasons else ""
 
 
 def _prefill_pool(wanted: Wanted, kind: InstanceKind) -> Found:

@@ -1,0 +1,135 @@
+"""Says whether P/D pays for a workload: the smallest deployment of each kind, side by side.
+
+The queues of a plan are approximations, whose error in load was measured against the virtual mesh
+(`make bench NAME=sizing`). So each side has a range: the devices that it needs if it carries that
+much more or less than planned. Ranges that overlap show no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from pdmesh.core.sizing.deployment import Deployment
+from pdmesh.core.sizing.search import NotPossible, Wanted, smallest_fusion, smallest_pair
+from pdmesh.core.sizing.traffic import Goals
+
+LOAD_ERROR: Final = 0.15  # loadtests/results/sizing-2026-11-28.md
+
+
+class Answer(Enum):
+    """Its value is the answer in words."""
+
+    PAYS = "P/D pays"
+    FUSION = "fusion is cheaper"
+    EQUAL = "no difference within the error"
+    ONLY_PAIR = "only P/D holds the goals"
+    ONLY_FUSION = "only fusion holds the goals"
+    NEITHER = "no deployment holds the goals"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Devices at the planned load, less the error, and at the load plus the error."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    answer: Answer
+    pair: Deployment | NotPossible
+    fusion: Deployment | NotPossible
+    pair_range: Range | None
+    fusion_range: Range | None
+    reasons: tuple[str, ...]
+
+    @property
+    def chosen(self) -> Deployment | None:
+        """The deployment to make: the smaller one; fusion if both are equal, as it moves no KV."""
+        sides = [s for s in (self.fusion, self.pair) if isinstance(s, Deployment)]
+        if self.answer is Answer.PAYS:
+            return sides[-1]
+        return sides[0] if sides else None
+
+
+def advise(wanted: Wanted, error: float = LOAD_ERROR) -> Advice:
+    pair, fusion = smallest_pair(wanted), smallest_fusion(wanted)
+    pair_range = _range(wanted, pair, error)
+    fusion_range = _range(wanted, fusion, error)
+    answer = _answer(pair_range, fusion_range)
+    reasons = tuple(_reasons(wanted, pair, fusion))
+    return Advice(answer, pair, fusion, pair_range, fusion_range, reasons)
+
+
+def _range(wanted: Wanted, found: Deployment | NotPossible, error: float) -> Range | None:
+    if isinstance(found, NotPossible):
+        return None
+    search = smallest_fusion if found.is_fusion else smallest_pair
+    rate = wanted.traffic.rate_per_s
+    ends = [search(wanted.at(rate * factor)) for factor in (1 - error, 1 + error)]
+    sizes = [end.num_gpus for end in ends if isinstance(end, Deployment)]
+    return Range(min([*sizes, found.num_gpus]), max([*sizes, found.num_gpus]))
+
+
+def _answer(pair: Range | None, fusion: Range | None) -> Answer:
+    if pair is None or fusion is None:
+        if pair is fusion:
+            return Answer.NEITHER
+        return Answer.ONLY_FUSION if pair is None else Answer.ONLY_PAIR
+    if pair.high < fusion.low:
+        return Answer.PAYS
+    return Answer.FUSION if fusion.high < pair.low else Answer.EQUAL
+
+
+def _reasons(
+    wanted: Wanted, pair: Deployment | NotPossible, fusion: Deployment | NotPossible
+) -> list[str]:
+    told = list[str]()
+    for name, side in (("P/D", pair), ("fusion", fusion)):
+        if isinstance(side, NotPossible):
+            told.append(f"{name}: {side.reason}")
+    if isinstance(pair, Deployment):
+        told += _of_pair(pair, wanted)
+    if isinstance(fusion, Deployment):
+        told += _of_fusion(fusion, wanted, pair)
+    return told
+
+
+def _of_pair(pair: Deployment, wanted: Wanted) -> list[str]:
+    prefill, decode = pair.pools
+    seen = pair.seen
+    told = [
+        f"P/D: prefills compute {seen.busy:.0%} of the time; a decode runs {seen.batch:.0f} answers"
+        f" at once; a prompt's KV travels {1000 * seen.transfer_s:.1f} ms"
+    ]
+    floor = [role for role, pool in (("prefills", prefill), ("decodes", decode))
+             if pool.count == wanted.least]  # fmt: skip
+    if floor:
+        told.append(
+            f"P/D: {wanted.least} {' and '.join(floor)} are the least that is asked for"
+            " (--least), whatever the load"
+        )
+    return told
+
+
+def _of_fusion(
+    fusion: Deployment, wanted: Wanted, pair: Deployment | NotPossible
+) -> list[str]:
+    seen, goals = fusion.seen, wanted.goals
+    told = [
+        f"fusion: {seen.busy:.0%} of the time is in steps that compute prompts too, for which the"
+        f" running answers wait; chunks of {fusion.pools[0].chunk} tokens"
+    ]
+    if isinstance(pair, Deployment) and fusion.pools[0].count > wanted.least:
+        told.append(f"fusion: {_limit(seen.ttft_s, seen.tpot_s, goals)} decides how many it needs")
+    return told
+
+
+def _limit(ttft_s: float, tpot_s: float, goals: Goals) -> str:
+    return "TPOT" if tpot_s / goals.tpot_s > ttft_s / goals.ttft_s else "TTFT"
