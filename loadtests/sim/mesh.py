@@ -89,6 +89,7 @@ class MeshShape:
     num_decode: int = 0
     num_blocks: int = 16384
     decode_blocks: int = 0  # of a decode; 0: as many as a prefill has
+    decode_law: Law | None = None  # of a decode; None: the law of all
     block_size: int = 64
     prefill_slots: int = 8
     prefill_batch: int = 0  # as in the gateways' setting
@@ -196,7 +197,7 @@ class VirtualMesh:
             name,
             work,
             self.clock,
-            shape.law,
+            (shape.decode_law if role is Role.DECODE else None) or shape.law,
             Admission(capacity),
             shape.chunk_tokens,
             self._on_computed,

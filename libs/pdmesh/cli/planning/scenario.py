@@ -92,7 +92,5 @@ def _goals(scenario: ScenarioFile) -> Goals:
 
 def _needed(value: T | None, field: str) -> T:
     if value is None:
-        raise SizingProblem(
-            field, f"is missing: give it in the scenario or as --{OPTIONS[field]}"
-        )
+        raise SizingProblem(field, f"is missing: give it in the scenario or as --{OPTIONS[field]}")
     return value

@@ -51,20 +51,25 @@ class Advice:
 
     @property
     def chosen(self) -> Deployment | None:
-        """The deployment to make: the smaller one; fusion if both are equal, as it moves no KV."""
+        """The smaller deployment; fusion if both are equal, as it moves no KV."""
         sides = [s for s in (self.fusion, self.pair) if isinstance(s, Deployment)]
-        if self.answer is Answer.PAYS:
-            return sides[-1]
-        return sides[0] if sides else None
+        return min(sides, key=lambda side: side.num_gpus, default=None)
 
 
 def advise(wanted: Wanted, error: float = LOAD_ERROR) -> Advice:
     pair, fusion = smallest_pair(wanted), smallest_fusion(wanted)
-    pair_range = _range(wanted, pair, error)
-    fusion_range = _range(wanted, fusion, error)
-    answer = _answer(pair_range, fusion_range)
+    ranges = ranges_of(wanted, pair, fusion, error)
     reasons = tuple(_reasons(wanted, pair, fusion))
-    return Advice(answer, pair, fusion, pair_range, fusion_range, reasons)
+    return Advice(answer_of(*ranges), pair, fusion, *ranges, reasons)
+
+
+def ranges_of(
+    wanted: Wanted,
+    pair: Deployment | NotPossible,
+    fusion: Deployment | NotPossible,
+    error: float = LOAD_ERROR,
+) -> tuple[Range | None, Range | None]:
+    return _range(wanted, pair, error), _range(wanted, fusion, error)
 
 
 def _range(wanted: Wanted, found: Deployment | NotPossible, error: float) -> Range | None:
@@ -77,7 +82,7 @@ def _range(wanted: Wanted, found: Deployment | NotPossible, error: float) -> Ran
     return Range(min([*sizes, found.num_gpus]), max([*sizes, found.num_gpus]))
 
 
-def _answer(pair: Range | None, fusion: Range | None) -> Answer:
+def answer_of(pair: Range | None, fusion: Range | None) -> Answer:
     if pair is None or fusion is None:
         if pair is fusion:
             return Answer.NEITHER
@@ -105,8 +110,10 @@ def _of_pair(pair: Deployment, wanted: Wanted) -> list[str]:
     prefill, decode = pair.pools
     seen = pair.seen
     told = [
-        f"P/D: prefills compute {seen.busy:.0%} of the time; a decode runs {seen.batch:.0f} answers"
-        f" at once; a prompt's KV travels {1000 * seen.transfer_s:.1f} ms"
+        (
+            f"P/D: prefills compute {seen.busy:.0%} of the time; a decode runs {seen.batch:.0f} answers"
+            f" at once; a prompt's KV travels {1000 * seen.transfer_s:.1f} ms"
+        )
     ]
     floor = [role for role, pool in (("prefills", prefill), ("decodes", decode))
              if pool.count == wanted.least]  # fmt: skip
@@ -118,13 +125,13 @@ def _of_pair(pair: Deployment, wanted: Wanted) -> list[str]:
     return told
 
 
-def _of_fusion(
-    fusion: Deployment, wanted: Wanted, pair: Deployment | NotPossible
-) -> list[str]:
+def _of_fusion(fusion: Deployment, wanted: Wanted, pair: Deployment | NotPossible) -> list[str]:
     seen, goals = fusion.seen, wanted.goals
     told = [
-        f"fusion: {seen.busy:.0%} of the time is in steps that compute prompts too, for which the"
-        f" running answers wait; chunks of {fusion.pools[0].chunk} tokens"
+        (
+            f"fusion: {seen.busy:.0%} of the time is in steps that compute prompts too, for which the"
+            f" running answers wait; chunks of {fusion.pools[0].chunk} tokens"
+        )
     ]
     if isinstance(pair, Deployment) and fusion.pools[0].count > wanted.least:
         told.append(f"fusion: {_limit(seen.ttft_s, seen.tpot_s, goals)} decides how many it needs")

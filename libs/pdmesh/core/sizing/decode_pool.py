@@ -87,10 +87,13 @@ def _between(values: list[float], at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """The time per token. `extra_s`: per sampled request, what its answer waits for at once."""
+    """The time per token, per sampled request: deviation and skewness of its mean, and `extra_s`,
+    what its answer waits for at once, spread over its tokens.
+    """
 
     mean_s: float
     deviations: tuple[float, ...]
+    skews: tuple[float, ...]
     extra_s: tuple[float, ...]
     batch: float
     full: float
@@ -100,8 +103,10 @@ class NextTokens:
         """The share of requests whose tokens are slower; those that find no room count as such."""
         slow = mean(
             [
-                above(self.mean_s + extra, deviation, seconds)
-                for extra, deviation in zip(self.extra_s, self.deviations, strict=True)
+                above(self.mean_s + extra, deviation, seconds, skew)
+                for extra, deviation, skew in zip(
+                    self.extra_s, self.deviations, self.skews, strict=True
+                )
             ]
         )
         return self.full + (1 - self.full) * slow
@@ -131,12 +136,13 @@ def next_tokens(
     variance += found.mean * held.variance * law.step_context_s**2
     smooth = [math.sqrt(variance * averaged(r.num_steps / steps)) for r in requests]
     extra = [b / max(r.num_steps, 1) for b, r in zip(before_s, requests, strict=True)]
-    return NextTokens(middle, tuple(smooth), tuple(extra), found.mean, found.full, most)
+    skews = tuple(0.0 for _ in requests)
+    return NextTokens(middle, tuple(smooth), skews, tuple(extra), found.mean, found.full, most)
 
 
 def no_tokens(most: int, steps: float) -> NextTokens:
     """Of engines without room for a sequence, or of requests without decode steps."""
-    return NextTokens(0.0, (0.0,), (0.0,), 0.0, float(most < 1 and steps > 0), most)
+    return NextTokens(0.0, (0.0,), (0.0,), (0.0,), 0.0, float(most < 1 and steps > 0), most)
 
 
 def averaged(lives: float) -> float:

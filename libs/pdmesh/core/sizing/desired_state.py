@@ -8,6 +8,7 @@ from pdmesh.core.sizing.deployment import Deployment, PoolSize
 from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic
 
 NAME: Final = "planned"
+_SCENARIO: Final = "default"  # of requests that name none
 _MIB: Final = 2**20
 _LEAST_IN_SCENARIO: Final = 2
 _MARGIN: Final = 1.25  # of the longest planned request: a longer one is refused
@@ -32,10 +33,8 @@ def desired_state(
         scenario["allow_single"] = True
     return {
         "services": {NAME: service},
-        "scenarios": {NAME: scenario},
-        "groups": {
-            NAME: {"scenario": NAME, **{role: pool.count for role, pool in sizes.items()}}
-        },
+        "scenarios": {_SCENARIO: scenario},
+        "groups": {NAME: {role: pool.count for role, pool in sizes.items()}},
     }
 
 

@@ -26,7 +26,7 @@ from pdmesh.core.sizing.prefill_pool import (
     mean_together,
     prompt_s,
 )
-from pdmesh.core.sizing.queueing import Waiting, waiting
+from pdmesh.core.sizing.queueing import Waiting, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
 
@@ -80,7 +80,7 @@ def fused_times(
     # A prompt joins at the end of the step under way.
     rest = law.step_s(found.mean, found.mean * held.mean) / 2 if found.mean >= 1 else 0.0
     first = _first(traffic, engines, services, busy, base_s + rest)
-    return FusedTimes(first, _next(engines, traffic, shared, found, held), busy)
+    return FusedTimes(first, _next(engines, traffic, shared, found, held, first), busy)
 
 
 def _prompts(
@@ -144,7 +144,12 @@ def _first(
 
 
 def _next(
-    engines: FusionEngines, traffic: Traffic, prompts: _Prompts, found: Running, held: Contexts
+    engines: FusionEngines,
+    traffic: Traffic,
+    prompts: _Prompts,
+    found: Running,
+    held: Contexts,
+    first: FirstTokens,
 ) -> NextTokens:
     law, requests, batch = engines.law, traffic.requests, found.mean
     steps = mean([r.num_steps for r in requests])
@@ -155,12 +160,28 @@ def _next(
     slope = (law.step_sequence_s + law.step_context_s * held.mean) * slower
     variance = found.variance * slope**2
     variance += batch * held.variance * (law.step_context_s * slower) ** 2
-    # The prompts that come while an answer is written: a busy period's variance per second of it.
-    work = prompts.rate_per_s * mean([t * t for t in prompts.times]) * slower**2
-    work *= (1 + 1 / engines.count) / 2  # the master spreads prompts evenly
-    deviations = tuple(
-        math.sqrt(variance * averaged(r.num_steps / steps) + work * middle / max(r.num_steps, 1))
-        for r in requests
+    # The prompts that come while an answer is written: second and third moments, per second of it,
+    # of a busy period. The master spreads prompts evenly.
+    spread = prompts.rate_per_s * (1 + 1 / engines.count) / 2
+    square = spread * mean([t**2 for t in prompts.times]) * slower**2
+    cube = spread * mean([t**3 for t in prompts.times]) * slower**3
+    # Prompts that came behind a request's own are computed while its answer begins.
+    behind = _join_share(engines.count, first.busy) * prompts.rate_per_s * slower
+    waited = first.wait.probability * first.wait.mean_s if first.busy < 1 else 0.0
+    deviations, skews, extra = list[float](), list[float](), list[float]()
+    for request, service in zip(requests, first.services, strict=True):
+        num = max(request.num_steps, 1)
+        before_s = waited + service
+        extra.append(behind * mean(prompts.times) * before_s / num)
+        exposed = middle / num + behind * before_s / num**2 / (spread * slower)
+        own = variance * averaged(request.num_steps / steps) + square * exposed
+        deviations.append(math.sqrt(own))
+        skews.append(cube * exposed / num / own**1.5 if own > 0 else 0.0)
+    return NextTokens(
+        middle, tuple(deviations), tuple(skews), tuple(extra), batch, found.full, engines.most
     )
-    extra = tuple(0.0 for _ in requests)
-    return NextTokens(middle, deviations, extra, batch, found.full, engines.most)
+
+
+def _join_share(count: int, busy: float) -> float:
+    """The share of prompts that queue behind a given one: those that find all engines taken."""
+    return erlang_c(count, busy) / busy if 0 < busy < 1 else 1.0

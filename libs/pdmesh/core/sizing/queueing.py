@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Final
 
 from pdmesh.core.sizing.traffic import mean
 
-_NORMAL = NormalDist()
+_NORMAL: Final = NormalDist()
+_LITTLE_SKEW: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,18 @@ def waiting(
     return Waiting(erlang_c(servers, busy), spread * middle / (servers * (1 - busy)))
 
 
-def above(mean_value: float, deviation: float, limit: float) -> float:
-    """The probability that a normal value is above a limit."""
+def above(mean_value: float, deviation: float, limit: float, skewness: float = 0.0) -> float:
+    """The probability that a value is above a limit: normal, or gamma if it is skewed to the right.
+
+    The gamma's tail is that of Wilson and Hilferty's cube root.
+    """
     if deviation <= 0:
         return float(mean_value > limit)
-    return 1 - _NORMAL.cdf((limit - mean_value) / deviation)
+    z = (limit - mean_value) / deviation
+    if skewness > _LITTLE_SKEW:
+        root = max(0.0, skewness * z / 2 + 1) ** (1 / 3)
+        z = 6 / skewness * (root - 1) + skewness / 6
+    return 1 - _NORMAL.cdf(z)
 
 
 def quantile_of(exceeds: Callable[[float], float], share: float, start: float) -> float:

@@ -116,8 +116,10 @@ def law_notes(shape: ModelShape, device: Accelerator, tp: int) -> tuple[str, ...
     """How far the law may be off, and where it was fitted to another kind of engine."""
     share, key = efficiency_of(shape, device)
     told = [
-        f"laws are fitted to measured kernels of {' '.join(key)} models: 90 % of their prefills are"
-        f" within {share.prefill_off:.0%}, of their decode steps within {share.step_off:.0%}"
+        (
+            f"laws are fitted to measured kernels of {' '.join(key)} models: 90 % of their prefills are"
+            f" within {share.prefill_off:.0%}, of their decode steps within {share.step_off:.0%}"
+        )
     ]
     if device.name != key[0]:
         told.append(

@@ -50,6 +50,7 @@ class Wanted:
     goals: Goals
     kinds: tuple[InstanceKind, ...]
     least: int = 2
+    max_busy: float = MAX_BUSY
 
     def at(self, rate_per_s: float) -> Wanted:
         return replace(self, traffic=self.traffic.at(rate_per_s))
@@ -86,7 +87,7 @@ def smallest_fusion(wanted: Wanted) -> Deployment | NotPossible:
         for chunk in FUSION_CHUNKS:
             pool = _fusion_pool(wanted, kind, chunk)
             if isinstance(pool, NotPossible):
-                why_not = why_not or pool.reason
+                why_not = pool.reason
             else:
                 found.append(fused(pool, wanted.traffic, wanted.goals))
     if not found:
@@ -117,7 +118,7 @@ def _prefill_pool(wanted: Wanted, kind: InstanceKind) -> Found:
         return NotPossible(_slow_prompt(slow.quantile_s(goals.share), goals, kind))
 
     def is_enough(count: int) -> bool:
-        return _prefills_hold(PoolSize(kind, count), traffic, goals)
+        return _prefills_hold(PoolSize(kind, count), wanted)
 
     return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
 
@@ -131,7 +132,7 @@ def _decode_pool(wanted: Wanted, kind: InstanceKind, sender: InstanceKind) -> Fo
         return NotPossible(_slow_token(alone.quantile_s(goals.share), goals, kind))
 
     def is_enough(count: int) -> bool:
-        return _decodes_hold(PoolSize(kind, count), sender, traffic, goals)
+        return _decodes_hold(PoolSize(kind, count), sender, wanted)
 
     return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
 
@@ -147,39 +148,39 @@ def _fusion_pool(wanted: Wanted, kind: InstanceKind, chunk: int) -> Found:
         return NotPossible(_slow_token(alone.tpot_s, goals, kind))
 
     def is_enough(count: int) -> bool:
-        return _fusion_holds(PoolSize(kind, count, chunk), traffic, goals)
+        return _fusion_holds(PoolSize(kind, count, chunk), wanted)
 
     return _fewest(kind, chunk, wanted.least, is_enough)
 
 
-def _prefills_hold(pool: PoolSize, traffic: Traffic, goals: Goals) -> bool:
-    times = prefill_times(pool, traffic)
-    has_room = times.busy <= MAX_BUSY and link_busy(pool.kind, pool.count, traffic) <= MAX_LINK
-    return has_room and times.exceeds(goals.ttft_s) <= 1 - goals.share
+def _prefills_hold(pool: PoolSize, wanted: Wanted) -> bool:
+    times = prefill_times(pool, wanted.traffic)
+    has_link = link_busy(pool.kind, pool.count, wanted.traffic) <= MAX_LINK
+    is_kept = times.exceeds(wanted.goals.ttft_s) <= 1 - wanted.goals.share
+    return is_kept and has_link and times.busy <= wanted.max_busy
 
 
-def _decodes_hold(pool: PoolSize, sender: InstanceKind, traffic: Traffic, goals: Goals) -> bool:
-    times = decode_times(pool, sender, traffic)
-    has_room = times.batch <= MAX_BUSY * times.most
-    has_room = has_room and link_busy(pool.kind, pool.count, traffic) <= MAX_LINK
-    return has_room and times.exceeds(goals.tpot_s) <= 1 - goals.share
+def _decodes_hold(pool: PoolSize, sender: InstanceKind, wanted: Wanted) -> bool:
+    times = decode_times(pool, sender, wanted.traffic)
+    has_link = link_busy(pool.kind, pool.count, wanted.traffic) <= MAX_LINK
+    is_kept = times.exceeds(wanted.goals.tpot_s) <= 1 - wanted.goals.share
+    return is_kept and has_link and times.batch <= wanted.max_busy * times.most
 
 
-def _fusion_holds(pool: PoolSize, traffic: Traffic, goals: Goals) -> bool:
-    first, following, mixed = fused_of(pool, traffic)
-    has_room = mixed <= MAX_BUSY and following.batch <= MAX_BUSY * following.most
-    late, slow = first.exceeds(goals.ttft_s), following.exceeds(goals.tpot_s)
-    return has_room and max(late, slow) <= 1 - goals.share
+def _fusion_holds(pool: PoolSize, wanted: Wanted) -> bool:
+    first, following, mixed = fused_of(pool, wanted.traffic)
+    has_room = mixed <= wanted.max_busy and following.batch <= wanted.max_busy * following.most
+    late = first.exceeds(wanted.goals.ttft_s)
+    slow = following.exceeds(wanted.goals.tpot_s)
+    return has_room and max(late, slow) <= 1 - wanted.goals.share
 
 
 def holds(deployment: Deployment, wanted: Wanted) -> bool:
     """Whether the goals are kept, and no instance is too busy."""
-    traffic, goals = wanted.traffic, wanted.goals
     if deployment.is_fusion:
-        return _fusion_holds(deployment.pools[0], traffic, goals)
+        return _fusion_holds(deployment.pools[0], wanted)
     prefill, decode = deployment.pools
-    has_first = _prefills_hold(prefill, traffic, goals)
-    return has_first and _decodes_hold(decode, prefill.kind, traffic, goals)
+    return _prefills_hold(prefill, wanted) and _decodes_hold(decode, prefill.kind, wanted)
 
 
 def _fewest(kind: InstanceKind, chunk: int, least: int, is_enough: Callable[[int], bool]) -> Found:
